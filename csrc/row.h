@@ -40,14 +40,14 @@ struct Sums {
   double target_term;  // e^(z - m) of it, with the bits that it has in the sum
 };
 
-// d z_j = d_logp (1[j = y] - p_j) - d_entropy p_j (log p_j + entropy), with log p_j + entropy = (z_j - m) + offset
+// d z_j = d_logp (1[j = id] - p_j) - d_entropy p_j (log p_j + entropy), with log p_j + entropy = (z_j - m) + offset
 template <class T>
 struct Gradient {
   T max, inv_sum, offset;  // m, 1 / (1 + rest), entropy - log(1 + rest)
   T d_logp, d_entropy;     // d loss / d logp, d loss / d entropy
   bool has_d_entropy;
-  int64_t target;  // y, may lie outside of the row
-  T at_target;     // d z_y
+  int64_t target;  // the id, may lie outside of the row
+  T at_target;     // d z of the target
   void* out;       // (size,) of `dtype`: d z * dz/dx
   Dtype dtype;
 };

@@ -1,44 +1,51 @@
 """The GRPO family of losses, computed from hidden states or from given log-probabilities.
 
-The steps of `grpo_loss`, in order, with the file of each::
+The steps of `grpo_loss` with the default engine, one_pass, and the file of each::
 
     tokens  = the positions that count                                    tokens.py
     weights = the loss type's normalizer, one weight per token            objective/losses.py
     engine  = the cheapest that gives this loss its exact gradient        engine/plan.py
     first_pass, before autograd knows of the call:                        engine/sweep.py
     for each chunk of rows:
-        z = (hidden @ weight.T + bias) / temperature                      engine/gemm.py, backends/
-        logps, entropies = log softmax(z)[id], -sum p log p               backends/
+        z = (hidden @ weight.T + bias) / temperature                      engine/gemm.py, backends
+        logps, entropies = log softmax(z)[id], -sum p log p               backends: `stats`
         R = logps - old_per_token_logps                                   objective/policy.py
         l = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL
                                                                           backends/formulas.py
         a, b = d loss / d logps, d loss / d entropies                     objective/policy.py
-        dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)            backends/
+        dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)            backends: `grad`
         d hidden = dz @ weight                                            engine/gemm.py
         d weight += dz.T @ hidden                                         engine/sweep.py, `_Sums`
     loss = sum(weights * l) - entropy_coef * mean entropy                 objective/policy.py
-    PolicyLoss attaches the gradient to the loss                          engine/autograd.py
+    LossWithGradient attaches the gradient to the loss                    engine/autograd.py
     metrics = means over the tokens or sequences                          objective/metrics.py
 
-The engines at these steps, by the names of the functions:
+The backends are backends/torch_rows.py (the formulas, readable), csrc/ops.cpp, and
+backends/triton_rows: reduce.py (`stats_kernel`), grad.py (`grad_kernel`), fused.py
+(`fused_kernel`). The last, as C++ does, goes from z to dz in one kernel: `fused`. torch does not
+fuse; nor does anybody in fp16 (whose dz need a factor that all a of a chunk determine), with a
+divided head, or for a custom objective. R, a and b are then computed between `stats` and `grad`, l
+after the loop.
 
-======== ================================== ========================= ==========================
-engine   in the loop of `first_pass`        after it, in `grpo_loss`  in the backward
-======== ================================== ========================= ==========================
-one_pass `fused`; or `reduced`, then        `evaluate`: the value     the stored gradient, times
-         `derived` with `gradient`'s a, b                             the upstream one
-frozen   `reduced`, then `derived`, a = 1   `evaluate`; rows times a  the same
-two_pass `reduced`                          `evaluate`: value, a, b   `second_pass`: the loop
-                                                                      again, `derived`
-lean     `reduced`                          `evaluate`: value, a, b   `second_pass`: by slices
-======== ================================== ========================= ==========================
+The engines at these steps, by the names of functions in engine/sweep.py and engine/autograd.py:
 
-The Triton and C++ backends fuse: R, l, a, b and dz in one kernel. The torch backend does not.
-Without a tensor that trains, the engine is ``score``: `reduced`, and no gradient. Losses in which a
-token's a depends on other tokens need two passes. Without old log-probabilities and without a KL
-term, a is known beforehand. Tokens that certainly get no gradient go through a separate loop that
-computes none.
-Kept sets take their own path, `_loss_over_sets`, by torch operations on the ids of each set.
+======== =============================== ============================= =========================
+engine   in the loop of `first_pass`     after it, in `grpo_loss`      in the backward
+======== =============================== ============================= =========================
+one_pass `fused_work`; or `stats_work`,  `evaluate`: the value         the stored gradient, times
+         then `gradient_work`                                          the upstream one
+frozen   `stats_work`, then              `evaluate`: value, a;         the same
+         `gradient_work` with a = 1      `apply_coefficients`
+two_pass `stats_work`                    `evaluate`: value, a, b       `second_pass`: the loop
+                                                                       with `gradient_work`
+lean     `stats_work`                    `evaluate`: value, a, b       `second_pass`: by slices
+======== =============================== ============================= =========================
+
+Without a tensor that trains, the engine is ``score``: `stats_work`, and no gradient. Losses in
+which a token's a depends on other tokens need two passes. Without old log-probabilities and without
+a KL term, a is known beforehand. Tokens that certainly get no gradient go through a separate loop
+that computes none. Kept sets take their own path, `_loss_over_sets`, by torch operations on the ids
+of each set.
 
 With a KL term over the whole vocabulary (`reference`) there is a third number, c = d loss / d KL,
 which adds ``c p_j (log p_j - log q_j - KL)`` to dz_j. With a sampler's K candidates v
@@ -67,10 +74,10 @@ from grpo_kernels.base.checks import (
     warn_of_ratio,
 )
 from grpo_kernels.base.choices import OnMissingSet
-from grpo_kernels.engine.autograd import PolicyLoss, first_order
+from grpo_kernels.engine.autograd import LossWithGradient, first_order
 from grpo_kernels.engine.kept import score_kept
 from grpo_kernels.engine.plan import Job, Rows, Run, begin, check_run, plan, together
-from grpo_kernels.engine.sweep import first_pass, with_coefficients
+from grpo_kernels.engine.sweep import apply_coefficients, first_pass
 from grpo_kernels.engine.top_k import TopKLogps, check_listed
 from grpo_kernels.engine.workspace import accumulator_of
 from grpo_kernels.head import (
@@ -104,7 +111,7 @@ from grpo_kernels.objective.expected import (
 )
 from grpo_kernels.objective.losses import check_num_items, token_weights
 from grpo_kernels.objective.metrics import loss_metrics
-from grpo_kernels.objective.policy import Evaluation, PolicyObjective, as_stats
+from grpo_kernels.objective.policy import Evaluation, PolicyObjective, stats_of_logps
 from grpo_kernels.results import LossOutput, Metrics
 from grpo_kernels.tokens import Layout, Tokens, read_tokens
 
@@ -228,8 +235,8 @@ def grpo_loss(
             sampled in proportion to the policy. The weight w is the ratio of
             ``vllm_importance_sampling_correction`` in mode ``"token_truncate"`` or
             ``"token_mask"``, or 1 without that option. Available for the loss types ``"grpo"``,
-            ``"bnpo"``, ``"dr_grpo"``, ``"dapo"`` and ``"luspo"`` without `old_per_token_logps`. It
-            still takes one pass.
+            ``"bnpo"``, ``"dr_grpo"``, ``"dapo"`` and ``"luspo"`` without `old_per_token_logps`. The
+            loss still takes one pass.
         kept_ids: the kept set of each position: the ids that a truncating sampler (top-k, top-p,
             min-p) did not cut, as in `linear_logprob`. Log-probabilities and entropies are then
             taken over these sets, and only the head's rows of these ids are read. Compute old,
@@ -254,8 +261,8 @@ def grpo_loss(
 
     Raises:
         TypeError, ValueError: a wrong argument. The message names the argument, what was expected
-            and what it got. Raised before any work is done, and nothing has been changed; only what
-            an `objective` reads and returns is checked when it runs.
+            and what it got. It is raised before any work is done or anything is changed. Only what
+            an `objective` reads and returns is checked later, when it runs.
     """
     given = {**locals()}  # the arguments by name, for the helpers below and for other ranks
     given["config"] = config = config_with(config, fields, _OF_CALL, "grpo_loss")
@@ -285,27 +292,29 @@ def grpo_loss(
         if sampling_topk_ids is not None:
             rows, tokens = _with_candidates(rows, tokens, sampling_topk_ids, sampling_topk_logps)
             job = replace(job, extras=(TOPK_LOGPS,))
-        loss = _objective(config, given, tokens)
+        policy_objective = _objective(config, given, tokens)  # `objective` is the user's function
 
         # which engine; over kept sets there is none
-        job, tensors, of_reference = plan(
-            job, hidden, head, rows, run, ranks, loss if sets is None else None,
+        job, head_tensors, reference_tensors = plan(
+            job, hidden, head, rows, run, ranks, policy_objective if sets is None else None,
             reference=reference, names=("completion_ids", "sampling_topk_ids"),
         )  # fmt: skip
     if sets is not None:
-        return _loss_over_sets(loss, tokens, given, job, tensors, sets)
+        return _loss_over_sets(policy_objective, tokens, given, job, head_tensors, sets)
 
     # the loop over the rows, the loss, its gradient
-    first = first_pass(job, tensors, of_reference, loss)
+    first = first_pass(job, head_tensors, reference_tensors, policy_objective)
     with torch.no_grad():
-        evaluation = loss.evaluate(first.stats)
+        evaluation = policy_objective.evaluate(first.stats)
         # scales a frozen head's rows by their a; a second pass reads the coefficients later
-        first = with_coefficients(job, first, evaluation.coefficients)
-    value, *results = PolicyLoss.apply(job, evaluation.loss, first, of_reference, *tensors)
+        first = apply_coefficients(job, first, evaluation.coefficients)
+    loss, *results = LossWithGradient.apply(
+        job, evaluation.loss, first, reference_tensors, *head_tensors
+    )
     logps, entropies = (x.view(tokens.layout.shape) for x in results)
-    has_gradient = _tokens_with_gradient(job, loss, evaluation)
+    has_gradient = _tokens_with_gradient(job, policy_objective, evaluation)
     metrics = _metrics(given, tokens, first.entropies, evaluation, has_gradient)
-    return LossOutput(value, logps, entropies, metrics, job.engine, job.backend.name)
+    return LossOutput(loss, logps, entropies, metrics, job.engine, job.backend.name)
 
 
 _OF_CALL = [name for name in inspect.signature(grpo_loss).parameters if name != "fields"]
@@ -331,8 +340,8 @@ class GRPOLoss(nn.Module):
         objective, run: as in `grpo_loss`.
 
     Raises:
-        TypeError, ValueError: an unknown field, or a wrong value. Which fields an `objective` reads
-            shows when it runs, in a call.
+        TypeError, ValueError: an unknown field, or a wrong value. Whether an `objective` reads a
+            field is checked only in a call, when it runs.
     """
 
     def __init__(
@@ -455,8 +464,8 @@ def policy_loss_from_logps(
     check_shape("entropies", entropies, ("logps.shape", tuple(logps.shape)))
     no_ids, dtype = torch.zeros_like(logps, dtype=torch.long), accumulator_of(logps.dtype)
     tokens = _tokens(no_ids, completion_mask, advantages, dtype, given)
-    loss = _objective(config, given, tokens)
-    return _loss_of_logps(loss, tokens, given, logps, entropies, "given")
+    policy_objective = _objective(config, given, tokens)
+    return _loss_of_logps(policy_objective, tokens, given, logps, entropies, "given")
 
 
 _OF_LOGPS = [x for x in inspect.signature(policy_loss_from_logps).parameters if x != "fields"]
@@ -575,12 +584,12 @@ def _with_candidates(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tup
 
 
 def _tokens_with_gradient(
-    job: Job, loss: PolicyObjective | CustomObjective, evaluation: Evaluation
+    job: Job, policy_objective: PolicyObjective | CustomObjective, evaluation: Evaluation
 ) -> Tensor:
     """Return (n,) bool: the tokens whose gradient is, or will be, computed."""
     chosen = evaluation.has_gradient if job.when == "later" else None
     if job.when == "now":
-        chosen = loss.live
+        chosen = policy_objective.live
     if chosen is None:  # all of the tokens, or none
         chosen = torch.full_like(job.rows.ids, job.when == "now", dtype=torch.bool)
     return chosen
@@ -594,8 +603,8 @@ def _metrics(
     has_gradient: Tensor,
 ) -> Metrics:
     """Return the metrics of a loss; warn of ratios that are far from 1."""
-    if tokens.old_per_token_logps is not None and evaluation.terms is not None:
-        warn_of_ratio(evaluation.terms.token_log_ratio)
+    if tokens.old_per_token_logps is not None and evaluation.metric_inputs is not None:
+        warn_of_ratio(evaluation.metric_inputs.token_log_ratio)
     config, has_items = given["config"], given["num_items_in_batch"] is not None
     return loss_metrics(
         config, tokens, entropies, evaluation, has_gradient.sum(), num_items=has_items
@@ -603,7 +612,7 @@ def _metrics(
 
 
 def _loss_of_logps(
-    loss: PolicyObjective | CustomObjective,
+    policy_objective: PolicyObjective | CustomObjective,
     tokens: Tokens,
     given: Mapping[str, Any],
     logps: Tensor,
@@ -613,15 +622,15 @@ def _loss_of_logps(
     """The loss, differentiable in `logps` and `entropies`, both (B, T) or (N,)."""
     layout, dtype = tokens.layout, tokens.advantages.dtype
     rows = [x.detach().reshape(-1)[layout.positions].to(dtype) for x in (logps, entropies)]
-    evaluation = loss.evaluate(as_stats(*rows))
-    value = _LossOfLogps.apply(logps, entropies, evaluation, layout)
+    evaluation = policy_objective.evaluate(stats_of_logps(*rows))
+    loss = _LossOfLogps.apply(logps, entropies, evaluation, layout)
     metrics = _metrics(given, tokens, rows[1], evaluation, evaluation.has_gradient)
     per_token, per_entropy = map(layout.scatter, rows)
-    return LossOutput(value, per_token, per_entropy, metrics, engine, "torch")
+    return LossOutput(loss, per_token, per_entropy, metrics, engine, "torch")
 
 
 def _loss_over_sets(
-    loss: PolicyObjective | CustomObjective,
+    policy_objective: PolicyObjective | CustomObjective,
     tokens: Tokens,
     given: Mapping[str, Any],
     job: Job,
@@ -630,13 +639,15 @@ def _loss_over_sets(
 ) -> LossOutput:
     """The loss of log-probabilities over the sampler's kept sets."""
     ids, on_missing_set = given["completion_ids"], given["on_missing_set"]
-    expected = expectation_of(loss, tokens) if on_missing_set == "full" else None
+    expected = expectation_of(policy_objective, tokens) if on_missing_set == "full" else None
     scores, metrics = score_kept(
         job, head, given["run"], sets, ids, on_missing_set,
         lambda at: read_expected(expected, ids, at, job.accumulator, entropy=True),
         others={name: given[name] for name in LOGPS},
     )  # fmt: skip
-    out = _loss_of_logps(loss, tokens, given, scores.logps, scores.entropies, "kept_sets")
+    out = _loss_of_logps(
+        policy_objective, tokens, given, scores.logps, scores.entropies, "kept_sets"
+    )
     return replace(out, metrics=out.metrics.joined(metrics))
 
 

@@ -28,7 +28,10 @@ TOPK_LOGPS = "topk_logps"
 
 
 class Coefficients(NamedTuple):
-    """Gradient of a loss in the numbers of its tokens, (n,) each but the last; None means 0."""
+    """Gradient of a loss in the numbers of its tokens, (n,) each but the last; None means 0.
+
+    The docs call the first three a, b and c.
+    """
 
     d_logp: Tensor | None = None  # d loss / d log-probability
     d_entropy: Tensor | None = None  # d loss / d entropy

@@ -1,13 +1,15 @@
 """The row backend in plain torch: runs on any device, and is the oracle for the others.
 
-With m = max_j z_j, e_j = exp(z_j - m), S = sum_j e_j and y the target::
+With m = max_j z_j, e_j = exp(z_j - m), S = sum_j e_j and id the target::
 
-    logp     = log p_y = -log(1 + exp(log sum_{j != y} e_j + m - z_y))
+    logp     = log p_id = -log(1 + exp(log sum_{j != id} e_j + m - z_id))
     entropy  = log S - sum_j e_j (z_j - m) / S
-    d z_j    = a * (1[j = y] - p_j) - b * p_j * (log p_j + entropy) + c * (k_j - p_j sum_i k_i)
+    d z_j    = a * (1[j = id] - p_j) - b * p_j * (log p_j + entropy) + c * (k_j - p_j sum_i k_i)
+
+with a, b, c = `d_logp`, `d_entropy`, `d_divergence` (`token_loss.Coefficients`).
 
 The target is left out of the sum in logp, and the largest term out of the sum in log S, so that
-neither cancels when a token is nearly certain; likewise ``1 - p_y = -expm1(logp)``. A probability
+neither cancels when a token is nearly certain; likewise ``1 - p_id = -expm1(logp)``. A probability
 of zero (a logit of -inf) drops out of the entropy. The entropy's bits do not depend on the target:
 tokens that share a hidden state tie. k belongs to a divergence from a teacher's logits
 (`divergence`).

@@ -27,7 +27,7 @@ from grpo_kernels.base.checks import is_one, warn_once
 from grpo_kernels.base.tensors import is_nonzero, map_tensors, quantile_of_numbers, take
 from grpo_kernels.engine.plan import Job, Objective
 from grpo_kernels.engine.slices import sweep_slices
-from grpo_kernels.engine.sweep import First, derived, first_pass, indices_of, sweep
+from grpo_kernels.engine.sweep import FirstPass, first_pass, gradient_work, indices_of, sweep
 from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import Tensors
 from grpo_kernels.results import Scores
@@ -100,7 +100,7 @@ def _refuse() -> tuple[Tensor | None, ...]:
 
 
 @first_order
-class PolicyLoss(torch.autograd.Function):
+class LossWithGradient(torch.autograd.Function):
     """A scalar loss of all rows' log-probabilities and entropies.
 
     ``forward(ctx, job, loss, first, reference, *tensors)`` -> loss (), logps (N,), entropies (N,),
@@ -110,13 +110,13 @@ class PolicyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, job: Job, loss: Tensor, first: First, reference: Tensors | None, *tensors: Any
+        ctx: Any, job: Job, loss: Tensor, first: FirstPass, reference: Tensors | None, *tensors: Any
     ) -> tuple[Tensor, ...]:
         head, stats = Tensors(*tensors), first.stats
         if job.when == "later":
             _save(ctx, job, head, (head, reference, first))
         else:
-            _save(ctx, job, head, (None, None, First(_NO_STATS, first.grads, first.grad_rows)))
+            _save(ctx, job, head, (None, None, FirstPass(_NO_STATS, first.grads, first.grad_rows)))
         n = head.hidden.shape[0]
         logps, entropies = scatter(stats.logps, job.rows, n), scatter(first.entropies, job.rows, n)
         ctx.mark_non_differentiable(logps, entropies)
@@ -126,12 +126,12 @@ class PolicyLoss(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         job, (head, reference, first) = ctx.job, _saved(ctx)
         if job.when != "later":
-            stored = _returned(first.grads, ctx.shapes, job, first.grad_rows, d_loss)
+            stored = _input_gradients(first.grads, ctx.shapes, job, first.grad_rows, d_loss)
             return None, None, None, None, *stored
         coefficients = map_tensors(d_loss.mul, first.coefficients)
         with job.gather():
             grads, indices = second_pass(job, head, reference, first.stats, coefficients)
-        return None, None, None, None, *_returned(grads, ctx.shapes, job, indices)
+        return None, None, None, None, *_input_gradients(grads, ctx.shapes, job, indices)
 
 
 @first_order
@@ -147,7 +147,7 @@ class LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, job: Job, first: First, reference: Tensors | None, *tensors: Any
+        ctx: Any, job: Job, first: FirstPass, reference: Tensors | None, *tensors: Any
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         head, stats = Tensors(*tensors), first.stats
@@ -220,7 +220,7 @@ def _save(ctx: Any, job: Job, head: Tensors, kept: Any) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def _saved(ctx: Any) -> Any:  # head, reference, First
+def _saved(ctx: Any) -> Any:  # head, reference, FirstPass
     tensors = iter(ctx.saved_tensors)
     return map_tensors(lambda _: next(tensors), ctx.kept)
 
@@ -252,7 +252,7 @@ def second_pass(
         return sweep_slices(job, head, reference, stats, coefficients), indices
     head, reference = job.converted(head, reference)
     known = lambda chunk, rows, at, out: (take(stats, at), None)  # noqa: E731
-    work = derived(job, head, lambda at, _: take(coefficients, at), known, keeps=False)
+    work = gradient_work(job, head, lambda at, _: take(coefficients, at), known, keeps=False)
     grads = sweep(job, head, reference, work, job.needs)[1]
     assert grads is not None
     return grads, indices
@@ -279,7 +279,7 @@ def _gradient(
     shapes: Tensors,
     head: Tensors,
     reference: Tensors | None,
-    first: First,
+    first: FirstPass,
     upstream: Coefficients,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the head's tensors; `upstream` holds the gradient of each result,
@@ -296,7 +296,7 @@ def _gradient(
         upstream = job.with_main(main, upstream)
     if stored is None or grad_rows is None:
         total, indices = again(upstream)
-        return _returned(total, shapes, job, indices)
+        return _input_gradients(total, shapes, job, indices)
     if job.engine == "frozen":
         factor = main[grad_rows, None]
         remainder = job.with_main(main.index_fill(0, grad_rows, 0.0), upstream)
@@ -309,9 +309,9 @@ def _gradient(
         if far:  # stored and remainder are far larger than their sum, and would cancel
             warn_once(WRONG_EXPECTATION)
             total, indices = again(upstream)
-            return _returned(total, shapes, job, indices)
+            return _input_gradients(total, shapes, job, indices)
     if not any_left:
-        return _returned(stored, shapes, job, grad_rows, factor)
+        return _input_gradients(stored, shapes, job, grad_rows, factor)
     more, indices = again(remainder)
     if job.engine == "one_pass" and 2 * len(indices) > len(rows):
         warn_once(WRONG_EXPECTATION)
@@ -319,7 +319,7 @@ def _gradient(
     ratio = _ratio(upstream, remainder, indices)
     total = _merge(scaled, grad_rows, more, indices, len(rows), ratio)
     every = torch.arange(len(rows), device=rows.positions.device)
-    return _returned(total, shapes, job, every)
+    return _input_gradients(total, shapes, job, every)
 
 
 WRONG_EXPECTATION = (
@@ -381,7 +381,7 @@ def _merge(
     return Tensors(*total)
 
 
-def _returned(
+def _input_gradients(
     grads: Tensors, shapes: Tensors, job: Job, indices: Tensor, factor: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients times `factor`, () or (m, 1), in the given `shapes`, each rounded once.

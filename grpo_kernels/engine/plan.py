@@ -94,7 +94,7 @@ _KNOWN = {
 @hints_names
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Options that change a call's speed and memory, and its results only by rounding.
+    """Options that change a call's speed and memory; its results change only by rounding.
 
     ::
 
@@ -108,8 +108,8 @@ class Run:
             ``"score"``, without gradient. An engine that cannot give the gradient raises an error.
         backend: ``"auto"``, ``"triton"``, ``"cpp"`` or ``"torch"``.
         workspace_bytes: bound in bytes on temporary memory, for any number of tokens. None: 512 MiB
-            (64 MiB over kept sets); on a GPU up to 3 GiB, by the size of the head and the free
-            memory.
+            (64 MiB over kept sets); on a GPU up to 3 GiB, depending on the size of the head and the
+            free memory.
         gather: function that returns a context manager in which the weight is whole (DeepSpeed
             ZeRO-3), for a backward that reads the weight again.
 
@@ -142,13 +142,14 @@ class Objective(Protocol):
 
     Attributes:
         known: when the coefficients of a row are known.
-        compares: True if the backward compares them with the gradient that arrives.
+        is_guess: True for what a caller expects; the backward compares it with the gradient that
+            arrives, and computes what is missing.
         live: (n,) bool, rows that may have a coefficient other than 0; None: all.
         one_number: True if the loss depends on a single number of each row. Read only if the head
             is frozen, since it may evaluate a user's function.
     """
 
-    compares: bool
+    is_guess: bool
 
     @property
     def known(self) -> Known: ...
@@ -157,7 +158,7 @@ class Objective(Protocol):
     @property
     def one_number(self) -> bool: ...
 
-    def gradient(self, index: Tensor, stats: RowStats) -> Coefficients:
+    def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
         """Return the coefficients of the rows at `index` (m,), from their statistics."""
 
     def token_loss(self) -> TokenLoss | None:
@@ -256,17 +257,17 @@ class Job:
         return hasattr(backend, "fused") and (alone or backend.fuses_teacher)
 
     @property
-    def diverges(self) -> bool:
+    def main_is_divergence(self) -> bool:
         """True if a row's main number is its divergence, not its log-probability."""
         return self.reference_dtype is not None or isinstance(self.rows.top_k, TopKTeacher)
 
     def main(self, coefficients: Coefficients) -> Tensor | None:
         """Return the coefficient of the rows' main number."""
-        return coefficients.d_divergence if self.diverges else coefficients.d_logp
+        return coefficients.d_divergence if self.main_is_divergence else coefficients.d_logp
 
     def with_main(self, value: Tensor, others: Coefficients = _NONE) -> Coefficients:
         """Return `others` with `value` (n,) in place of `main`."""
-        return others._replace(**{"d_divergence" if self.diverges else "d_logp": value})
+        return others._replace(**{"d_divergence" if self.main_is_divergence else "d_logp": value})
 
     def products(self, weight: Tensor, dtype: torch.dtype | None = None) -> Products:
         """Return the products with `weight`, which may be a part of the head."""
@@ -402,13 +403,13 @@ def plan(
     job = replace(job, memory=memory, shard=shard, workspace_bytes=workspace_bytes)
     rows = rows if objective is None else in_range(rows, names, vocab, job.first_id)
     job = replace(job, rows=rows)
-    tensors, of_reference = operands(hidden, head, rows.positions), None
+    tensors, reference_tensors = operands(hidden, head, rows.positions), None
     if reference is not None:
         states, own = reference
-        of_reference = operands(states, own, rows.positions).map(Tensor.detach)
+        reference_tensors = operands(states, own, rows.positions).map(Tensor.detach)
     if objective is not None:
         job = replace(job, engine=choose_engine(run.engine, job, objective))
-    return job, tensors, of_reference
+    return job, tensors, reference_tensors
 
 
 def choose_engine(name: str, job: Job, objective: Objective) -> str:
@@ -418,7 +419,7 @@ def choose_engine(name: str, job: Job, objective: Objective) -> str:
         ValueError: the engine `name` cannot give this gradient.
     """
     needs, known = job.needs, objective.known
-    if objective.compares and device_of(job.rows.positions.device).is_capturing():
+    if objective.is_guess and device_of(job.rows.positions.device).is_capturing():
         known = "all_rows"  # in a CUDA graph, the comparison would wait
     head_trains, no_gradient = any(needs[1:]), not any(needs)
     if name == "auto" and job.memory.tight and head_trains:

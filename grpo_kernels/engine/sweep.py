@@ -2,11 +2,11 @@
 
 For each chunk of rows: project, do the row work, add up the gradients. The logits of a chunk are
 the only tensor with a vocabulary dimension besides the weight and its gradient; d logits may be
-written into the same memory. The row work of a chunk is one of::
+written into the same memory. Three functions make the row work of a chunk::
 
-    reduced  the statistics of each row
-    fused    statistics, loss and d logits by one kernel, if no token depends on others
-    derived  d logits from statistics, of this or of a first pass, and coefficients
+    stats_work     the statistics of each row
+    fused_work     statistics, loss and d logits by one kernel, if no token depends on others
+    gradient_work  d logits from statistics, of this or of a first pass, and coefficients
 
 The gradient is computed in the first pass ("now") or in a second one ("later"). For ``lean``, the
 second pass goes by slices of the vocabulary, see `slices.py`.
@@ -39,14 +39,14 @@ from grpo_kernels.engine.workspace import Group, device_of, divide
 from grpo_kernels.head import Tensors
 
 Index = Tensor | slice  # index of rows: (m,) int64, or a slice
-# chunk, its rows, their index, memory for d logits (m, V) -> statistics (None if they were known),
-# and the factor () that d logits carry in fp16
+# chunk, its rows, their index among the sweep's rows (`at`), memory for d logits (m, V) (`out`) ->
+# statistics (None if they were known), and the factor () that d logits carry in fp16
 RowWork = Callable[[Chunk, Rows, Index, Tensor | None], tuple[RowStats | None, Tensor | None]]
 # index (m,) of rows, their statistics -> their coefficients
 CoefficientsOf = Callable[[Index, RowStats], Coefficients]
 
 
-class First(NamedTuple):
+class FirstPass(NamedTuple):
     """Results of a first pass: statistics (n,) of all rows and, if computed now, a gradient.
 
     `grads` are the gradients of the rows `grad_rows` (m,), for `coefficients` (n,), in the
@@ -65,7 +65,9 @@ class First(NamedTuple):
         return self.stats.entropies
 
 
-def first_pass(job: Job, head: Tensors, reference: Tensors | None, objective: Objective) -> First:
+def first_pass(
+    job: Job, head: Tensors, reference: Tensors | None, objective: Objective
+) -> FirstPass:
     """Compute the statistics of all rows and, if due now, the gradient of the live rows.
 
     Waits for the device once, to count the live rows, unless all rows are.
@@ -73,45 +75,48 @@ def first_pass(job: Job, head: Tensors, reference: Tensors | None, objective: Ob
     with torch.no_grad():
         head, reference = job.converted(head, reference)
         if job.when != "now":
-            return First(sweep(job, head, reference, reduced(job))[0])
+            return FirstPass(sweep(job, head, reference, stats_work(job))[0])
         n, device, live = len(job.rows), job.rows.positions.device, objective.live
         every = torch.arange(n, device=device)
-        index = every if live is None else indices_of(live)
+        grad_rows = every if live is None else indices_of(live)
         fuses = job.engine == "one_pass" and job.fuses
         token_loss = objective.token_loss() if fuses else None
-        # the coefficients that the backward compares: a caller's function may not return them twice
-        used: dict[str, Tensor] = {}
+        # the guess that the backward compares: a caller's function may not return it twice
+        guessed: dict[str, Tensor] = {}
 
-        def coefficients(at: Index, stats: RowStats) -> Coefficients:
+        def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
             if job.engine == "frozen":
                 return job.with_main(torch.ones_like(stats.logps))
-            rows = index[at]
-            given = objective.gradient(rows, stats)
-            if objective.compares:
+            rows = grad_rows[at]
+            given = objective.coefficients_at(rows, stats)
+            if objective.is_guess:
                 for name, x in given._asdict().items():
                     if x is not None:
-                        used.setdefault(name, x.new_zeros(n))[rows] = x
+                        guessed.setdefault(name, x.new_zeros(n))[rows] = x
             return given
 
-        part, part_loss = job, token_loss
-        if index.shape[0] < n:
-            part, part_loss = job.at(index), take(token_loss, index)
-        work = reduced(part) if part_loss is None else fused(part, part_loss)
-        # in fp16 d logits need a factor, which all coefficients of a chunk determine: `fused` then
-        # computes statistics and loss alone
-        if part_loss is None or job.products(head.weight).scales_gradient:
-            work = derived(part, head, coefficients, work)
-        stats, grads = sweep(part, head, reference, work, job.needs, part_loss)
-        if live is not None and index.shape[0] < n:
-            rest = live.to(torch.uint8).argsort(stable=True)[: n - index.shape[0]]
-            stats = _with_rest(job, head, reference, token_loss, (index, stats), rest)
-        if not objective.compares or job.engine == "frozen":
+        # the rows with gradient, then those without
+        grad_job, grad_loss = job, token_loss
+        if grad_rows.shape[0] < n:
+            grad_job, grad_loss = job.at(grad_rows), take(token_loss, grad_rows)
+        work = stats_work(grad_job) if grad_loss is None else fused_work(grad_job, grad_loss)
+        # in fp16 d logits need a factor, which all coefficients of a chunk determine: `fused_work`
+        # then computes statistics and loss alone
+        if grad_loss is None or job.products(head.weight).scales_gradient:
+            work = gradient_work(grad_job, head, coefficients_of, work)
+        stats, grads = sweep(grad_job, head, reference, work, job.needs, grad_loss)
+        if live is not None and grad_rows.shape[0] < n:
+            rest = live.to(torch.uint8).argsort(stable=True)[: n - grad_rows.shape[0]]
+            stats = _with_rest(job, head, reference, token_loss, (grad_rows, stats), rest)
+        if not objective.is_guess or job.engine == "frozen":
             # a loss gets its coefficients from its evaluation, a frozen head's backward reads none
-            return First(stats, grads, index)
-        given = Coefficients(**used) if token_loss is None else objective.gradient(every, stats)
-        if job.main(given) is None:
-            given = job.with_main(stats.logps.new_zeros(n), given)
-        return First(stats, grads, index, given)
+            return FirstPass(stats, grads, grad_rows)
+        guess = Coefficients(**guessed)
+        if token_loss is not None:  # then it is made of numbers, not of what a function returns
+            guess = objective.coefficients_at(every, stats)
+        if job.main(guess) is None:
+            guess = job.with_main(stats.logps.new_zeros(n), guess)
+        return FirstPass(stats, grads, grad_rows, guess)
 
 
 def _with_rest(
@@ -124,30 +129,30 @@ def _with_rest(
 ) -> RowStats:
     """Return the statistics of all rows: of the `done` ones, at an index, and of the `rest`, which
     get no gradient."""
-    (index, stats), part, part_loss = done, job.at(rest), take(token_loss, rest)
-    work = reduced(part) if part_loss is None else fused(part, part_loss)
-    others = sweep(part, head, reference, work, token_loss=part_loss)[0]
+    (index, stats), rest_job, rest_loss = done, job.at(rest), take(token_loss, rest)
+    work = stats_work(rest_job) if rest_loss is None else fused_work(rest_job, rest_loss)
+    others = sweep(rest_job, head, reference, work, token_loss=rest_loss)[0]
     both = concatenated(job, [stats, others], stats.logps, token_loss)
     return take(both, torch.cat([index, rest]).argsort())
 
 
-def with_coefficients(job: Job, first: First, coefficients: Coefficients) -> First:
-    """Return `first` with a loss's coefficients (n,).
+def apply_coefficients(job: Job, first: FirstPass, coefficients: Coefficients) -> FirstPass:
+    """Return `first` with a loss's coefficients (n,), for the backward.
 
-    With a frozen head, the gradient of each row's log-probability becomes the loss's gradient, in
-    place.
+    With a frozen head, its gradient is that of each row's log-probability: multiplied by the row's
+    coefficient, in place, it becomes the loss's.
     """
     if job.engine == "frozen" and first.grads is not None and coefficients.d_logp is not None:
         first.grads.hidden.mul_(coefficients.d_logp[first.grad_rows, None])
     return first._replace(coefficients=coefficients)
 
 
-def reduced(job: Job) -> RowWork:
+def stats_work(job: Job) -> RowWork:
     """Row work: the statistics of the rows."""
     return lambda chunk, rows, at, out: (statistics(job, chunk, rows), None)
 
 
-def fused(job: Job, token_loss: TokenLoss) -> RowWork:
+def fused_work(job: Job, token_loss: TokenLoss) -> RowWork:
     """Row work: statistics with `token_loss` and, if memory for it is passed, d logits, by one
     kernel."""
     backend: Any = job.backend
@@ -161,10 +166,10 @@ def fused(job: Job, token_loss: TokenLoss) -> RowWork:
     return work
 
 
-def derived(
+def gradient_work(
     job: Job,
     head: Tensors,
-    coefficients: CoefficientsOf,
+    coefficients_of: CoefficientsOf,
     statistics_by: RowWork,
     *,
     keeps: bool = True,
@@ -178,7 +183,7 @@ def derived(
     ) -> tuple[RowStats | None, Tensor | None]:
         found, _ = statistics_by(chunk, rows, at, None)
         assert found is not None and out is not None
-        given = coefficients(at, found)
+        given = coefficients_of(at, found)
         scaled, fp16_scale = products.with_fp16_scale(given, found, chunk.transform)
         write_gradient(job, chunk, rows, found, scaled, out)
         return found if keeps else None, fp16_scale
@@ -236,7 +241,7 @@ def sweep(
     for, in the accumulator's dtype; gradients of rows are those of the job's rows alone.
     `token_loss` is that of a fused `work`: without a row, it tells which statistics are returned.
     """
-    rows, parts = job.rows, []
+    rows, found = job.rows, []
     groups, projection = plan_groups(job, head, reference, needs), Projection(job, head, reference)
     sums = None if needs is None else _Sums(job, head, groups, needs)
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
@@ -247,24 +252,24 @@ def sweep(
             index = _index(group, rows)
             operands = projection.operands(_positions(rows, index, head.hidden.shape[0]))
             fp16_scale = None
-            for part in group.chunks:
-                at, m = _part(index, part), part.stop - part.start
-                out = logits[:m], None if reference_logits is None else reference_logits[:m]
-                chunk, chunk_rows = projection.project(operands, part, rows, at, out)
+            for span in group.chunks:  # a slice of the group's rows
+                at, m = _part(index, span), span.stop - span.start
+                memory = logits[:m], None if reference_logits is None else reference_logits[:m]
+                chunk, chunk_rows = projection.project(operands, span, rows, at, memory)
                 # allocated only once the first product is under way
                 if sums is not None and d_logits is None:
                     d_logits = projection.new_d_logits(max(group.rows for group in groups))
                 # in place of the logits, or with a scale, a group is one chunk (`_costs`)
-                target = None if sums is None or d_logits is None else d_logits[part]
-                stats, fp16_scale = work(chunk, chunk_rows, at, target)
+                out = None if sums is None or d_logits is None else d_logits[span]
+                stats, fp16_scale = work(chunk, chunk_rows, at, out)
                 if stats is not None:  # of rows before the padding; none if all are padding
-                    parts.append(take(stats, slice(max(0, group.n - part.start))))
+                    found.append(take(stats, slice(max(0, group.n - span.start))))
             if sums is not None and d_logits is not None:
                 if group.n < group.rows:
                     d_logits[group.n : group.rows] = 0.0
                 d_rows = d_logits[: group.rows]
                 sums.add(group, projection.products, operands[0], d_rows, fp16_scale)
-        stats = concatenated(job, parts, head.hidden, token_loss)
+        stats = concatenated(job, found, head.hidden, token_loss)
         return stats, None if sums is None else sums.gradients()
 
 
@@ -280,7 +285,7 @@ def concatenated(
         entropy=job.entropy or token_loss is not None,
         extras=() if token_loss is not None else job.extras,
         terms=() if token_loss is None else token_loss.terms,
-        divergence=job.diverges,
+        divergence=job.main_is_divergence,
     )
     if isinstance(job.rows.top_k, TopKLogps):
         stats.extras[TOPK_LOGPS] = stats.logps.new_empty(0, job.rows.top_k.given)
@@ -365,10 +370,10 @@ def _index(group: Group, rows: Rows) -> Index:
     return index
 
 
-def _part(index: Index, part: slice) -> Index:
+def _part(index: Index, span: slice) -> Index:
     if isinstance(index, slice):
-        return slice(index.start + part.start, index.start + part.stop)
-    return index[part]
+        return slice(index.start + span.start, index.start + span.stop)
+    return index[span]
 
 
 def _positions(rows: Rows, index: Index, n: int) -> Index:
@@ -394,7 +399,7 @@ class Projection:
         self._reference = reference
         if reference is not None:
             weight = reference.weight[columns]
-            self._of_reference = job.products(weight, job.reference_dtype)
+            self._reference_products = job.products(weight, job.reference_dtype)
             self._reference_bias = row_bias(reference.bias, columns, job.accumulator)
 
     @property
@@ -427,28 +432,28 @@ class Projection:
     def project(
         self,
         operands: tuple[list[Tensor], Tensor | None],
-        part: slice,
+        span: slice,
         rows: Rows,
-        index: Index,
-        out: tuple[Tensor, Tensor | None],
+        at: Index,
+        memory: tuple[Tensor, Tensor | None],
     ) -> tuple[Chunk, Rows]:
         """Project a chunk; return it and its rows, with the logits of their K ids gathered.
 
         Args:
             operands: the operands of a group of rows.
-            part: the chunk's rows among the group's rows.
-            rows, index: the rows of the sweep, and the index of the chunk's rows among them.
-            out: memory for the logits, and for the reference's.
+            span: the chunk's rows among the group's rows.
+            rows, at: the rows of the sweep, and the index of the chunk's rows among them.
+            memory: for the logits, and for the reference's.
         """
-        (of_rows, of_reference), (logits, reference_logits), job = operands, out, self._job
+        (of_rows, of_reference), (logits, reference_logits), job = operands, memory, self._job
         for i, (product, x) in enumerate(zip(self.products, of_rows, strict=True)):
-            product.logits(x[part], logits, first=i == 0)
-        rows, teacher = take(rows, index), None
+            product.logits(x[span], logits, first=i == 0)
+        rows, teacher = take(rows, at), None
         inv_t = rows.inv_temperature
         transform = job.transform.of_rows(inv_t, self._bias)
         if of_reference is not None and reference_logits is not None:
-            self._of_reference.logits(
-                self._of_reference.operand(of_reference[part]), reference_logits
+            self._reference_products.logits(
+                self._reference_products.operand(of_reference[span]), reference_logits
             )
             its_transform = job.reference_transform.of_rows(inv_t, self._reference_bias)
             job.backend.prepare_(reference_logits, its_transform)

@@ -15,7 +15,7 @@ gives its normalizer. It replaces the config's loss of a token, but may read it 
     def with_penalty(tokens):
         return tokens.loss + 0.01 * tokens.logps.square()
 
-Other tensors come in by a closure: ``extra.flatten()[tokens.index]`` reads `extra`, shaped like the
+A closure gives it other tensors: ``extra.flatten()[tokens.index]`` reads `extra`, shaped like the
 ids.
 """
 
@@ -34,7 +34,7 @@ from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.backends.token_loss import Coefficients
 from grpo_kernels.base.checks import no_attribute
 from grpo_kernels.objective.config import check_loss_is_read, warn_of_loss
-from grpo_kernels.objective.policy import Evaluation, PolicyObjective, Terms, as_stats
+from grpo_kernels.objective.policy import Evaluation, MetricInputs, PolicyObjective, stats_of_logps
 from grpo_kernels.tokens import Tokens
 
 OPTIONAL = ("ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
@@ -93,7 +93,7 @@ class TokenInputs:
         if self._loss is None:
             raise ValueError(
                 "tokens.loss: expected to be read from the argument of an objective, got "
-                "TokenInputs that were made otherwise"
+                "TokenInputs from elsewhere"
             )
         return self._loss()
 
@@ -157,7 +157,7 @@ def _declared(function: Any, name: str, default: bool) -> bool:
 class CustomObjective:
     """A user's function in place of `PolicyObjective`."""
 
-    compares = False
+    is_guess = False
     live = None  # any token may have a gradient
 
     def __init__(
@@ -182,13 +182,13 @@ class CustomObjective:
         if not _declared(self.function, "uses_entropies", True):
             return False
         nothing = torch.zeros_like(self.tokens.advantages)
-        return self.evaluate(as_stats(nothing, nothing)).coefficients.d_entropy is not None
+        return self.evaluate(stats_of_logps(nothing, nothing)).coefficients.d_entropy is not None
 
     @property
     def one_number(self) -> bool:
         return not self.has_entropy_gradient
 
-    def gradient(self, index: Tensor, stats: RowStats) -> Coefficients:
+    def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
         """Return the coefficients of the tokens at `index` (m,), from these tokens alone."""
         chosen = index if self._chosen is None else self._chosen[index]
         some = self.tokens.at(index), self.of_config.at(index), chosen
@@ -208,12 +208,12 @@ class CustomObjective:
         logps, entropies, weights = stats.logps, stats.entropies, self.of_config.weights
         assert entropies is not None
         if torch.is_inference_mode_enabled():  # no gradient can follow
-            per_token, terms = self._call(logps, entropies)
+            per_token, metric_inputs = self._call(logps, entropies)
             loss = (weights * per_token).sum()
-            return Evaluation(loss, Coefficients(torch.zeros_like(logps)), loss, terms)
+            return Evaluation(loss, Coefficients(torch.zeros_like(logps)), loss, metric_inputs)
         with torch.enable_grad():
             logps, entropies = logps.clone().requires_grad_(), entropies.clone().requires_grad_()
-            per_token, terms = self._call(logps, entropies)
+            per_token, metric_inputs = self._call(logps, entropies)
             loss = (weights * per_token).sum()
             if not loss.requires_grad:
                 expected = "a loss that depends on tokens.logps or tokens.entropies"
@@ -221,9 +221,11 @@ class CustomObjective:
             _check_leaves(loss, logps, entropies)
             d_logp, d_entropy = torch.autograd.grad(loss, (logps, entropies), allow_unused=True)
         d_logp = torch.zeros_like(logps) if d_logp is None else d_logp
-        return Evaluation(loss.detach(), Coefficients(d_logp, d_entropy), loss.detach(), terms)
+        return Evaluation(
+            loss.detach(), Coefficients(d_logp, d_entropy), loss.detach(), metric_inputs
+        )
 
-    def _call(self, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Terms | None]:
+    def _call(self, logps: Tensor, entropies: Tensor) -> tuple[Tensor, MetricInputs | None]:
         """Return the function's loss of each token, (n,); and the inputs of the metrics of the
         config's own loss, if the function reads it."""
         layout, tokens, couples = self.tokens.layout, self.tokens, self.known == "all_rows"
@@ -237,7 +239,7 @@ class CustomObjective:
         places = {"index": layout.positions, "sequence": layout.sequence, "position": layout.column}
         if self._chosen is not None:
             places = {name: x[self._chosen] for name, x in places.items()}
-        read: list[Terms] = []
+        read: list[MetricInputs] = []
 
         visible = shaped(logps)
         inputs = TokenInputs(
@@ -257,8 +259,8 @@ class CustomObjective:
         def of_config() -> Tensor:  # differentiable in the `logps` that the function has
             own, alone = self.of_config, not couples
             # not `inputs`, which holds this function: a cycle would keep all these tensors
-            losses, terms = own.token_losses(rows(visible), entropies, alone=alone)
-            read.append(terms)
+            losses, metric_inputs = own.token_losses(rows(visible), entropies, alone=alone)
+            read.append(metric_inputs)
             return shaped(losses)
 
         try:

@@ -15,7 +15,7 @@ from grpo_kernels.backends.token_loss import Coefficients, TokenLoss
 from grpo_kernels.base.checks import check_shape, check_tensor, hints_names
 from grpo_kernels.base.tensors import take
 from grpo_kernels.objective.custom import CustomObjective
-from grpo_kernels.objective.policy import PolicyObjective, as_stats
+from grpo_kernels.objective.policy import PolicyObjective, stats_of_logps
 from grpo_kernels.tokens import Tokens
 
 
@@ -49,8 +49,8 @@ def expectation_of(objective: PolicyObjective | CustomObjective, tokens: Tokens)
 
     def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Coefficients:
         entropies = logps if entropies is None else entropies
-        stats = as_stats(logps.to(dtype), entropies.to(dtype))
-        return objective.gradient(row[index], stats)
+        stats = stats_of_logps(logps.to(dtype), entropies.to(dtype))
+        return objective.coefficients_at(row[index], stats)
 
     return Expectation(
         None if objective.known == "all_rows" else coefficients,
@@ -77,7 +77,7 @@ class ExpectedGradient:
         coefficients: (n,), if known before the forward.
     """
 
-    compares = True
+    is_guess = True
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class ExpectedGradient:
         elif coefficients is not None:
             self.known = "before"
 
-    def gradient(self, index: Tensor, stats: RowStats) -> Coefficients:
+    def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
         assert self.compute is not None
         return self.compute(index, stats)
 

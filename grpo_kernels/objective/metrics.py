@@ -36,7 +36,7 @@ def loss_metrics(
     ratio 1. Sums over the tokens are taken once, at the end: one for all numbers, one for all
     flags.
     """
-    layout, terms, n = tokens.layout, evaluation.terms, len(tokens)
+    layout, inputs, n = tokens.layout, evaluation.metric_inputs, len(tokens)
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     summed: dict[str, Tensor] = {}  # (n,) each
     extremes: dict[str, Tensor] = {}
@@ -70,48 +70,48 @@ def loss_metrics(
     pairs["rows/projected"] = (number(n), number(math.prod(layout.shape)))
     pairs["rows/gradient"] = (gradient_count.to(entropies.dtype), number(n))
     ratio, per_sequence = tokens.unexpanded_ratio, tokens.sequence_ratio is not None
-    gap = None if terms is None else terms.sampling_difference
-    if terms is not None and terms.kl is not None:
-        over_tokens("kl", terms.kl)
-    if terms is not None and terms.importance_sampling_ratio is not None:
-        ratio = terms.importance_sampling_ratio
-    if gap is not None:
+    difference = None if inputs is None else inputs.sampling_difference
+    if inputs is not None and inputs.kl is not None:
+        over_tokens("kl", inputs.kl)
+    if inputs is not None and inputs.importance_sampling_ratio is not None:
+        ratio = inputs.importance_sampling_ratio
+    if difference is not None:
         per_sequence = config.sampling_ratio_is_per_sequence
     if ratio is not None:
         (over_sequences if per_sequence else over_tokens)("importance_sampling_ratio", ratio)
-    if terms is not None and terms.on_policy_keep is not None:
-        over_tokens("off_policy_masked", ~terms.on_policy_keep)
+    if inputs is not None and inputs.on_policy_keep is not None:
+        over_tokens("off_policy_masked", ~inputs.on_policy_keep)
     if tokens.sampling_per_token_logps is not None:
         over_tokens("sampling_unscored", torch.isnan(tokens.sampling_per_token_logps))
-    if gap is not None and ratio is not None:
-        gap, missing = gap.abs(), torch.isnan(gap)
-        scored = (~missing).sum(dtype=gap.dtype)
+    if difference is not None and ratio is not None:
+        difference, missing = difference.abs(), torch.isnan(difference)
+        scored = (~missing).sum(dtype=difference.dtype)
         name = "sampling/sampling_logp_difference"
-        pairs[f"{name}/mean"] = (torch.where(missing, 0.0, gap).sum(), scored)
-        extremes[f"{name}/max"] = extreme(gap, largest=True)
+        pairs[f"{name}/mean"] = (torch.where(missing, 0.0, difference).sum(), scored)
+        extremes[f"{name}/max"] = extreme(difference, largest=True)
         for bound in ("min", "max"):
             name = f"sampling/importance_sampling_ratio/{bound}"
             extremes[name] = extreme(ratio, largest=bound == "max")
 
-    if terms is not None:
-        loss_type, ratios = loss_type_of(config), torch.exp(terms.log_ratio)
+    if inputs is not None:
+        loss_type, ratios = loss_type_of(config), torch.exp(inputs.log_ratio)
         of_level = loss_type.takes_level
         by_sequence = config.importance_sampling_level == "sequence"
         # with one ratio and one advantage per sequence, TRL counts clipped sequences, else tokens
-        once = by_sequence and of_level and tokens.advantages_per_sequence
+        counts_sequences = by_sequence and of_level and tokens.advantages_per_sequence
         mean_of("ratio", ratios, by_sequence or not of_level, empty=1.0)
-        if terms.phi is not None:
-            mean_of("vespo/phi_seq_mean", terms.phi, tokens.advantages_per_sequence, empty=1.0)
+        if inputs.phi is not None:
+            mean_of("vespo/phi_seq_mean", inputs.phi, tokens.advantages_per_sequence, empty=1.0)
         if loss_type.capped is not None:
             capped = loss_type.capped(config, ratios, tokens.advantages)
-            mean_of("cispo_clip_ratio", capped, once)
+            mean_of("cispo_clip_ratio", capped, counts_sequences)
         if loss_type.clipped is not None:
-            both = ratios, terms.token_log_ratio
+            both = ratios, inputs.token_log_ratio
             low, high = loss_type.clipped(config, *both, tokens.advantages)
-            mean_of("clip_ratio/low_mean", low, once)
-            mean_of("clip_ratio/high_mean", high, once)
-            mean_of("clip_ratio/region_mean", low | high, once)
-            if once:
+            mean_of("clip_ratio/low_mean", low, counts_sequences)
+            mean_of("clip_ratio/high_mean", high, counts_sequences)
+            mean_of("clip_ratio/region_mean", low | high, counts_sequences)
+            if counts_sequences:
                 shares = [shared(low), shared(high)]
             else:  # shares of each sequence's tokens; exact, whatever the order of the sums
                 ones = torch.stack([low, high], dim=1).to(entropies.dtype)

@@ -67,13 +67,13 @@ LEAST_TAIL = 1e-6
 CENTERED_ROWS = 2048  # at a time, in double precision
 
 
-def as_stats(logps: Tensor, entropies: Tensor) -> RowStats:
+def stats_of_logps(logps: Tensor, entropies: Tensor) -> RowStats:
     """Log-probabilities and entropies (n,) as statistics that a loss reads."""
     return RowStats(logps, logps, logps, entropies)
 
 
 @dataclass(frozen=True)
-class Terms:
+class MetricInputs:
     """Inputs of the metrics; (n,) unless said otherwise, None where the loss has no such term."""
 
     log_ratio: Tensor  # R, as the surrogate sees it
@@ -92,7 +92,8 @@ class Evaluation:
     loss: Tensor  # ()
     coefficients: Coefficients  # (n,) each; None: the loss does not depend on that number
     policy_loss: Tensor  # () the loss without the entropy bonus
-    terms: Terms | None = None  # None for a custom objective that does not read the config's loss
+    # None for a custom objective that does not read the config's loss
+    metric_inputs: MetricInputs | None = None
 
     @property
     def d_logp(self) -> Tensor:
@@ -151,7 +152,7 @@ class PolicyObjective:
         has_entropy_gradient: True if the loss depends on the entropies.
     """
 
-    compares = False
+    is_guess = False
 
     def __init__(self, config: LossConfig, tokens: Tokens, weights: Tensor) -> None:
         old, sampled = tokens.old_per_token_logps, tokens.sampling_per_token_logps is not None
@@ -180,7 +181,7 @@ class PolicyObjective:
         nothing = torch.zeros_like(self.tokens.advantages)
         tokens = replace(self.tokens, sampling_topk_logps=None)
         return PolicyObjective(only_policy, tokens, self.weights).evaluate(
-            as_stats(nothing, nothing)
+            stats_of_logps(nothing, nothing)
         )
 
     @property
@@ -205,7 +206,7 @@ class PolicyObjective:
             live = layout.sequence_sum(live.to(tokens.advantages))[layout.sequence] > 0
         return live
 
-    def gradient(self, index: Tensor, stats: RowStats) -> Coefficients:
+    def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
         """Return the coefficients at `index` (m,) from these tokens' statistics alone; only if
         tokens are not coupled."""
         logps = stats.logps
@@ -270,17 +271,17 @@ class PolicyObjective:
             return self._assembled(stats.terms, entropies)
         divergences = None if stats.divergence is None else stats.divergence.value
         keep = _keep_high_entropy(self.config, entropies)
-        loss, d_logp, terms = self._per_token(stats.logps, keep, divergences)
+        loss, d_logp, metric_inputs = self._per_token(stats.logps, keep, divergences)
         d_topk = None
         if self.is_centered:
             centering, d_topk = self._centering(stats.extras[TOPK_LOGPS], stats.logps, keep)
             loss = loss + centering
         policy_loss = (self.weights * loss).sum()
-        return self._with_bonus(policy_loss, d_logp, entropies, keep, terms, d_topk)
+        return self._with_bonus(policy_loss, d_logp, entropies, keep, metric_inputs, d_topk)
 
     def token_losses(
         self, logps: Tensor, entropies: Tensor, *, alone: bool
-    ) -> tuple[Tensor, Terms]:
+    ) -> tuple[Tensor, MetricInputs]:
         """Return l_t (n,) without the entropy bonus, differentiable once in `logps`, and the inputs
         of the metrics.
 
@@ -297,19 +298,19 @@ class PolicyObjective:
                 f"ref_per_token_logps: expected a tensor since beta = {self.config.beta}, got None"
             )
         keep = _keep_high_entropy(self.config, entropies.detach())
-        loss, _, terms = self._per_token(logps.detach(), keep, None)
-        return _TokenLosses.apply(logps, loss, self, keep), terms
+        loss, _, metric_inputs = self._per_token(logps.detach(), keep, None)
+        return _TokenLosses.apply(logps, loss, self, keep), metric_inputs
 
     def _assembled(self, terms: dict[str, Tensor], entropies: Tensor) -> Evaluation:
         policy_loss, at_one = terms["loss"].sum(), None
         if self.on_policy:
-            at_one = self._at_ratio_one.terms
+            at_one = self._at_ratio_one.metric_inputs
             if not self.loss_type.is_linear:
                 policy_loss = policy_loss + self._at_ratio_one.policy_loss
         both = terms["log_ratio"], terms["log_ratio"], terms.get("kl")
         of_one = (None, None) if at_one is None else (at_one.phi, at_one.on_policy_keep)
-        all_terms = Terms(*both, *of_one, *self._sampling_terms(None))
-        return self._with_bonus(policy_loss, terms["d_logp"], entropies, None, all_terms)
+        metric_inputs = MetricInputs(*both, *of_one, *self._sampling_terms(None))
+        return self._with_bonus(policy_loss, terms["d_logp"], entropies, None, metric_inputs)
 
     def _centering(
         self, topk_logps: Tensor, logps: Tensor, keep_entropy: Tensor | None
@@ -334,7 +335,7 @@ class PolicyObjective:
         d_logp: Tensor,
         entropies: Tensor,
         keep: Tensor | None,
-        terms: Terms,
+        metric_inputs: MetricInputs,
         d_topk: Tensor | None = None,
     ) -> Evaluation:
         """Subtract ``entropy_coef`` times the mean entropy of the kept tokens from the loss."""
@@ -344,11 +345,11 @@ class PolicyObjective:
             weight = self.config.entropy_coef * kept / kept.sum().clamp(min=1.0)
             loss, d_entropy = policy_loss - times(entropies, weight).sum(), -weight
         coefficients = Coefficients(d_logp, d_entropy, self._d_divergence(), d_topk)
-        return Evaluation(loss, coefficients, policy_loss, terms)
+        return Evaluation(loss, coefficients, policy_loss, metric_inputs)
 
     def _per_token(
         self, logps: Tensor, keep_entropy: Tensor | None, divergences: Tensor | None
-    ) -> tuple[Tensor, Tensor, Terms]:
+    ) -> tuple[Tensor, Tensor, MetricInputs]:
         """Return l_t and a_t of each token, both without the entropy bonus, and the inputs of the
         metrics.
 
@@ -387,7 +388,11 @@ class PolicyObjective:
         if kl is not None:
             loss = loss + config.beta * kl
         sampling = self._sampling_terms(logps)
-        return loss, a, Terms(log_ratio.value, token_log_ratio, kl, phi, on_policy_keep, *sampling)
+        return (
+            loss,
+            a,
+            MetricInputs(log_ratio.value, token_log_ratio, kl, phi, on_policy_keep, *sampling),
+        )
 
     def _sampling_terms(self, logps: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return the importance sampling ratio; and old - sampling logps, NaN included, if the

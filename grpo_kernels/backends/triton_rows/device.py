@@ -26,12 +26,12 @@ TABLE = "tuned.json"
 FAMILIES = ("sm_80", "sm_90", "sm_100", "gfx942", "interpreter", "default")
 FAMILY_OF_ARCH = {"cpu": "interpreter", "sm_87": "sm_80", "sm_103": "sm_100", "gfx950": "gfx942"}
 ROW_KERNELS = ("stats", "fused", "grad")  # the first two share entries: their statistics agree
-COLUMNS_OF_WARP = 4 * 32  # of a step, at least: a lane of four columns for each thread
+COLUMNS_OF_WARP = 4 * 32  # of a tile, at least: a lane of four columns for each thread
 
 
 @dataclass(frozen=True)
 class RowConfig:
-    """A step of a row kernel: `block_n` rows by `block_v` columns, in four tiles side by side."""
+    """The tile of a row kernel: `block_n` rows by `block_v` columns, in quarters side by side."""
 
     block_n: int
     block_v: int
@@ -42,7 +42,7 @@ class RowConfig:
         """Return the same tile, and so the same bits; twice the threads if V is no multiple of 16.
 
         Elements are then read one by one, and two rows take more registers than a thread has. A
-        step of a small vocabulary has one column for each thread at most: with more threads,
+        tile of a small vocabulary has one column for each thread at most: with more threads,
         several would hold the same column, and one would write in place what another still reads.
         """
         has_columns = self.block_v >= 2 * COLUMNS_OF_WARP * self.num_warps

@@ -30,9 +30,9 @@ from grpo_kernels.backends.triton_rows.reduce import sum_lanes
 from grpo_kernels.backends.triton_rows.transform import (
     PER_ROW,
     head_arguments,
-    head_rows,
     load_logits,
     row_block,
+    row_pointers,
     scaled,
 )
 
@@ -93,7 +93,7 @@ def teacher_arguments(teacher: Teacher, diverged: DivergenceStats) -> dict[str, 
     return {
         **{("TEACHER_" if name.isupper() else "teacher_") + name: x for name, x in of_head},
         "jsd_beta": teacher.jsd_beta,
-        "TERMS": _TERMS[divergence.terms_of(teacher.jsd_beta)],
+        "DIVERGENCE": _TERMS[divergence.terms_of(teacher.jsd_beta)],
         "teacher_max_logit_ptr": diverged.max_logit,
         "teacher_log_sum_ptr": diverged.log_sum,
         "sum_k_ptr": diverged.sum_k,
@@ -131,7 +131,7 @@ def diverge_kernel(
     # shapes and strides
     n, V, stride_n, teacher_stride_n,
     # the divergence
-    jsd_beta, TERMS: tl.constexpr,
+    jsd_beta, DIVERGENCE: tl.constexpr,
     # the transforms: (V,), (n,), numbers
     bias_ptr, inv_t_ptr, inner, outer,
     teacher_bias_ptr, teacher_inv_t_ptr, teacher_inner, teacher_outer,
@@ -145,11 +145,11 @@ def diverge_kernel(
     Both are NaN where a row of either head has no finite logit, or a NaN.
     """
     rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
-    row_ptrs, inner, outer = head_rows(
+    row_ptrs, inner, outer = row_pointers(
         logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
     )
-    head = (row_ptrs, bias_ptr, inner, outer)
-    teacher_ptrs, teacher_inner, teacher_outer = head_rows(
+    source = (row_ptrs, bias_ptr, inner, outer)
+    teacher_ptrs, teacher_inner, teacher_outer = row_pointers(
         teacher_logits_ptr, teacher_stride_n, rows, teacher_inv_t_ptr,
         teacher_inner, teacher_outer, TEACHER_HAS_SOFTCAP,
     )  # fmt: skip
@@ -165,13 +165,13 @@ def diverge_kernel(
     sum_k = tl.zeros((BLOCK_N, LANES), tl.float32)
     whole = V // BLOCK_V * BLOCK_V
     if whole < V:
-        value, sum_k = diverge_step(
-            value, sum_k, head, teacher, known, whole, V, jsd_beta, TERMS,
+        value, sum_k = diverge_tile(
+            value, sum_k, source, teacher, known, whole, V, jsd_beta, DIVERGENCE,
             HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
         )  # fmt: skip
     for back in tl.range(BLOCK_V, whole + BLOCK_V, BLOCK_V, num_stages=NUM_STAGES):
-        value, sum_k = diverge_step(
-            value, sum_k, head, teacher, known, whole - back, None, jsd_beta, TERMS,
+        value, sum_k = diverge_tile(
+            value, sum_k, source, teacher, known, whole - back, None, jsd_beta, DIVERGENCE,
             HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
         )  # fmt: skip
     offset = tl.reshape(known[4], (BLOCK_N,))
@@ -190,28 +190,28 @@ def normalisers(m, log_sum, teacher_m, teacher_log_sum):
 
 
 @triton.jit
-def diverge_step(
-    value, sum_k, head, teacher, known, start, end, beta, TERMS: tl.constexpr,
+def diverge_tile(
+    value, sum_k, source, teacher, known, start, end, jsd_beta, DIVERGENCE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     TEACHER_HAS_SOFTCAP: tl.constexpr, TEACHER_ROUNDED_TO: tl.constexpr,
 ):  # fmt: skip
     """Add four columns for each lane; beyond the vocabulary terms and k are 0."""
     W: tl.constexpr = value.shape[1]
     z0, z1, z2, z3, _id0, _id1, _id2, _id3 = load_logits(
-        head, start, end, HAS_SOFTCAP, ROUNDED_TO, W
+        source, start, end, HAS_SOFTCAP, ROUNDED_TO, W
     )
     y0, y1, y2, y3, _id0, _id1, _id2, _id3 = load_logits(
         teacher, start, end, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO, W
     )
-    value0, k0 = terms(z0, y0, known, beta, TERMS)
-    value1, k1 = terms(z1, y1, known, beta, TERMS)
-    value2, k2 = terms(z2, y2, known, beta, TERMS)
-    value3, k3 = terms(z3, y3, known, beta, TERMS)
+    value0, k0 = terms(z0, y0, known, jsd_beta, DIVERGENCE)
+    value1, k1 = terms(z1, y1, known, jsd_beta, DIVERGENCE)
+    value2, k2 = terms(z2, y2, known, jsd_beta, DIVERGENCE)
+    value3, k3 = terms(z3, y3, known, jsd_beta, DIVERGENCE)
     return value + ((value0 + value1) + (value2 + value3)), sum_k + ((k0 + k1) + (k2 + k3))
 
 
 @triton.jit
-def terms(z, y, known, beta, TERMS: tl.constexpr):
+def terms(z, y, known, jsd_beta, DIVERGENCE: tl.constexpr):
     """The divergence's terms, and k, from logits z of the student and y of the teacher, (R, W)."""
     m, inv_sum, teacher_m, teacher_inv_sum, offset = known
     d = z - y
@@ -220,15 +220,15 @@ def terms(z, y, known, beta, TERMS: tl.constexpr):
     lead = exp_term(tl.where(ahead, z - m, y - teacher_m)) * tl.where(
         ahead, inv_sum, teacher_inv_sum
     )
-    return TERMS(d, lead, beta)
+    return DIVERGENCE(d, lead, jsd_beta)
 
 
 @triton.jit
 def k_of(
-    x, y, head, teacher, known, beta, TERMS: tl.constexpr,
+    x, y, source, teacher, known, jsd_beta, DIVERGENCE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, TEACHER_HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """k of the projections x of the student and y of the teacher, (R, W)."""
-    z = scaled(x, head, HAS_SOFTCAP)
-    _value, k = terms(z, scaled(y, teacher, TEACHER_HAS_SOFTCAP), known, beta, TERMS)
+    z = scaled(x, source, HAS_SOFTCAP)
+    _value, k = terms(z, scaled(y, teacher, TEACHER_HAS_SOFTCAP), known, jsd_beta, DIVERGENCE)
     return k

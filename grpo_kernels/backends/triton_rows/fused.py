@@ -21,16 +21,16 @@ from grpo_kernels.backends.triton_rows.grad import (
     row_terms,
     store_target,
     target_gradient,
-    write_gradient,
+    write_tile,
 )
 from grpo_kernels.backends.triton_rows.mathfn import ESTIMATORS, SURROGATES, exp, times
 from grpo_kernels.backends.triton_rows.reduce import finish, reduce_rows, target_logp
 from grpo_kernels.backends.triton_rows.transform import (
     PER_ROW,
     chunk_arguments,
-    head_rows,
     load_at,
     row_block,
+    row_pointers,
     scaled,
 )
 
@@ -83,17 +83,17 @@ def fused_kernel(
 ):  # fmt: skip
     """`BLOCK_N` rows, from raw projection to loss and, with `out_ptr`, gradient."""
     rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
-    row_ptrs, inner, outer = head_rows(
+    row_ptrs, inner, outer = row_pointers(
         logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
     )
-    head = (row_ptrs, bias_ptr, inner, outer)  # see `head_rows`
+    source = (row_ptrs, bias_ptr, inner, outer)  # see `row_pointers`
     ids = tl.load(ids_ptr + rows)
     is_id = (ids >= 0) & (ids < V)
-    x_target = load_at(head, ids, is_id, ROUNDED_TO)
-    z_target = tl.reshape(scaled(x_target, head, HAS_SOFTCAP), ids.shape)
+    x_target = load_at(source, ids, is_id, ROUNDED_TO)
+    z_target = tl.reshape(scaled(x_target, source, HAS_SOFTCAP), ids.shape)
     wanted = (True, False, False, False)  # of (t, squares, total, top_id), see `reduce`
     m, rest, t, _squares, _total, _top_id = reduce_rows(
-        head, V, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
+        source, V, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
     )
     rest, log_sum, entropy = finish(m, rest, t)
     logp = tl.where(is_id, target_logp(m, rest, z_target), float("nan"))
@@ -139,25 +139,25 @@ def fused_kernel(
     if out_ptr is not None:
         d_entropies = tl.zeros_like(d_logp) + d_entropy
         level, tilt = row_terms(
-            head, log_sum[:, None], entropy[:, None], d_logp[:, None], d_entropies[:, None],
+            source, log_sum[:, None], entropy[:, None], d_logp[:, None], d_entropies[:, None],
             HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
         )  # fmt: skip
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
         barrier()  # `out` may be `logits`: all threads have read before one writes
         whole = V // BLOCK_V * BLOCK_V
         if whole < V:
-            write_gradient(
-                head, out_ptrs, whole, V, is_row, m[:, None], level, tilt,
+            write_tile(
+                source, out_ptrs, whole, V, is_row, m[:, None], level, tilt,
                 HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
             )  # fmt: skip
         for back in tl.range(BLOCK_V, whole + BLOCK_V, BLOCK_V, num_stages=NUM_STAGES):
-            write_gradient(
-                head, out_ptrs, whole - back, None, is_row, m[:, None], level, tilt,
+            write_tile(
+                source, out_ptrs, whole - back, None, is_row, m[:, None], level, tilt,
                 HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
             )  # fmt: skip
         d_target = target_gradient(
             logp[:, None], entropy[:, None], d_logp[:, None], d_entropies[:, None],
             HAS_ENTROPY_GRADIENT,
         )  # fmt: skip
-        # overwrites what `write_gradient` wrote: it begins with a barrier
-        store_target(out_ptrs, ids, is_id & is_row, of_raw(d_target, x_target, head, HAS_SOFTCAP))
+        # overwrites what `write_tile` wrote: it begins with a barrier
+        store_target(out_ptrs, ids, is_id & is_row, of_raw(d_target, x_target, source, HAS_SOFTCAP))

@@ -24,15 +24,15 @@ from grpo_kernels.backends.triton_rows.transform import (
     PER_ROW,
     bend,
     chunk_arguments,
-    head_rows,
     load_at,
-    load_step,
+    load_tile,
     row_block,
+    row_pointers,
     row_slope,
     scaled,
 )
 
-STEPS = 4  # tiles of a program: what it does once for its rows is then a tenth of all
+TILES = 4  # tiles of a program: what it does once for its rows is then a tenth of all
 SCALE_BLOCK = 4096  # of 8 warps: eight neighbours for each thread, 16 bytes of 16-bit results
 
 
@@ -55,7 +55,7 @@ def launch_grad(
             "d_divergence_ptr": d_divergence.contiguous(),
             **teacher_arguments(chunk.teacher, stats.divergence),
         }
-    grid = (triton.cdiv(n, config.block_n) * triton.cdiv(vocab, STEPS * config.block_v),)
+    grid = (triton.cdiv(n, config.block_n) * triton.cdiv(vocab, TILES * config.block_v),)
     grad_kernel[grid](
         **chunk_arguments(chunk),
         **with_teacher,
@@ -66,7 +66,7 @@ def launch_grad(
         d_logp_ptr=d_logp.contiguous(),  # the gradient of a sum may be one number, expanded
         d_entropy_ptr=None if d_entropy is None else d_entropy.contiguous(),
         # result
-        out_ptr=out, stride_out_n=out.stride(0), STEPS=STEPS,
+        out_ptr=out, stride_out_n=out.stride(0), TILES=TILES,
         **config.arguments(),
     )  # fmt: skip
 
@@ -82,23 +82,23 @@ def grad_kernel(
     # the transform: (V,), (n,), numbers
     bias_ptr, inv_t_ptr, inner, outer, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     # the tile
-    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, STEPS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, TILES: tl.constexpr, NUM_STAGES: tl.constexpr,
     # a teacher: logits, statistics, d_divergence, transform, divergence
     teacher_logits_ptr=None, teacher_stride_n=None,
     teacher_max_logit_ptr=None, teacher_log_sum_ptr=None, sum_k_ptr=None, d_divergence_ptr=None,
     teacher_bias_ptr=None, teacher_inv_t_ptr=None, teacher_inner=None, teacher_outer=None,
     TEACHER_HAS_SOFTCAP: tl.constexpr = False, TEACHER_ROUNDED_TO: tl.constexpr = None,
-    jsd_beta=None, TERMS: tl.constexpr = None,
+    jsd_beta=None, DIVERGENCE: tl.constexpr = None,
 ):  # fmt: skip
-    """Write up to `STEPS` tiles of the gradient; the teacher's part if `TERMS`."""
-    parts = tl.cdiv(V, STEPS * BLOCK_V)
+    """Write up to `TILES` tiles of the gradient, with a teacher's part if there is one."""
+    parts = tl.cdiv(V, TILES * BLOCK_V)
     rows, is_row = row_block(tl.program_id(0) // parts, n, BLOCK_N)
-    first = (tl.program_id(0) % parts) * (STEPS * BLOCK_V)
-    last = tl.minimum(first + STEPS * BLOCK_V, V)
-    row_ptrs, inner, outer = head_rows(
+    first = (tl.program_id(0) % parts) * (TILES * BLOCK_V)
+    last = tl.minimum(first + TILES * BLOCK_V, V)
+    row_ptrs, inner, outer = row_pointers(
         logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
     )
-    head = (row_ptrs, bias_ptr, inner, outer)
+    source = (row_ptrs, bias_ptr, inner, outer)
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
 
     target = tl.load(ids_ptr + rows) - first_id
@@ -106,8 +106,8 @@ def grad_kernel(
     has_target = tl.max(is_here.to(tl.int32), axis=0) > 0
     x_target = tl.zeros((BLOCK_N, 1), tl.float32)
     d_target = x_target
-    if HAS_SOFTCAP or TERMS is not None:
-        x_target = load_at(head, target, is_here, ROUNDED_TO)
+    if HAS_SOFTCAP or DIVERGENCE is not None:
+        x_target = load_at(source, target, is_here, ROUNDED_TO)
         if has_target:
             barrier()  # `out` may be `logits`: that is read before anybody writes
 
@@ -120,9 +120,9 @@ def grad_kernel(
         entropy = tl.load(entropies_ptr + rows)[:, None]
         d_entropy = tl.load(d_entropy_ptr + rows)[:, None]
     taken_off = d_logp  # coefficient of -p_j
-    pair = None
-    if TERMS is not None:
-        teacher_ptrs, teacher_inner, teacher_outer = head_rows(
+    of_teacher = None
+    if DIVERGENCE is not None:
+        teacher_ptrs, teacher_inner, teacher_outer = row_pointers(
             teacher_logits_ptr, teacher_stride_n, rows, teacher_inv_t_ptr,
             teacher_inner, teacher_outer, TEACHER_HAS_SOFTCAP,
         )  # fmt: skip
@@ -132,53 +132,53 @@ def grad_kernel(
         sum_k = tl.load(sum_k_ptr + rows)[:, None]
         d_divergence = tl.load(d_divergence_ptr + rows)[:, None]
         taken_off = d_logp + d_divergence * sum_k
-        pair = (teacher, known, d_divergence * row_slope(head, HAS_SOFTCAP), jsd_beta)
+        of_teacher = (teacher, known, d_divergence * row_slope(source, HAS_SOFTCAP), jsd_beta)
         if has_target:  # before the loop, which has no registers left for this
             logp = tl.load(logps_ptr + rows)[:, None]
             y_target = load_at(teacher, target, is_here, TEACHER_ROUNDED_TO)
             k = k_of(
-                x_target, y_target, head, teacher, known, jsd_beta, TERMS,
+                x_target, y_target, source, teacher, known, jsd_beta, DIVERGENCE,
                 HAS_SOFTCAP, TEACHER_HAS_SOFTCAP,
             )  # fmt: skip
             d_target = target_gradient(
                 logp, entropy, d_logp, d_entropy, d_entropy_ptr is not None
             ) + d_divergence * (k - exp(logp) * sum_k)
-            d_target = of_raw(d_target, x_target, head, HAS_SOFTCAP)
+            d_target = of_raw(d_target, x_target, source, HAS_SOFTCAP)
     level, tilt = row_terms(
-        head, log_sum, entropy, taken_off, d_entropy, d_entropy_ptr is not None, HAS_SOFTCAP
+        source, log_sum, entropy, taken_off, d_entropy, d_entropy_ptr is not None, HAS_SOFTCAP
     )
     whole = tl.minimum(last, V // BLOCK_V * BLOCK_V)
     for start in tl.range(first, whole, BLOCK_V, num_stages=NUM_STAGES):
-        write_gradient(
-            head, out_ptrs, start, None, is_row, m, level, tilt,
+        write_tile(
+            source, out_ptrs, start, None, is_row, m, level, tilt,
             d_entropy_ptr is not None, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
-            pair, TERMS, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
+            of_teacher, DIVERGENCE, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
         )  # fmt: skip
     if whole < last:
-        write_gradient(
-            head, out_ptrs, whole, V, is_row, m, level, tilt,
+        write_tile(
+            source, out_ptrs, whole, V, is_row, m, level, tilt,
             d_entropy_ptr is not None, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
-            pair, TERMS, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
+            of_teacher, DIVERGENCE, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
         )  # fmt: skip
     if has_target:
-        if TERMS is None:
+        if DIVERGENCE is None:
             logp = tl.load(logps_ptr + rows)[:, None]
             d_target = target_gradient(logp, entropy, d_logp, d_entropy, d_entropy_ptr is not None)
-            d_target = of_raw(d_target, x_target, head, HAS_SOFTCAP)
+            d_target = of_raw(d_target, x_target, source, HAS_SOFTCAP)
         store_target(out_ptrs, target, is_here, d_target)
 
 
 @triton.jit
 def row_terms(
-    head, log_sum, entropy, d_logp, d_entropy,
+    source, log_sum, entropy, d_logp, d_entropy,
     HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Return the row terms (R, 1) of a gradient, d x_j = e^(z_j - m) (level + tilt (z_j - m)).
 
-    d z_j = d_logp (1[j = y] - p_j) - d_entropy p_j (log p_j + entropy), and log p_j = z_j - m -
+    d z_j = d_logp (1[j = id] - p_j) - d_entropy p_j (log p_j + entropy), and log p_j = z_j - m -
     log_sum. Both terms include the factors that all p and d z / d x of a row share.
     """
-    common = exp(-log_sum) * row_slope(head, HAS_SOFTCAP)
+    common = exp(-log_sum) * row_slope(source, HAS_SOFTCAP)
     level = -d_logp
     tilt = 0.0
     if HAS_ENTROPY_GRADIENT:
@@ -190,23 +190,23 @@ def row_terms(
 @triton.jit
 def target_gradient(logp, entropy, d_logp, d_entropy, HAS_ENTROPY_GRADIENT: tl.constexpr):
     """d loss / dz of the target."""
-    d = d_logp * -expm1(logp)  # 1 - p_y
+    d = d_logp * -expm1(logp)  # 1 - p of the target
     if HAS_ENTROPY_GRADIENT:
         d -= d_entropy * exp(logp) * (tl.where(logp < LOWEST, LOWEST, logp) + entropy)
     return d
 
 
 @triton.jit
-def write_gradient(
-    head,
+def write_tile(
+    source,
     # the tile: row pointers (R, 1), first column, vocabulary's end if in it, rows that count (R,)
     out_ptrs, start, end, is_row,
     # of the rows: (R, 1)
     m, level, tilt,
     HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    # with a teacher: (its head, `normalisers`, d_divergence times `row_slope` (R, 1), beta)
-    pair=None, TERMS: tl.constexpr = None,
+    # with a teacher: (its source, `normalisers`, d_divergence times `row_slope` (R, 1), jsd_beta)
+    of_teacher=None, DIVERGENCE: tl.constexpr = None,
     TEACHER_HAS_SOFTCAP: tl.constexpr = False, TEACHER_ROUNDED_TO: tl.constexpr = None,
 ):  # fmt: skip
     """Write one tile (R, BLOCK_V) of d loss / d (raw projection), as if no column were the target.
@@ -215,50 +215,54 @@ def write_gradient(
     even of 16 bits. All quarters are read before the first is written: the compiler has to assume
     that a write changes what is read next.
     """
-    x0, x1, x2, x3, columns0, columns1, columns2, columns3 = load_step(
-        head, start, end, ROUNDED_TO, BLOCK_V // 4
+    x0, x1, x2, x3, columns0, columns1, columns2, columns3 = load_tile(
+        source, start, end, ROUNDED_TO, BLOCK_V // 4
     )
     y0, y1, y2, y3 = x0, x1, x2, x3
-    if TERMS is not None:
-        y0, y1, y2, y3, _id0, _id1, _id2, _id3 = load_step(
-            pair[0], start, end, TEACHER_ROUNDED_TO, BLOCK_V // 4
+    if DIVERGENCE is not None:
+        y0, y1, y2, y3, _id0, _id1, _id2, _id3 = load_tile(
+            of_teacher[0], start, end, TEACHER_ROUNDED_TO, BLOCK_V // 4
         )
-    rows = (head, m, level, tilt, out_ptrs, end, is_row)
+    rows = (source, m, level, tilt, out_ptrs, end, is_row)
     write_quarter(
-        x0, y0, columns0, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP
-    )
+        x0, y0, columns0, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
+        of_teacher, DIVERGENCE, TEACHER_HAS_SOFTCAP,
+    )  # fmt: skip
     write_quarter(
-        x1, y1, columns1, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP
-    )
+        x1, y1, columns1, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
+        of_teacher, DIVERGENCE, TEACHER_HAS_SOFTCAP,
+    )  # fmt: skip
     write_quarter(
-        x2, y2, columns2, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP
-    )
+        x2, y2, columns2, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
+        of_teacher, DIVERGENCE, TEACHER_HAS_SOFTCAP,
+    )  # fmt: skip
     write_quarter(
-        x3, y3, columns3, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP
-    )
+        x3, y3, columns3, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
+        of_teacher, DIVERGENCE, TEACHER_HAS_SOFTCAP,
+    )  # fmt: skip
 
 
 @triton.jit
 def write_quarter(
     x, y, columns, rows, HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    pair, TERMS: tl.constexpr, TEACHER_HAS_SOFTCAP: tl.constexpr,
+    of_teacher, DIVERGENCE: tl.constexpr, TEACHER_HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """d loss / dx of x (R, W) in its columns below `end`; y is the teacher's projection, if any."""
-    head, m, level, tilt, out_ptrs, end, is_row = rows
-    shifted = scaled(x, head, HAS_SOFTCAP) - m
+    source, m, level, tilt, out_ptrs, end, is_row = rows
+    shifted = scaled(x, source, HAS_SOFTCAP) - m
     d = level
     if HAS_ENTROPY_GRADIENT:
         d = tl.fma(tl.where(shifted < LOWEST, LOWEST, shifted), tilt, level)
     d = d * exp_term(shifted)
     if HAS_SOFTCAP:
-        d = d * bend(x, head)
-    if TERMS is not None:
-        teacher, known, steep, beta = pair
+        d = d * bend(x, source)
+    if DIVERGENCE is not None:
+        teacher, known, steep, jsd_beta = of_teacher
         more = steep * k_of(
-            x, y, head, teacher, known, beta, TERMS, HAS_SOFTCAP, TEACHER_HAS_SOFTCAP
+            x, y, source, teacher, known, jsd_beta, DIVERGENCE, HAS_SOFTCAP, TEACHER_HAS_SOFTCAP
         )
         if HAS_SOFTCAP:
-            more = more * bend(x, head)
+            more = more * bend(x, source)
         d = d + more
     d = d.to(out_ptrs.dtype.element_ty)
     if is_row.shape[0] > 1:
@@ -273,11 +277,11 @@ def write_quarter(
 
 
 @triton.jit
-def of_raw(d, x, head, HAS_SOFTCAP: tl.constexpr):
+def of_raw(d, x, source, HAS_SOFTCAP: tl.constexpr):
     """d loss / dx from d = d loss / dz, (R, 1)."""
-    d = d * row_slope(head, HAS_SOFTCAP)
+    d = d * row_slope(source, HAS_SOFTCAP)
     if HAS_SOFTCAP:
-        d = d * bend(x, head)
+        d = d * bend(x, source)
     return d
 
 

@@ -15,12 +15,13 @@ certain. Where nothing was seen yet, or only -inf: m = -inf, rest = t = 0. A NaN
 kernels use these three names; the names of the gradient, `level` and `tilt`, are those of
 `grad.row_terms`.
 
-A row goes by in steps of four tiles side by side, with a lane for each column of a tile. Whole
-steps have no mask, so that loads are wide and nothing is compared; only the rest of a row, less
-than a step, has one. `fold` adds four logits to each lane, with five exponentials. `merge` joins
-the lanes. `finish` and `target_logp` turn a whole row's sums into statistics. No step depends on
-how a tile is spread over threads: a sum over lanes is a tree of single additions, so its bits
-follow from the tile's width alone, and not from warps, alignment or Triton's version.
+A row goes by in tiles of `BLOCK_V` columns, and a tile in quarters side by side, with a lane for
+each column of a quarter. Whole tiles have no mask, so that loads are wide and nothing is compared;
+only the rest of a row, less than a tile, has one. `fold` adds four logits to each lane, with five
+exponentials. `merge` joins the lanes. `finish` and `target_logp` turn a whole row's sums into
+statistics. Nothing depends on how a tile is spread over threads: a sum over lanes is a tree of
+single additions, so its bits follow from the tile's width alone, and not from warps, alignment or
+Triton's version.
 
 The sums of a row or of a lane travel as one tuple, `sums`: (m, rest, t), the sum of squares, the
 sum of z, and the lowest id of the largest z. A second tuple, `wanted`, says which of
@@ -40,10 +41,10 @@ from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, log1p, softp
 from grpo_kernels.backends.triton_rows.transform import (
     PER_ROW,
     chunk_arguments,
-    head_rows,
     load_at,
     load_logits,
     row_block,
+    row_pointers,
     scaled,
 )
 
@@ -83,10 +84,10 @@ def stats_kernel(
 ):  # fmt: skip
     """Statistics of `BLOCK_N` rows; a pointer is None where its result is not wanted."""
     rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
-    row_ptrs, inner, outer = head_rows(
+    row_ptrs, inner, outer = row_pointers(
         logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
     )
-    head = (row_ptrs, bias_ptr, inner, outer)
+    source = (row_ptrs, bias_ptr, inner, outer)
     ids = tl.load(ids_ptr + rows)
     wanted = (
         entropies_ptr is not None,
@@ -95,10 +96,10 @@ def stats_kernel(
         is_top1_ptr is not None,
     )
     m, rest, t, squares, total, top_id = reduce_rows(
-        head, V, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
+        source, V, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
     )
-    x_target = load_at(head, ids, (ids >= 0) & (ids < V), ROUNDED_TO)
-    z_target = tl.reshape(scaled(x_target, head, HAS_SOFTCAP), ids.shape)
+    x_target = load_at(source, ids, (ids >= 0) & (ids < V), ROUNDED_TO)
+    z_target = tl.reshape(scaled(x_target, source, HAS_SOFTCAP), ids.shape)
     rest, log_sum, entropy = finish(m, rest, t)
     logp = target_logp(m, rest, z_target)
     tl.store(logps_ptr + rows, logp, mask=is_row)
@@ -117,7 +118,7 @@ def stats_kernel(
 
 @triton.jit
 def reduce_rows(
-    head, V, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted,
+    source, V, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """The sums of whole rows, (BLOCK_N,)."""
@@ -127,21 +128,21 @@ def reduce_rows(
     sums = m, nothing, nothing, nothing, nothing, tl.zeros((BLOCK_N, LANES), tl.int32)
     whole = V // BLOCK_V * BLOCK_V
     for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
-        sums = reduce_step(sums, head, start, None, HAS_SOFTCAP, ROUNDED_TO, wanted)
+        sums = reduce_tile(sums, source, start, None, HAS_SOFTCAP, ROUNDED_TO, wanted)
     if whole < V:
-        sums = reduce_step(sums, head, whole, V, HAS_SOFTCAP, ROUNDED_TO, wanted)
+        sums = reduce_tile(sums, source, whole, V, HAS_SOFTCAP, ROUNDED_TO, wanted)
     return merge(sums, V, wanted)
 
 
 @triton.jit
-def reduce_step(
-    sums, head, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted
+def reduce_tile(
+    sums, source, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted
 ):
     """Fold four logits into each lane of `sums` (R, W), from `load_logits`."""
     m, rest, t, squares, total, top_id = sums
     with_entropy, with_squares, with_total, with_top_id = wanted
     z0, z1, z2, z3, id0, id1, id2, id3 = load_logits(
-        head, start, end, HAS_SOFTCAP, ROUNDED_TO, m.shape[1]
+        source, start, end, HAS_SOFTCAP, ROUNDED_TO, m.shape[1]
     )
     if with_total:
         total += (number(z0, id0, end) + number(z1, id1, end)) + (

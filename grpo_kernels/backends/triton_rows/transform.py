@@ -1,7 +1,7 @@
 """The rows of a head: from the raw projection x to scaled logits z, on the fly, and d z / d x.
 
 z = softcap(scale * round(x + bias)) / T. The constants of a row are folded into two factors
-(`LogitTransform.factors`): z = x * inner, or with a soft-cap z = tanh(x * inner) * outer.
+(`LogitTransform.inner_outer`): z = x * inner, or with a soft-cap z = tanh(x * inner) * outer.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ def row_block(block, n, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP: tl.constexpr):
+def row_pointers(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP: tl.constexpr):
     """Return pointers (R, 1) to the starts of a head's `rows` (R,), and (inner, outer) in fp32.
 
     These two are numbers, or (R, 1) where each row has its own temperature.
 
-    A head travels as one tuple, `head`: (row pointers, bias pointer, inner, outer). Each kernel
-    puts the bias pointer between these itself: in Triton 3.6 no function can return a tuple that
-    holds None. HAS_SOFTCAP and ROUNDED_TO travel by themselves: Triton makes run-time numbers of
-    flags in a tuple, and a tuple cannot hold a dtype.
+    A head's rows travel as one tuple, `source`: (row pointers, bias pointer, inner, outer). Each
+    kernel puts the bias pointer between these itself: in Triton 3.6 no function can return a tuple
+    that holds None. HAS_SOFTCAP and ROUNDED_TO travel by themselves: Triton makes run-time numbers
+    of flags in a tuple, and a tuple cannot hold a dtype.
     """
     inner = tl.cast(inner, tl.float32)
     outer = tl.cast(outer, tl.float32)
@@ -108,9 +108,9 @@ def _load(ptrs, mask):
 
 
 @triton.jit
-def scaled(x, head, HAS_SOFTCAP: tl.constexpr):
+def scaled(x, source, HAS_SOFTCAP: tl.constexpr):
     """The scaled logits z of a head's projection x."""
-    _row_ptrs, _bias_ptr, inner, outer = head
+    _row_ptrs, _bias_ptr, inner, outer = source
     z = x * inner
     if HAS_SOFTCAP:
         z = tanh(z) * outer
@@ -118,9 +118,9 @@ def scaled(x, head, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def row_slope(head, HAS_SOFTCAP: tl.constexpr):
+def row_slope(source, HAS_SOFTCAP: tl.constexpr):
     """The factor of d z / d x that a row shares; with a soft-cap `bend` is the other."""
-    _row_ptrs, _bias_ptr, inner, outer = head
+    _row_ptrs, _bias_ptr, inner, outer = source
     if HAS_SOFTCAP:
         return 4.0 * inner * outer
     else:
@@ -128,43 +128,43 @@ def row_slope(head, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def bend(x, head):
+def bend(x, source):
     """The element's own factor of d z / d x with a soft-cap, `row_slope` being the other."""
-    _row_ptrs, _bias_ptr, inner, _outer = head
+    _row_ptrs, _bias_ptr, inner, _outer = source
     return quarter_tanh_slope(x * inner)
 
 
 @triton.jit
 def load_logits(
-    head, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, W: tl.constexpr
+    source, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, W: tl.constexpr
 ):
-    """Four tiles (R, W) of scaled logits side by side, and the columns (1, W) of each."""
-    x0, x1, x2, x3, id0, id1, id2, id3 = load_step(head, start, end, ROUNDED_TO, W)
-    z0 = logits(x0, id0, end, head, HAS_SOFTCAP)
-    z1 = logits(x1, id1, end, head, HAS_SOFTCAP)
-    z2 = logits(x2, id2, end, head, HAS_SOFTCAP)
-    z3 = logits(x3, id3, end, head, HAS_SOFTCAP)
+    """A tile of scaled logits as four quarters (R, W), and the columns (1, W) of each."""
+    x0, x1, x2, x3, id0, id1, id2, id3 = load_tile(source, start, end, ROUNDED_TO, W)
+    z0 = logits(x0, id0, end, source, HAS_SOFTCAP)
+    z1 = logits(x1, id1, end, source, HAS_SOFTCAP)
+    z2 = logits(x2, id2, end, source, HAS_SOFTCAP)
+    z3 = logits(x3, id3, end, source, HAS_SOFTCAP)
     return z0, z1, z2, z3, id0, id1, id2, id3
 
 
 @triton.jit
-def load_step(head, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
-    """Four tiles (R, W) of the projection side by side, and the columns (1, W) of each.
+def load_tile(source, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
+    """A tile of the projection as four quarters (R, W), and the columns (1, W) of each.
 
-    They begin with the column `start`. `end` is where the vocabulary ends, None if it does not end
-    in these tiles.
+    It begins with the column `start`. `end` is where the vocabulary ends, None if it does not end
+    in this tile.
     """
-    x0, columns0 = load_x(head, start, end, ROUNDED_TO, W)
-    x1, columns1 = load_x(head, start + W, end, ROUNDED_TO, W)
-    x2, columns2 = load_x(head, start + 2 * W, end, ROUNDED_TO, W)
-    x3, columns3 = load_x(head, start + 3 * W, end, ROUNDED_TO, W)
+    x0, columns0 = load_x(source, start, end, ROUNDED_TO, W)
+    x1, columns1 = load_x(source, start + W, end, ROUNDED_TO, W)
+    x2, columns2 = load_x(source, start + 2 * W, end, ROUNDED_TO, W)
+    x3, columns3 = load_x(source, start + 3 * W, end, ROUNDED_TO, W)
     return x0, x1, x2, x3, columns0, columns1, columns2, columns3
 
 
 @triton.jit
-def load_x(head, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
+def load_x(source, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
     """The projection (R, W) from column `start` on, 0 from `end` on; and the columns (1, W)."""
-    row_ptrs, bias_ptr, _inner, _outer = head
+    row_ptrs, bias_ptr, _inner, _outer = source
     columns = start + tl.arange(0, W)[None, :]
     here = None
     if end is not None:
@@ -173,17 +173,17 @@ def load_x(head, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def load_at(head, ids, mask, ROUNDED_TO: tl.constexpr):
+def load_at(source, ids, mask, ROUNDED_TO: tl.constexpr):
     """The projection (R, 1) at one column of each row; 0 where `mask` (R,) is not set."""
-    row_ptrs, bias_ptr, _inner, _outer = head
+    row_ptrs, bias_ptr, _inner, _outer = source
     at = ids[:, None]
     return load_projection(row_ptrs + at, bias_ptr, at, mask[:, None], ROUNDED_TO)
 
 
 @triton.jit
-def logits(x, columns, end, head, HAS_SOFTCAP: tl.constexpr):
+def logits(x, columns, end, source, HAS_SOFTCAP: tl.constexpr):
     """z of x, -inf beyond the vocabulary."""
-    z = scaled(x, head, HAS_SOFTCAP)
+    z = scaled(x, source, HAS_SOFTCAP)
     if end is not None:
         # after the transform, which would make -inf a number
         z = tl.where(columns < end, z, float("-inf"))
