@@ -138,7 +138,7 @@ def _fused() -> Variants:
         picked = name == "plain" or (loss, out) in LOSSES[1:6:2]
         if picked if vocab == V else (name == "all" and loss.surrogate == "sapo"):
             text = f"{name} {loss.surrogate} {loss.kl or '-'} {SHORT[out] if out else '-'}"
-            is_quick = name == "all" and loss.kl == "k3" and vocab == V
+            is_quick = name == "all" and (loss.kl == "k3" or vocab == RAGGED_V)
             yield text, is_quick, {"vocab": vocab, "transform": name, "loss": loss, "out": out}
 
 
