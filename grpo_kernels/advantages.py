@@ -182,8 +182,8 @@ def process_advantages(
     eps: float = 1e-4,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Compute advantages from step rewards: each token gets the normalized rewards of its own and
-    all later steps, summed.
+    """Compute advantages from step rewards: each token gets the sum of the normalized rewards of
+    its own and all later steps.
 
     ::
 

@@ -2,55 +2,71 @@
 
 The steps of `grpo_loss` with the default engine, one_pass, and the file of each::
 
+    a module as the head: its parameters, within its hooks, by            module.py
+    `within_module`, which calls `grpo_loss` again with tensors
     tokens  = the positions that count                                    tokens.py
     weights = the loss type's normalizer, one weight per token            objective/losses.py
     engine  = the cheapest that gives this loss its exact gradient        engine/plan.py
     first_pass, before autograd knows of the call:                        engine/sweep.py
     for each chunk of rows:
-        z = (hidden @ weight.T + bias) / temperature                      engine/gemm.py, backends
+        x = hidden @ weight.T                                             engine/gemm.py
+        z = (x + bias) / temperature                                      backends
         logps, entropies = log softmax(z)[id], -sum p log p               backends: `stats`
         R = logps - old_per_token_logps                                   objective/policy.py
         l = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL
                                                                           backends/formulas.py
         a, b = d loss / d logps, d loss / d entropies                     objective/policy.py
         dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)            backends: `grad`
-        d hidden = dz @ weight                                            engine/gemm.py
-        d weight += dz.T @ hidden                                         engine/sweep.py, `_Sums`
+        dx = dz / temperature, in the engine `d_logits`                   the same
+        d hidden = dx @ weight                                            engine/gemm.py
+        d weight += dx.T @ hidden                                         engine/sweep.py, `_Sums`
     loss = sum(weights * l) - entropy_coef * mean entropy                 objective/policy.py
     LossWithGradient attaches the gradient to the loss                    engine/autograd.py
     metrics = means over the tokens or sequences                          objective/metrics.py
 
+and of its backward, with g the gradient that arrives for the loss::
+
+    one pass:   d hidden and d weight are stored                          engine/autograd.py
+    two passes: g a, g b; rows where both are 0 are left out;
+                `second_pass`: the loop again, to d hidden and d weight   engine/sweep.py
+    times g, if not yet; rounded once to the dtypes of hidden and weight;
+    rows of tokens that do not count become 0: `_input_gradients`         engine/autograd.py
+
 The backends are backends/torch_rows.py (the formulas, readable), csrc/ops.cpp, and
 backends/triton_rows: reduce.py (`stats_kernel`), grad.py (`grad_kernel`), fused.py
-(`fused_kernel`). The last, as C++ does, goes from z to dz in one kernel: `fused`. torch does not
-fuse; nor does anybody in fp16 (whose dz need a factor that all a of a chunk determine), with a
-divided head, or for a custom objective. R, a and b are then computed between `stats` and `grad`, l
-after the loop.
+(`fused_kernel`). The last, as C++ does, goes from x to dx in one kernel, `fused`. torch never
+fuses, and nobody does with a sharded head, a custom objective, a sampling ratio to compute or a
+sampler's candidates: R, a and b are then computed between `stats` and `grad`, and l after the loop.
+In fp16 on a GPU, `fused` leaves dx to `grad`: its range needs a factor, which all a of a chunk
+determine.
 
 The engines at these steps, by the names of functions in engine/sweep.py and engine/autograd.py:
 
 ======== =============================== ============================= =========================
 engine   in the loop of `first_pass`     after it, in `grpo_loss`      in the backward
 ======== =============================== ============================= =========================
-one_pass `fused_work`; or `stats_work`,  `evaluate`: the value         the stored gradient, times
-         then `gradient_work`                                          the upstream one
+one_pass `fused_work`; or `stats_work`,  `evaluate`: the value         the stored gradient
+         then `gradient_work`
 frozen   `stats_work`, then              `evaluate`: value, a;         the same
-         `gradient_work` with a = 1      `apply_coefficients`
-two_pass `stats_work`                    `evaluate`: value, a, b       `second_pass`: the loop
-                                                                       with `gradient_work`
-lean     `stats_work`                    `evaluate`: value, a, b       `second_pass`: by slices
+         `gradient_work` with a = 1      `scale_frozen_`: rows times a
+two_pass `stats_work`                    `evaluate`: value, a, b, into `second_pass`: `sweep`
+                                         `FirstPass.coefficients`      with `gradient_work`
+lean     `stats_work`                    the same                      `second_pass`:
+                                                                       `sweep_slices`
 ======== =============================== ============================= =========================
 
-Without a tensor that trains, the engine is ``score``: `stats_work`, and no gradient. Losses in
-which a token's a depends on other tokens need two passes. Without old log-probabilities and without
-a KL term, a is known beforehand. Tokens that certainly get no gradient go through a separate loop
-that computes none. Kept sets take their own path, `_loss_over_sets`, by torch operations on the ids
-of each set.
+Without a tensor that trains, the engine is ``score``: `stats_work`, and no gradient. If a token's a
+depends on other tokens, one pass is not enough, unless the head is frozen. a is known beforehand
+without old log-probabilities, a KL estimate, a sampling ratio to compute and candidates. Tokens
+that certainly get no gradient go through a separate loop that computes none.
 
 With a KL term over the whole vocabulary (`reference`) there is a third number, c = d loss / d KL,
-which adds ``c p_j (log p_j - log q_j - KL)`` to dz_j. With a sampler's K candidates v
-(`sampling_topk_ids`) there are K more, g_v = d loss / d log p_v.
-They add ``sum_v g_v (1[j = v] - p_j)``.
+which adds ``c p_j (log p_j - log q_j - KL)`` to dz_j: backends/divergence.py with jsd_beta = 1,
+where the reference is the `Teacher`. With a sampler's K candidates v (`sampling_topk_ids`) there
+are K more, g_v = d loss / d log p_v. They add ``sum_v g_v (1[j = v] - p_j)``: engine/top_k.py.
+
+Kept sets take their own path, `_loss_over_sets`: log-probabilities over the ids of each set, by
+`KeptSetLogprob` (engine/kept.py, on the torch backend); then the loss of these, by `_LossOfLogps`.
 """
 
 from __future__ import annotations
@@ -77,7 +93,7 @@ from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.engine.autograd import LossWithGradient, first_order
 from grpo_kernels.engine.kept import score_kept
 from grpo_kernels.engine.plan import Job, Rows, Run, begin, check_run, plan, together
-from grpo_kernels.engine.sweep import apply_coefficients, first_pass
+from grpo_kernels.engine.sweep import first_pass, scale_frozen_
 from grpo_kernels.engine.top_k import TopKLogps, check_listed
 from grpo_kernels.engine.workspace import accumulator_of
 from grpo_kernels.head import (
@@ -306,8 +322,9 @@ def grpo_loss(
     first = first_pass(job, head_tensors, reference_tensors, policy_objective)
     with torch.no_grad():
         evaluation = policy_objective.evaluate(first.stats)
-        # scales a frozen head's rows by their a; a second pass reads the coefficients later
-        first = apply_coefficients(job, first, evaluation.coefficients)
+        if job.engine == "frozen":
+            scale_frozen_(first, evaluation.d_logp)
+        first = first._replace(coefficients=evaluation.coefficients)  # for a second pass
     loss, *results = LossWithGradient.apply(
         job, evaluation.loss, first, reference_tensors, *head_tensors
     )

@@ -158,12 +158,12 @@ def linear_logprob(
         kept_ids: the kept set of each position: the ids that a truncating sampler (top-k, top-p,
             min-p) did not cut, as `KeptIds` or as (..., K) signed integers padded with -1. They are
             read only where the mask counts. Their order does not matter, and a repeated id counts
-            once. Operands keep their stored dtype (under autocast they are rounded to its dtype);
-            products are fp32. Only one tensor has the vocabulary's size: the gradient accumulator
-            of a weight that trains, V x H in fp32 (fp64), once per backward (and V for the bias).
-            Besides the workspace, 8 bytes per (position, kept id) stay from forward to backward (12
-            in fp64). The host reads the sizes of the sets. With a divided head, pass the same sets
-            on every rank.
+            once. Operands keep their stored dtype (under autocast they are rounded to autocast's
+            dtype); products are fp32. The only tensor of the vocabulary's size is the gradient
+            accumulator of a weight that trains, V x H in fp32 (fp64), once per backward (and V for
+            the bias). Besides the workspace, 8 bytes per (position, kept id) stay from forward to
+            backward (12 in fp64). The host waits for the device to read the sizes of the sets. With
+            a sharded head, pass the same sets on every rank.
         on_missing_set: what to do with a position whose set is empty or lacks the sampled id.
             ``"error"`` refuses it. ``"full"`` scores it over the whole vocabulary, as prime-rl
             does, at the cost of a call without sets.
@@ -355,8 +355,8 @@ def topk_divergence(
         divergence: ``"reverse_kl"``, KL(student || teacher), or ``"forward_kl"``, KL(teacher ||
             student).
         tail: True counts all other ids as one more outcome. None: True for ``"reverse_kl"``, which
-            needs it, else False. The tail's probability is at least eps of the coarser of two
-            dtypes, that of `teacher_logps` and that of the result: below it is rounding noise.
+            needs it, else False. The tail's probability is clamped from below to the larger eps of
+            two dtypes, that of `teacher_logps` and that of the result; less is rounding noise.
         log_prob_min_clamp: lower bound that both log-probabilities are clamped to. An id whose
             student log-probability is below it gets no gradient. Only for the forward KL without a
             tail.

@@ -65,8 +65,8 @@ def claim(data: dict[str, Any]) -> str:
         for steps in (slice(None), LEARNING)
     )
     return (
-        f"SmolLM2 learns sums, forward and backward {every} times as fast as stock TRL's on a CPU, "
-        f"{first} times in steps 1 to {LEARNING.stop}"
+        "While SmolLM2 learns sums on a CPU, forward and backward are "
+        f"{every} times as fast as stock TRL's, {first} times in steps 1 to {LEARNING.stop}"
     )
 
 
@@ -82,15 +82,15 @@ def _trainings(data: dict[str, Any]) -> list[str]:
             "training": run["name"], "seed": str(run["seed"]),
             **{SHORT[x]: number(seconds(run, every, x), 3) for x in PHASES},
             "times as fast, forward and backward": gained(data, run, "loss"),
-            "times as fast, all": gained(data, run, *PHASES),
+            "times as fast, whole step": gained(data, run, *PHASES),
             "right answers": " to ".join(share(x) for x in run["right"]),
             "peak MiB": f"{run['peak_mib']:,}",
-            "steps alike": f"{run['alike']} of {len(run['steps'])}" if "alike" in run else "",
+            "matching steps": f"{run['alike']} of {len(run['steps'])}" if "alike" in run else "",
             "largest difference": small(run["worst"][1]) if "worst" in run else "",
         })  # fmt: skip
     about = (
         "CPU seconds per step, averaged over all steps; "
-        f"in brackets over steps 1 to {LEARNING.stop}:"
+        f"the figures in brackets cover steps 1 to {LEARNING.stop}:"
     )
     return [about, "", *markdown(rows)]
 
@@ -127,10 +127,10 @@ def _options(data: dict[str, Any]) -> list[str]:
             "training": run["name"], "options": f"`{options}`" if options else "",
             "forward and backward, seconds": number(seconds(run, steps, "loss"), 3),
             "times as fast": faster(data, run, steps, "loss"),
-            "times as fast, all": faster(data, run, steps, *PHASES),
+            "times as fast, whole step": faster(data, run, steps, *PHASES),
             "peak MiB": f"{run['peak_mib']:,}",
         })  # fmt: skip
-    about = f"Every option, the first {steps.stop} steps of seed 0, CPU seconds of a step:"
+    about = f"Each option over the first {steps.stop} steps of seed 0, CPU seconds per step:"
     return ["", about, "", *markdown(rows)]
 
 

@@ -110,27 +110,28 @@ class LossWithGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, job: Job, loss: Tensor, first: FirstPass, reference: Tensors | None, *tensors: Any
+        ctx: Any, job: Job, loss: Tensor, first: FirstPass, reference: Tensors | None, *inputs: Any
     ) -> tuple[Tensor, ...]:
-        head, stats = Tensors(*tensors), first.stats
+        tensors, stats = Tensors(*inputs), first.stats
         if job.when == "later":
-            _save(ctx, job, head, (head, reference, first))
+            _save(ctx, job, tensors, (tensors, reference, first))
         else:
-            _save(ctx, job, head, (None, None, FirstPass(_NO_STATS, first.grads, first.grad_rows)))
-        n = head.hidden.shape[0]
+            stored = FirstPass(_NO_STATS, first.grads, first.grad_rows)
+            _save(ctx, job, tensors, (None, None, stored))
+        n = tensors.hidden.shape[0]
         logps, entropies = scatter(stats.logps, job.rows, n), scatter(first.entropies, job.rows, n)
         ctx.mark_non_differentiable(logps, entropies)
         return loss.clone(), logps, entropies  # the copy joins the graph, `loss` must not
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        job, (head, reference, first) = ctx.job, _saved(ctx)
+        job, (tensors, reference, first) = ctx.job, _saved(ctx)
         if job.when != "later":
             stored = _input_gradients(first.grads, ctx.shapes, job, first.grad_rows, d_loss)
             return None, None, None, None, *stored
         coefficients = map_tensors(d_loss.mul, first.coefficients)
         with job.gather():
-            grads, indices = second_pass(job, head, reference, first.stats, coefficients)
+            grads, indices = second_pass(job, tensors, reference, first.stats, coefficients)
         return None, None, None, None, *_input_gradients(grads, ctx.shapes, job, indices)
 
 
@@ -147,14 +148,14 @@ class LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, job: Job, first: FirstPass, reference: Tensors | None, *tensors: Any
+        ctx: Any, job: Job, first: FirstPass, reference: Tensors | None, *inputs: Any
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        head, stats = Tensors(*tensors), first.stats
-        _save(ctx, job, head, None if job.when == "never" else (head, reference, first))
+        tensors, stats = Tensors(*inputs), first.stats
+        _save(ctx, job, tensors, None if job.when == "never" else (tensors, reference, first))
 
         def result(x: Tensor | None) -> Tensor | None:
-            return None if x is None else scatter(x, job.rows, head.hidden.shape[0])
+            return None if x is None else scatter(x, job.rows, tensors.hidden.shape[0])
 
         extras = [result(stats.extras[name]) for name in job.extras]
         # a fused kernel always computes the entropies
@@ -176,14 +177,14 @@ class LinearLogprob(torch.autograd.Function):
         with ctx.job.gather():
             d_topk = dict(zip(ctx.job.extras, d_extras, strict=True)).get(TOPK_LOGPS)
             upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk)
-            head, reference, first = _saved(ctx)
-            grads = _gradient(ctx.job, ctx.shapes, head, reference, first, upstream)
+            tensors, reference, first = _saved(ctx)
+            grads = _gradient(ctx.job, ctx.shapes, tensors, reference, first, upstream)
             return None, None, None, *grads
 
 
 def scored(
     job: Job,
-    head: Tensors,
+    tensors: Tensors,
     reference: Tensors | None,
     objective: Objective,
     shape: torch.Size,
@@ -191,8 +192,8 @@ def scored(
     has_ids: bool = True,
 ) -> Scores:
     """Run one forward, and return its results in the shape of the positions."""
-    first = first_pass(job, head, reference, objective)
-    logps, entropies, divergence, *extras = LinearLogprob.apply(job, first, reference, *head)
+    first = first_pass(job, tensors, reference, objective)
+    logps, entropies, divergence, *extras = LinearLogprob.apply(job, first, reference, *tensors)
     results = {
         "logps": logps if has_ids else None,
         "entropies": entropies,
@@ -203,26 +204,26 @@ def scored(
     return Scores(**{name: x.view(*shape, *x.shape[1:]) for name, x in there.items()})
 
 
-def _save(ctx: Any, job: Job, head: Tensors, kept: Any) -> None:
-    ctx.job, ctx.shapes = job, head.map(lambda x: (x.shape, x.dtype))
+def _save(ctx: Any, job: Job, tensors: Tensors, needed: Any) -> None:
+    ctx.job, ctx.shapes = job, tensors.map(lambda x: (x.shape, x.dtype))
     # saved as a flat list, without statistics that no backward reads
-    tensors: list[Tensor] = []
+    saved: list[Tensor] = []
     place = torch.empty(0)
 
-    def keep(x: Tensor) -> Tensor:
-        tensors.append(x)
+    def save(x: Tensor) -> Tensor:
+        saved.append(x)
         return place
 
-    if kept is not None:
-        first = kept[2]
-        kept = (*kept[:2], first._replace(stats=replace(first.stats, extras={}, terms={})))
-    ctx.kept = map_tensors(keep, kept)
-    ctx.save_for_backward(*tensors)
+    if needed is not None:
+        first = needed[2]
+        needed = (*needed[:2], first._replace(stats=replace(first.stats, extras={}, terms={})))
+    ctx.needed = map_tensors(save, needed)
+    ctx.save_for_backward(*saved)
 
 
-def _saved(ctx: Any) -> Any:  # head, reference, FirstPass
-    tensors = iter(ctx.saved_tensors)
-    return map_tensors(lambda _: next(tensors), ctx.kept)
+def _saved(ctx: Any) -> Any:  # tensors, reference, FirstPass
+    saved = iter(ctx.saved_tensors)
+    return map_tensors(lambda _: next(saved), ctx.needed)
 
 
 def scatter(x: Tensor, rows: Any, n: int) -> Tensor:
@@ -233,7 +234,7 @@ def scatter(x: Tensor, rows: Any, n: int) -> Tensor:
 
 def second_pass(
     job: Job,
-    head: Tensors,
+    tensors: Tensors,
     reference: Tensors | None,
     stats: RowStats,
     coefficients: Coefficients,
@@ -249,11 +250,12 @@ def second_pass(
         job, reference = replace(job, reference_dtype=None), None
     stats, coefficients = take((stats, coefficients), indices)
     if job.order == "slices":
-        return sweep_slices(job, head, reference, stats, coefficients), indices
-    head, reference = job.converted(head, reference)
-    known = lambda chunk, rows, at, out: (take(stats, at), None)  # noqa: E731
-    work = gradient_work(job, head, lambda at, _: take(coefficients, at), known, keeps=False)
-    grads = sweep(job, head, reference, work, job.needs)[1]
+        return sweep_slices(job, tensors, reference, stats, coefficients), indices
+    tensors, reference = job.converted(tensors, reference)
+    stats_of_first = lambda chunk, rows, at, out: (take(stats, at), None)  # noqa: E731
+    coefficients_of = lambda at, _: take(coefficients, at)  # noqa: E731
+    work = gradient_work(job, tensors, coefficients_of, stats_of_first, keeps=False)
+    grads = sweep(job, tensors, reference, work, job.needs)[1]
     assert grads is not None
     return grads, indices
 
@@ -277,7 +279,7 @@ def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
 def _gradient(
     job: Job,
     shapes: Tensors,
-    head: Tensors,
+    tensors: Tensors,
     reference: Tensors | None,
     first: FirstPass,
     upstream: Coefficients,
@@ -287,7 +289,7 @@ def _gradient(
     rows, stats, stored, grad_rows = job.rows, first.stats, first.grads, first.grad_rows
 
     def again(coefficients: Coefficients) -> tuple[Tensors, Tensor]:
-        return second_pass(job, head, reference, stats, coefficients)
+        return second_pass(job, tensors, reference, stats, coefficients)
 
     upstream = map_tensors(lambda x: x[rows.positions].to(job.accumulator), upstream)
     main = job.main(upstream)

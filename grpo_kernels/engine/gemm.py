@@ -103,8 +103,8 @@ class Products:
         scale = torch.where(torch.isfinite(size).all(), scale, 1.0)
         return map_tensors(scale.mul, coefficients), scale
 
-    def logits(self, hidden: Tensor, out: Tensor, *, first: bool = True) -> None:
-        """``out = hidden @ weight.T``: (n, H) operand -> (n, V); ``+=`` unless `first`.
+    def logits(self, hidden: Tensor, out: Tensor, *, add: bool = False) -> None:
+        """``out = hidden @ weight.T``: (n, H) operand -> (n, V); ``+=`` if `add`.
 
         On a GPU, the vendor library chooses its kernel by the number of rows, and fp32 kernels
         differ in the order of their sums. So an fp32 product takes one tile of rows at a time: a
@@ -115,20 +115,20 @@ class Products:
         for columns, weight in self._weights():
             for start in range(0, hidden.shape[0], at_once):
                 rows = slice(start, start + at_once)
-                _product(hidden[rows], weight.t(), out[rows, columns], add=not first)
+                _product(hidden[rows], weight.t(), out[rows, columns], add=add)
             del weight  # before the next slice is made
 
-    def d_hidden(self, d_logits: Tensor, out: Tensor, *, first: bool = True) -> None:
-        """``out = d_logits @ weight``: (n, V) -> (n, H); ``+=`` unless `first`."""
+    def d_hidden(self, d_logits: Tensor, out: Tensor, *, add: bool = False) -> None:
+        """``out = d_logits @ weight``: (n, V) -> (n, H); ``+=`` if `add`."""
         for columns, weight in self._weights():
             weight = weight.to(d_logits.dtype)  # an adapter's may be more precise
-            _product(d_logits[:, columns], weight, out, add=columns.start > 0 or not first)
+            _product(d_logits[:, columns], weight, out, add=columns.start > 0 or add)
             del weight  # before the next slice is made
 
-    def d_weight(self, d_logits: Tensor, hidden: Tensor, out: Tensor, *, first: bool) -> None:
-        """``out += d_logits.T @ hidden``: (n, V) in `gradient_dtype`, (n, H) operand -> (V, H);
-        ``=`` if `first`."""
-        _product(d_logits.t(), hidden.to(d_logits.dtype), out, add=not first)
+    def d_weight(self, d_logits: Tensor, hidden: Tensor, out: Tensor, *, add: bool) -> None:
+        """``out = d_logits.T @ hidden``: (n, V) in `gradient_dtype`, (n, H) operand -> (V, H);
+        ``+=`` if `add`."""
+        _product(d_logits.t(), hidden.to(d_logits.dtype), out, add=add)
 
     def _weights(self) -> Iterator[tuple[slice, Tensor]]:
         vocab = self.weight.shape[0]

@@ -6,7 +6,7 @@ hidden states (r, H) to raw projections (r, w), and reduce these as a chunk of w
 Backward: differentiate the saved logits; gather again and multiply for d hidden; the outer product
 with hidden states is added to the ids' rows of d weight.
 
-With a divided head, every rank has the ids of each set that are among its rows, in its own blocks.
+With a sharded head, every rank has the ids of each set that are among its rows, in its own blocks.
 The ranks join the statistics of all positions (`ranks`), and sum d hidden.
 """
 
@@ -92,7 +92,7 @@ class KeptSets:
 
 def score_kept(
     job: Job,
-    head: Tensors,
+    tensors: Tensors,
     run: Run | None,
     sets: KeptIds,
     ids: Tensor,
@@ -116,11 +116,12 @@ def score_kept(
     run = Run() if run is None else run
     budget = WORKSPACE_BYTES if run.workspace_bytes is None else run.workspace_bytes
     over_sets = replace(job, workspace_bytes=budget, entropy=entropy is True)
-    survey = survey_sets(over_sets, head.weight.shape[0], sets, ids, on_missing_set, others or {})
-    planned, any_without = plan_sets(over_sets, head, sets, survey)
+    rows_here = tensors.weight.shape[0]
+    survey = survey_sets(over_sets, rows_here, sets, ids, on_missing_set, others or {})
+    planned, any_without = plan_sets(over_sets, tensors, sets, survey)
     whole, in_full, shape = None, entropy == "full", ids.shape
     if any_without or in_full:
-        vocab = head.weight.shape[0] if job.shard is None else job.shard.vocab
+        vocab = rows_here if job.shard is None else job.shard.vocab
         rows = job.rows if in_full else take(job.rows, survey.without.nonzero()[:, 0])
         gradient = objective_at(rows.positions)
         whole = replace(
@@ -130,11 +131,11 @@ def score_kept(
             entropy=bool(entropy),
         )
         whole = replace(whole, engine=choose_engine(run.engine, whole, gradient))
-    logps, entropies = KeptSetLogprob.apply(planned, *head)
+    logps, entropies = KeptSetLogprob.apply(planned, *tensors)
     logps, entropies = logps.view(shape), None if entropies is None else entropies.view(shape)
     if whole is not None:
         without = scatter(survey.without, job.rows, shape.numel()).view(shape)
-        full = scored(whole, head, None, gradient, shape)
+        full = scored(whole, tensors, None, gradient, shape)
         logps = torch.where(without, full.logps, logps)
         if entropies is not None:
             entropies = torch.where(without, full.entropies, entropies)
@@ -229,7 +230,7 @@ def _wrong(
     )
 
 
-def plan_sets(job: Job, head: Tensors, sets: KeptIds, survey: Survey) -> tuple[KeptSets, bool]:
+def plan_sets(job: Job, tensors: Tensors, sets: KeptIds, survey: Survey) -> tuple[KeptSets, bool]:
     """Plan the work; also return True if any position has no set. Waits for the sets' sizes."""
     rows = job.rows
     projected = (survey.sizes > 1) & ~survey.without
@@ -237,8 +238,8 @@ def plan_sets(job: Job, head: Tensors, sets: KeptIds, survey: Survey) -> tuple[K
     longest = sets.offsets.diff()[rows.positions][order]
     sizes, lists, without = torch.stack([local, longest, survey.without.long()]).tolist()
     count = bisect.bisect_left(sizes, 0, key=operator.neg)
-    row_bytes = 2 * job.accumulator.itemsize * sum(x.shape[1] for _, x in head.factors())
-    budget, head_bytes = job.workspace_bytes, entry_bytes(head, job)
+    row_bytes = 2 * job.accumulator.itemsize * sum(x.shape[1] for _, x in tensors.factors())
+    budget, head_bytes = job.workspace_bytes, entry_bytes(tensors, job)
     spans = plan_spans(sizes[:count], lists[:count], budget, head_bytes, row_bytes)
     own = replace(rows, ids=rows.ids - job.first_id, invalid=survey.invalid)
     planned = KeptSets(replace(job, rows=own), sets, projected, order[:count], spans)
@@ -280,19 +281,19 @@ class KeptSetLogprob(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, sets: KeptSets, *tensors: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, sets: KeptSets, *inputs: Any) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        head, shard = Tensors(*tensors), sets.job.shard
+        tensors, shard = Tensors(*inputs), sets.job.shard
         zeros = sets.job.rows.positions.new_zeros(len(sets.job.rows), dtype=sets.job.accumulator)
         nothing = torch.full_like(zeros, -torch.inf)  # for rows without an id on this rank
         stats = RowStats(zeros, nothing, zeros.clone(), zeros.clone() if sets.job.entropy else None)
         blocks: list[Tensor] = []
-        with torch.autocast(head.hidden.device.type, enabled=False):
-            factors = _factors(head, sets)
+        with torch.autocast(tensors.hidden.device.type, enabled=False):
+            factors = _factors(tensors, sets)
             for span in sets.spans:
                 at = sets.order[span[0]]
-                kept, target = _in_order(sets, at, span, head.weight.shape[0])
-                logits = _logits(factors, head, sets, at, kept)
+                kept, target = _in_order(sets, at, span, tensors.weight.shape[0])
+                logits = _logits(factors, tensors, sets, at, kept)
                 chunk = Chunk(logits, target.clamp(min=0), sets.transform(at))
                 of_block = _ROWS.stats(chunk, entropy=sets.job.entropy)
                 for x, part in zip(_numbers(stats), _numbers(of_block), strict=True):
@@ -304,8 +305,8 @@ class KeptSetLogprob(torch.autograd.Function):
                 stats = shard.joined(stats, sets.job.rows.ids, LogitTransform())
         ctx.sets, ctx.count = sets, len(tensors)
         ctx.save_for_backward(*tensors, *_numbers(stats), *blocks)
-        entropies = None if stats.entropies is None else _result(stats.entropies, sets, head)
-        return _result(stats.logps, sets, head), entropies
+        entropies = None if stats.entropies is None else _result(stats.entropies, sets, tensors)
+        return _result(stats.logps, sets, tensors), entropies
 
     @staticmethod
     def backward(
@@ -314,12 +315,12 @@ class KeptSetLogprob(torch.autograd.Function):
         sets: KeptSets = ctx.sets
         with sets.job.gather(), torch.autocast(sets.kept.ids.device.type, enabled=False):
             saved = iter(ctx.saved_tensors)
-            head = Tensors(*itertools.islice(saved, ctx.count))
+            tensors = Tensors(*itertools.islice(saved, ctx.count))
             stats = RowStats(*itertools.islice(saved, 4))
             upstream = [x for x in (d_logps, d_entropies) if x is not None]
             if not upstream:
-                return None, *(None for _ in head)
-            sums, factors = _GradientSums(head, sets), _factors(head, sets)
+                return None, *(None for _ in tensors)
+            sums, factors = _GradientSums(tensors, sets), _factors(tensors, sets)
             for rows, *_ in sets.spans:
                 at, block = sets.order[rows], tuple(itertools.islice(saved, 3))
                 positions = sets.job.rows.positions[at]
@@ -337,21 +338,21 @@ def _numbers(stats: RowStats) -> tuple[Tensor | None, ...]:
     return stats.logps, stats.max_logit, stats.log_sum, stats.entropies
 
 
-def _factors(head: Tensors, sets: KeptSets) -> list[_Gathered]:
+def _factors(tensors: Tensors, sets: KeptSets) -> list[_Gathered]:
     """Return memory for each factor's gathered rows, for as many entries as the workspace holds."""
     job = sets.job
     largest = max(((rows.stop - rows.start) * width for rows, width, _ in sets.spans), default=0)
-    entries = min(max(1, job.workspace_bytes // entry_bytes(head, job)), largest)
-    pairs = zip(head.factors(), job.operand_dtypes(head), strict=True)
+    entries = min(max(1, job.workspace_bytes // entry_bytes(tensors, job)), largest)
+    pairs = zip(tensors.factors(), job.operand_dtypes(tensors), strict=True)
     return [_Gathered(matrix, dtype, job.accumulator, entries) for (_, matrix), dtype in pairs]
 
 
-def _result(x: Tensor, sets: KeptSets, head: Tensors) -> Tensor:
+def _result(x: Tensor, sets: KeptSets, tensors: Tensors) -> Tensor:
     """(n,) -> (N,): 0 if no set is projected, NaN if the row is invalid."""
     x = torch.where(sets.projected, x, 0.0)
     if sets.job.rows.invalid is not None:
         x.masked_fill_(sets.job.rows.invalid, torch.nan)
-    return scatter(x, sets.job.rows, head.hidden.shape[0])
+    return scatter(x, sets.job.rows, tensors.hidden.shape[0])
 
 
 def _in_order(sets: KeptSets, at: Tensor, span: Span, vocab: int) -> tuple[Tensor, Tensor]:
@@ -380,16 +381,16 @@ def _padding(kept: Tensor) -> Tensor:
 
 
 def _logits(
-    factors: list[_Gathered], head: Tensors, sets: KeptSets, at: Tensor, kept: Tensor
+    factors: list[_Gathered], tensors: Tensors, sets: KeptSets, at: Tensor, kept: Tensor
 ) -> Tensor:
     """Return the logits (r, w) of the ids `kept`, -inf in the padding."""
     positions = sets.job.rows.positions[at]
-    z = head.hidden.new_zeros(kept.shape, dtype=sets.job.accumulator)
-    for factor, (x, _) in zip(factors, head.factors(), strict=True):
+    z = tensors.hidden.new_zeros(kept.shape, dtype=sets.job.accumulator)
+    for factor, (x, _) in zip(factors, tensors.factors(), strict=True):
         states = factor.operand(x[positions])
         for columns in factor.pieces(*kept.shape):
             z[:, columns] += torch.bmm(factor.of(kept[:, columns]), states[:, :, None])[..., 0]
-    bias = None if head.bias is None else head.bias.detach()[kept].to(z.dtype)
+    bias = None if tensors.bias is None else tensors.bias.detach()[kept].to(z.dtype)
     _ROWS.prepare_(z, replace(sets.transform(at), bias=bias))
     return z.masked_fill_(_padding(kept), -torch.inf)
 
@@ -416,26 +417,26 @@ def _d_raw(
 class _GradientSums:
     """The gradients of the head's tensors, summed over blocks."""
 
-    def __init__(self, head: Tensors, sets: KeptSets) -> None:
-        self._head, self._sets, dtype = head, sets, sets.job.accumulator
-        # with a divided head, d hidden is a sum over the ranks, rounded afterwards
+    def __init__(self, tensors: Tensors, sets: KeptSets) -> None:
+        self._tensors, self._sets, dtype = tensors, sets, sets.job.accumulator
+        # with a sharded head, d hidden is a sum over the ranks, rounded afterwards
         divided = sets.job.shard is not None
         self._rows: list[Tensor | None] = []
         self._matrices: list[Tensor | None] = []
-        pairs = zip(head.factors(), sets.job.needs.factors(), strict=False)
+        pairs = zip(tensors.factors(), sets.job.needs.factors(), strict=False)
         for (x, matrix), (rows, whole) in pairs:
             of_rows = dtype if divided else x.dtype
             self._rows.append(torch.zeros_like(x, dtype=of_rows) if rows else None)
             self._matrices.append(torch.zeros_like(matrix, dtype=dtype) if whole else None)
         self._bias = None
-        if head.bias is not None and sets.job.needs.bias:
-            self._bias = torch.zeros_like(head.bias, dtype=dtype)
+        if tensors.bias is not None and sets.job.needs.bias:
+            self._bias = torch.zeros_like(tensors.bias, dtype=dtype)
 
     def add(self, factors: list[_Gathered], kept: Tensor, d_raw: Tensor, at: Tensor) -> None:
         """Add the gradient of the rows `at` (r,), from ids (r, w) and d raw (r, w)."""
         positions, features = (
             self._sets.job.rows.positions[at],
-            (x for x, _ in self._head.factors()),
+            (x for x, _ in self._tensors.factors()),
         )
         targets = zip(factors, features, self._rows, self._matrices, strict=True)
         for factor, x, rows, matrix in targets:
@@ -459,15 +460,15 @@ class _GradientSums:
             if shard is not None and x is not None:
                 shard.sum_(x)
         sums = Tensors.of_factors(self._rows, self._matrices, self._bias)
-        pairs = zip(sums, self._head, strict=True)
+        pairs = zip(sums, self._tensors, strict=True)
         return Tensors(
             *(None if x is None or like is None else x.to(like.dtype) for x, like in pairs)
         )
 
 
-def entry_bytes(head: Tensors, job: Job) -> int:
+def entry_bytes(tensors: Tensors, job: Job) -> int:
     """Return the bytes of one entry's gathered rows."""
-    pairs = zip(head.factors(), job.operand_dtypes(head), strict=True)
+    pairs = zip(tensors.factors(), job.operand_dtypes(tensors), strict=True)
     return sum(
         matrix.shape[1] * sum(x.itemsize for x in _stages(matrix.dtype, dtype, job.accumulator))
         for (_, matrix), dtype in pairs

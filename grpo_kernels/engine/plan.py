@@ -249,7 +249,7 @@ class Job:
 
     @property
     def fuses(self) -> bool:
-        """True if one kernel can compute a whole loss; the ranks of a divided head combine
+        """True if one kernel can compute a whole loss; the ranks of a sharded head combine
         statistics before it."""
         if self.shard is not None or self.rows.top_k is not None:
             return False
@@ -379,7 +379,7 @@ def plan(
     Args:
         rows: rows with ids of the whole vocabulary. Their range is checked here, and errors use the
             argument names `names`.
-        ranks: the ranks of a divided head, which compare their calls here.
+        ranks: the ranks of a sharded head, which compare their calls here.
         objective: what the engine is chosen for. None, for kept sets: no engine is chosen, and ids
             are neither checked nor counted from this rank's first row.
     """
@@ -490,7 +490,7 @@ def _transform(head: Head, dtype: torch.dtype) -> LogitTransform:
 def _compared(
     job: Job, hidden: Tensor, head: Head, reference: Reference | None, rows: Rows, run: Run
 ) -> dict[str, Any]:
-    """Return what the ranks of a divided head compare, besides the arguments of their call."""
+    """Return what the ranks of a sharded head compare, besides the arguments of their call."""
     # without rows, since their number may differ
     first, other = map_tensors(lambda x: x[:0], (replace(head, process_group=None), reference))
     return {

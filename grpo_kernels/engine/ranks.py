@@ -169,7 +169,7 @@ MOST_VALUES = 96  # that ranks compare
 
 
 class Ranks:
-    """The ranks of a divided head, while they plan a call together."""
+    """The ranks of a sharded head, while they plan a call together."""
 
     def __init__(self, call: str, group: ProcessGroup, given: Mapping[str, Any]) -> None:
         self.call, self.group, self.given, self.compared = call, group, given, False

@@ -29,7 +29,7 @@ FEATURES_SHARE = 4  # the rows' operands take at most 1 / FEATURES_SHARE of the 
 
 def sweep_slices(
     job: Job,
-    head: Tensors,
+    tensors: Tensors,
     reference: Tensors | None,
     stats: RowStats,
     coefficients: Coefficients,
@@ -39,28 +39,28 @@ def sweep_slices(
     It equals the gradient of `sweep`, but d weight and d lora_b have their own dtype, rounded once.
     """
     rows, needs, dtype = job.rows, job.needs, job.accumulator
-    bias = row_bias(head.bias, slice(None), dtype)
+    bias = row_bias(tensors.bias, slice(None), dtype)
     transform = job.transform.of_rows(rows.inv_temperature, bias)
     # one factor for all rows and slices, since the gradients are summed over both
-    coefficients, fp16_scale = job.products(head.weight).with_fp16_scale(
+    coefficients, fp16_scale = job.products(tensors.weight).with_fp16_scale(
         coefficients, stats, transform
     )
-    n, vocab = len(rows), head.weight.shape[0]
-    rows_at_once, columns_at_once, _ = plan_slices(job, head, reference)
+    n, vocab = len(rows), tensors.weight.shape[0]
+    rows_at_once, columns_at_once, _ = plan_slices(job, tensors, reference)
     blocks = [
         (place, count, *take((rows, stats, coefficients), index))
         for place, count, index in _blocks(rows, rows_at_once)
     ]
     m = blocks[-1][0].stop if blocks else 0
     # the first block, or slice, overwrites
-    new = head.hidden.new_empty if blocks else head.hidden.new_zeros
+    new = tensors.hidden.new_empty if blocks else tensors.hidden.new_zeros
     d_rows: list[Tensor | None] = []  # per factor: (m, K)
     d_matrices: list[Tensor | None] = []  # (V, K), in their own dtype
-    pairs = zip(head.factors(), needs.factors(), strict=False)
+    pairs = zip(tensors.factors(), needs.factors(), strict=False)
     for (x, matrix), (needs_rows, needs_matrix) in pairs:
         d_rows.append(new(m, x.shape[1], dtype=dtype) if needs_rows else None)
         d_matrices.append(new(matrix.shape, dtype=matrix.dtype) if needs_matrix else None)
-    d_bias = head.hidden.new_zeros(vocab, dtype=dtype) if needs.bias else None
+    d_bias = tensors.hidden.new_zeros(vocab, dtype=dtype) if needs.bias else None
 
     def add_block(
         projection: Projection,
@@ -70,26 +70,26 @@ def sweep_slices(
         count: int,
         rows: Rows,
         stats: RowStats,
-        known: Coefficients,
+        coefficients: Coefficients,
     ) -> None:
         operands = projection.operands(rows.positions)
         every, out = slice(0, len(rows)), projection.new_logits(len(rows))
         chunk, rows = projection.project(operands, every, rows, every, out)
         d_logits = out[0] if projection.in_place else projection.new_d_logits(len(rows))
-        write_gradient(job, chunk, rows, stats, known, d_logits)
+        write_gradient(job, chunk, rows, stats, coefficients, d_logits)
         d_logits[count:] = 0.0
         products = zip(projection.products, operands[0], d_rows, parts, strict=True)
         for product, x, of_rows, part in products:
             if of_rows is not None:
-                product.d_hidden(d_logits, of_rows[place], first=columns.start == 0)
+                product.d_hidden(d_logits, of_rows[place], add=columns.start > 0)
             if part is not None:
-                product.d_weight(d_logits, x, part, first=place.start == 0)
+                product.d_weight(d_logits, x, part, add=place.start > 0)
         if d_bias is not None:
             d_bias[columns] += d_logits.sum(dim=0, dtype=d_bias.dtype)
 
     def add_slice(columns: slice) -> None:
         """Add the gradient of all rows from some columns of their logits."""
-        projection = Projection(job, head, reference, columns)
+        projection = Projection(job, tensors, reference, columns)
         targets = [None if x is None else x[columns] for x in d_matrices]
         # a target in the accumulator's dtype is summed in place; any other is summed apart and
         # rounded
@@ -107,7 +107,7 @@ def sweep_slices(
             elif part is not target:
                 target.copy_(part)
 
-    with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
+    with torch.autocast(tensors.hidden.device.type, enabled=False), torch.no_grad():
         for first_id in range(0, vocab if blocks else 0, columns_at_once):
             add_slice(slice(first_id, min(first_id + columns_at_once, vocab)))
     if fp16_scale is not None:
@@ -135,7 +135,7 @@ def _blocks(rows: Rows, most: int) -> Iterator[tuple[slice, int, Tensor]]:
         yield slice(start, start + m), count, index
 
 
-def plan_slices(job: Job, head: Tensors, reference: Tensors | None) -> tuple[int, int, int]:
+def plan_slices(job: Job, tensors: Tensors, reference: Tensors | None) -> tuple[int, int, int]:
     """Return how many rows and columns to take at a time within the workspace, and the bytes they
     take.
 
@@ -143,15 +143,15 @@ def plan_slices(job: Job, head: Tensors, reference: Tensors | None) -> tuple[int
     (and of d lora_b) if that is summed apart. A row and column together need logits, d logits and
     the backend's scratch. The result is at least a tile of rows and `SLICE_MULTIPLE` columns.
     """
-    rows, vocab, size = job.rows, head.weight.shape[0], job.accumulator.itemsize
+    rows, vocab, size = job.rows, tensors.weight.shape[0], job.accumulator.itemsize
     budget = job.workspace_bytes
-    tile, least = device_of(head.weight.device).fewest_rows, min(vocab, SLICE_MULTIPLE)
-    factors = job.all_products(head)
+    tile, least = device_of(tensors.weight.device).fewest_rows, min(vocab, SLICE_MULTIPLE)
+    factors = job.all_products(tensors)
     dtype = factors[0].gradient_dtype
     logit_bytes = size + (0 if dtype == job.accumulator else dtype.itemsize)
     row_bytes = 0 if rows.top_k is None else rows.top_k.row_bytes()
     column_bytes = padding_bytes = 0
-    triples = zip(factors, head.factors(), job.needs.factors(), strict=False)
+    triples = zip(factors, tensors.factors(), job.needs.factors(), strict=False)
     for p, (x, matrix), (_, wanted) in triples:
         # for an adapter more precise than d logits
         converted = 0 if p.gradient_dtype == dtype else dtype.itemsize

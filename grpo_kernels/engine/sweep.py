@@ -1,15 +1,16 @@
-"""The only loop over the vocabulary product, and the two passes of a call built on it.
+"""The loop over the vocabulary product, chunk after chunk of rows, and the first pass of a call.
 
 For each chunk of rows: project, do the row work, add up the gradients. The logits of a chunk are
-the only tensor with a vocabulary dimension besides the weight and its gradient; d logits may be
-written into the same memory. Three functions make the row work of a chunk::
+the only tensor with a vocabulary dimension besides the weight and its gradient. d logits, the
+gradient in the raw projection, may be written into the same memory. Three functions make the row
+work of a chunk::
 
     stats_work     the statistics of each row
     fused_work     statistics, loss and d logits by one kernel, if no token depends on others
     gradient_work  d logits from statistics, of this or of a first pass, and coefficients
 
-The gradient is computed in the first pass ("now") or in a second one ("later"). For ``lean``, the
-second pass goes by slices of the vocabulary, see `slices.py`.
+The gradient is computed in the first pass ("now") or in a second one ("later", `autograd.py`). For
+``lean`` alone the second pass is another loop, by slices of the vocabulary (`slices.py`).
 """
 
 from __future__ import annotations
@@ -66,34 +67,29 @@ class FirstPass(NamedTuple):
 
 
 def first_pass(
-    job: Job, head: Tensors, reference: Tensors | None, objective: Objective
+    job: Job, tensors: Tensors, reference: Tensors | None, objective: Objective
 ) -> FirstPass:
     """Compute the statistics of all rows and, if due now, the gradient of the live rows.
 
     Waits for the device once, to count the live rows, unless all rows are.
     """
     with torch.no_grad():
-        head, reference = job.converted(head, reference)
+        tensors, reference = job.converted(tensors, reference)
         if job.when != "now":
-            return FirstPass(sweep(job, head, reference, stats_work(job))[0])
+            return FirstPass(sweep(job, tensors, reference, stats_work(job))[0])
         n, device, live = len(job.rows), job.rows.positions.device, objective.live
         every = torch.arange(n, device=device)
         grad_rows = every if live is None else indices_of(live)
         fuses = job.engine == "one_pass" and job.fuses
         token_loss = objective.token_loss() if fuses else None
-        # the guess that the backward compares: a caller's function may not return it twice
-        guessed: dict[str, Tensor] = {}
+        guess = _Guess(n)
 
         def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
             if job.engine == "frozen":
                 return job.with_main(torch.ones_like(stats.logps))
             rows = grad_rows[at]
-            given = objective.coefficients_at(rows, stats)
-            if objective.is_guess:
-                for name, x in given._asdict().items():
-                    if x is not None:
-                        guessed.setdefault(name, x.new_zeros(n))[rows] = x
-            return given
+            found = objective.coefficients_at(rows, stats)
+            return guess.noted(rows, found) if objective.is_guess else found
 
         # the rows with gradient, then those without
         grad_job, grad_loss = job, token_loss
@@ -102,26 +98,43 @@ def first_pass(
         work = stats_work(grad_job) if grad_loss is None else fused_work(grad_job, grad_loss)
         # in fp16 d logits need a factor, which all coefficients of a chunk determine: `fused_work`
         # then computes statistics and loss alone
-        if grad_loss is None or job.products(head.weight).scales_gradient:
-            work = gradient_work(grad_job, head, coefficients_of, work)
-        stats, grads = sweep(grad_job, head, reference, work, job.needs, grad_loss)
+        if grad_loss is None or job.products(tensors.weight).scales_gradient:
+            work = gradient_work(grad_job, tensors, coefficients_of, work)
+        stats, grads = sweep(grad_job, tensors, reference, work, job.needs, grad_loss)
         if live is not None and grad_rows.shape[0] < n:
             rest = live.to(torch.uint8).argsort(stable=True)[: n - grad_rows.shape[0]]
-            stats = _with_rest(job, head, reference, token_loss, (grad_rows, stats), rest)
+            stats = _with_rest(job, tensors, reference, token_loss, (grad_rows, stats), rest)
         if not objective.is_guess or job.engine == "frozen":
             # a loss gets its coefficients from its evaluation, a frozen head's backward reads none
             return FirstPass(stats, grads, grad_rows)
-        guess = Coefficients(**guessed)
+        guessed = guess.coefficients()
         if token_loss is not None:  # then it is made of numbers, not of what a function returns
-            guess = objective.coefficients_at(every, stats)
-        if job.main(guess) is None:
-            guess = job.with_main(stats.logps.new_zeros(n), guess)
-        return FirstPass(stats, grads, grad_rows, guess)
+            guessed = objective.coefficients_at(every, stats)
+        if job.main(guessed) is None:
+            guessed = job.with_main(stats.logps.new_zeros(n), guessed)
+        return FirstPass(stats, grads, grad_rows, guessed)
+
+
+class _Guess:
+    """The coefficients of n rows that a caller expects, for the backward to compare: a caller's
+    function may not return them twice."""
+
+    def __init__(self, n: int) -> None:
+        self._n, self._noted = n, dict[str, Tensor]()
+
+    def noted(self, rows: Tensor, found: Coefficients) -> Coefficients:
+        for name, x in found._asdict().items():
+            if x is not None:
+                self._noted.setdefault(name, x.new_zeros(self._n))[rows] = x
+        return found
+
+    def coefficients(self) -> Coefficients:
+        return Coefficients(**self._noted)
 
 
 def _with_rest(
     job: Job,
-    head: Tensors,
+    tensors: Tensors,
     reference: Tensors | None,
     token_loss: TokenLoss | None,
     done: tuple[Tensor, RowStats],
@@ -131,20 +144,16 @@ def _with_rest(
     get no gradient."""
     (index, stats), rest_job, rest_loss = done, job.at(rest), take(token_loss, rest)
     work = stats_work(rest_job) if rest_loss is None else fused_work(rest_job, rest_loss)
-    others = sweep(rest_job, head, reference, work, token_loss=rest_loss)[0]
+    others = sweep(rest_job, tensors, reference, work, token_loss=rest_loss)[0]
     both = concatenated(job, [stats, others], stats.logps, token_loss)
     return take(both, torch.cat([index, rest]).argsort())
 
 
-def apply_coefficients(job: Job, first: FirstPass, coefficients: Coefficients) -> FirstPass:
-    """Return `first` with a loss's coefficients (n,), for the backward.
-
-    With a frozen head, its gradient is that of each row's log-probability: multiplied by the row's
-    coefficient, in place, it becomes the loss's.
-    """
-    if job.engine == "frozen" and first.grads is not None and coefficients.d_logp is not None:
-        first.grads.hidden.mul_(coefficients.d_logp[first.grad_rows, None])
-    return first._replace(coefficients=coefficients)
+def scale_frozen_(first: FirstPass, d_logp: Tensor) -> None:
+    """With a frozen head, turn the gradient of each row's log-probability into the loss's, in
+    place."""
+    assert first.grads is not None
+    first.grads.hidden.mul_(d_logp[first.grad_rows, None])
 
 
 def stats_work(job: Job) -> RowWork:
@@ -168,7 +177,7 @@ def fused_work(job: Job, token_loss: TokenLoss) -> RowWork:
 
 def gradient_work(
     job: Job,
-    head: Tensors,
+    tensors: Tensors,
     coefficients_of: CoefficientsOf,
     statistics_by: RowWork,
     *,
@@ -176,7 +185,7 @@ def gradient_work(
 ) -> RowWork:
     """Row work: d logits from the statistics of `statistics_by` and the coefficients of the
     rows."""
-    products = job.products(head.weight)
+    products = job.products(tensors.weight)
 
     def work(
         chunk: Chunk, rows: Rows, at: Index, out: Tensor | None
@@ -229,7 +238,7 @@ def write_gradient(
 
 def sweep(
     job: Job,
-    head: Tensors,
+    tensors: Tensors,
     reference: Tensors | None,
     work: RowWork,
     needs: Tensors | None = None,
@@ -242,15 +251,18 @@ def sweep(
     `token_loss` is that of a fused `work`: without a row, it tells which statistics are returned.
     """
     rows, found = job.rows, []
-    groups, projection = plan_groups(job, head, reference, needs), Projection(job, head, reference)
-    sums = None if needs is None else _Sums(job, head, groups, needs)
-    with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
+    groups, projection = (
+        plan_groups(job, tensors, reference, needs),
+        Projection(job, tensors, reference),
+    )
+    sums = None if needs is None else _Sums(job, tensors, groups, needs)
+    with torch.autocast(tensors.hidden.device.type, enabled=False), torch.no_grad():
         most = max((group.chunk_rows for group in groups), default=0)
         logits, reference_logits = projection.new_logits(most)
         d_logits = logits if projection.in_place else None
         for group in groups:
             index = _index(group, rows)
-            operands = projection.operands(_positions(rows, index, head.hidden.shape[0]))
+            operands = projection.operands(_positions(rows, index, tensors.hidden.shape[0]))
             fp16_scale = None
             for span in group.chunks:  # a slice of the group's rows
                 at, m = _part(index, span), span.stop - span.start
@@ -269,7 +281,7 @@ def sweep(
                     d_logits[group.n : group.rows] = 0.0
                 d_rows = d_logits[: group.rows]
                 sums.add(group, projection.products, operands[0], d_rows, fp16_scale)
-        stats = concatenated(job, found, head.hidden, token_loss)
+        stats = concatenated(job, found, tensors.hidden, token_loss)
         return stats, None if sums is None else sums.gradients()
 
 
@@ -301,41 +313,43 @@ def indices_of(chosen: Tensor) -> Tensor:
 
 
 def plan_groups(
-    job: Job, head: Tensors, reference: Tensors | None, needs: Tensors | None
+    job: Job, tensors: Tensors, reference: Tensors | None, needs: Tensors | None
 ) -> list[Group]:
     """Return the groups of a sweep over the rows of `job`."""
-    costs = _costs(job, head, reference, needs)
-    return divide(len(job.rows), job.workspace_bytes, device_of(head.weight.device), **costs)
+    costs = _costs(job, tensors, reference, needs)
+    return divide(len(job.rows), job.workspace_bytes, device_of(tensors.weight.device), **costs)
 
 
-def planned_bytes(job: Job, head: Tensors, reference: Tensors | None, needs: Tensors | None) -> int:
+def planned_bytes(
+    job: Job, tensors: Tensors, reference: Tensors | None, needs: Tensors | None
+) -> int:
     """Return the peak bytes of a sweep's chunks; works on meta tensors too.
 
     That is at most `Job.workspace_bytes`, if that is enough for a chunk of `Device.fewest_rows`.
     """
-    costs = _costs(job, head, reference, needs)
+    costs = _costs(job, tensors, reference, needs)
     return max(
         (
             group.chunk_rows * costs["chunk_row_bytes"]
             + group.rows * costs["group_row_bytes"]
             + costs["scratch_bytes"](group.chunk_rows)
-            for group in plan_groups(job, head, reference, needs)
+            for group in plan_groups(job, tensors, reference, needs)
         ),
         default=0,
     )
 
 
 def _costs(
-    job: Job, head: Tensors, reference: Tensors | None, needs: Tensors | None
+    job: Job, tensors: Tensors, reference: Tensors | None, needs: Tensors | None
 ) -> dict[str, Any]:
     """Return the costs of a sweep, as arguments of `divide`.
 
     A chunk has logits; a group has operands, and d logits if they have another dtype.
     """
     whole = job.shard is None  # else all ranks plan for the widest part
-    products = job.products(head.weight if whole else widest_part(head.weight, job.shard))
+    products = job.products(tensors.weight if whole else widest_part(tensors.weight, job.shard))
     vocab = products.weight.shape[0]
-    width = device_of(head.weight.device).row_width(vocab)
+    width = device_of(tensors.weight.device).row_width(vocab)
     row_bytes = width * job.accumulator.itemsize
     separate = needs is not None and products.gradient_dtype != job.accumulator
     chunk_row_bytes, slice_bytes = row_bytes, products.slice_bytes
@@ -390,12 +404,12 @@ class Projection:
     """
 
     def __init__(
-        self, job: Job, head: Tensors, reference: Tensors | None, columns: slice = slice(None)
+        self, job: Job, tensors: Tensors, reference: Tensors | None, columns: slice = slice(None)
     ) -> None:
         self._job, self.first_id = job, columns.start or 0
-        self._hidden = [x for x, _ in head.factors()]
-        self.products = job.all_products(head, columns)
-        self._bias = row_bias(head.bias, columns, job.accumulator)
+        self._hidden = [x for x, _ in tensors.factors()]
+        self.products = job.all_products(tensors, columns)
+        self._bias = row_bias(tensors.bias, columns, job.accumulator)
         self._reference = reference
         if reference is not None:
             weight = reference.weight[columns]
@@ -447,7 +461,7 @@ class Projection:
         """
         (of_rows, of_reference), (logits, reference_logits), job = operands, memory, self._job
         for i, (product, x) in enumerate(zip(self.products, of_rows, strict=True)):
-            product.logits(x[span], logits, first=i == 0)
+            product.logits(x[span], logits, add=i > 0)
         rows, teacher = take(rows, at), None
         inv_t = rows.inv_temperature
         transform = job.transform.of_rows(inv_t, self._bias)
@@ -472,8 +486,8 @@ def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor 
 class _Sums:
     """The gradients of the head's tensors, summed over the groups."""
 
-    def __init__(self, job: Job, head: Tensors, groups: list[Group], needs: Tensors) -> None:
-        self._job, self._head, self._needs = job, head, needs
+    def __init__(self, job: Job, tensors: Tensors, groups: list[Group], needs: Tensors) -> None:
+        self._job, self._tensors, self._needs = job, tensors, needs
         self._padded = max((group.start + group.rows for group in groups), default=0)
         # per factor: (n, K), and padding, which the next group overwrites
         self._d_rows: list[Tensor | None] = []
@@ -484,16 +498,16 @@ class _Sums:
 
     def _allocate(self) -> None:
         # called only once the first group's d logits are under way
-        new, dtype, needs = self._head.hidden, self._job.accumulator, self._needs
+        new, dtype, needs = self._tensors.hidden, self._job.accumulator, self._needs
         # the first group's product writes the matrices; without a group they are 0
         new_matrix = new.new_empty if len(self._job.rows) > 0 else new.new_zeros
-        pairs = zip(self._head.factors(), needs.factors(), strict=False)
+        pairs = zip(self._tensors.factors(), needs.factors(), strict=False)
         for (x, matrix), (needs_rows, needs_matrix) in pairs:
             rows = new.new_empty(self._padded, x.shape[1], dtype=dtype) if needs_rows else None
             self._d_rows.append(rows)
             self._d_matrices.append(new_matrix(matrix.shape, dtype=dtype) if needs_matrix else None)
         if needs.bias:
-            self._bias = new.new_zeros(self._head.weight.shape[0], dtype=dtype)
+            self._bias = new.new_zeros(self._tensors.weight.shape[0], dtype=dtype)
 
     def add(
         self,
@@ -517,7 +531,7 @@ class _Sums:
                 if fp16_scale is not None:
                     d_rows[group.start : group.stop].div_(fp16_scale)
             if d_matrix is not None:
-                product.d_weight(d_logits, x, d_matrix, first=group.start == 0)
+                product.d_weight(d_logits, x, d_matrix, add=group.start > 0)
         if self._bias is not None:
             self._bias.add_(d_logits.sum(dim=0, dtype=self._bias.dtype))
 

@@ -44,7 +44,7 @@ OPTIONAL = ("ref_per_token_logps", "sampling_per_token_logps", "importance_sampl
 class TokenInputs:
     """Inputs of a custom objective; all tensors have the shape of `logps`.
 
-    For a `token_level` function that shape is (n,), some of the counted tokens. For any other it is
+    For a `token_level` function that shape is (n,): a part of the counted tokens. Otherwise it is
     (B, T), with 0 at masked positions; in a packed batch, T is the longest sequence. Only `logps`,
     `entropies` and `loss` carry gradient. A function that reads another tensor with a gradient,
     such as a parameter of your own, raises an error.

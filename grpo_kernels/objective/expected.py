@@ -25,10 +25,11 @@ class Expectation:
     """An expected gradient, computed from each chunk's log-probabilities and entropies.
 
     Args:
-        coefficients: a function of index (n,) int64, the positions in the flattened ids, of logps
-            (n,), and of entropies (n,) or None. It returns a = d loss / d logp, or (a, b) with b =
-            d loss / d entropy, or, in a call with divergences, (a, b, c) with c = d loss / d
-            divergence; (n,) each. None: the gradient is not known row by row.
+        coefficients: called as ``coefficients(index, logps, entropies)`` for n tokens at a time:
+            index (n,) int64, their positions in the flattened ids; logps (n,); entropies (n,) or
+            None. It returns a = d loss / d logp, or (a, b) with b = d loss / d entropy, or, in a
+            call with divergences, (a, b, c) with c = d loss / d divergence; (n,) each. None: the
+            gradient of a token is not known from that token alone; only `graded` is used.
         graded: bool, shaped like the ids: False where all coefficients are certainly 0, so no
             gradient is computed. None: True everywhere.
         has_entropy_gradient: False if b is always None.

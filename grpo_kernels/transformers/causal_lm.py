@@ -241,8 +241,8 @@ def completion_logprobs(
         model: a causal language model of transformers, which PEFT, DDP, FSDP2 or accelerate may
             wrap.
         input_ids: (B, L), prompt and completion.
-        attention_mask: (B, L), or None if no padding comes before a token that counts (if some
-            does, a warning says so).
+        attention_mask: (B, L), or None if no padding comes before a token that counts (otherwise a
+            warning says so).
         completion_mask: (B, T) for the last T <= L columns of `input_ids`, nonzero where a token
             counts. T may be the longest completion, as in TRL, or L, with completions anywhere. The
             token in column t is predicted from column t - 1, so column 0 of `input_ids` never
@@ -271,8 +271,8 @@ def completion_logprobs(
     Raises:
         TypeError: the model's head is not one linear layer, or an argument has the wrong type or an
             unknown name; raised before the model runs.
-        ValueError: an invalid argument; or the model changes its logits by more than a scale, a
-            soft-cap or a cut.
+        ValueError: an invalid argument; or the model changes its logits other than by a scale, a
+            soft-cap or by leaving out the last ids.
         RuntimeError: the model's forward does not call its head exactly once.
     """
     trunk = TrunkOptions(layout=layout)

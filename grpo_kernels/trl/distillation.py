@@ -127,8 +127,8 @@ class FusedDistillationTrainer(LogsShares, DistillationTrainer):
 
     For N completion tokens and heads of one width, the head costs 8NVH floating-point operations
     per step; in TRL it costs 12NVH, or 16NVH with a `beta` between 0 and 1. Prompt and padding
-    tokens are not projected at all. LoRA on the student's body works as in TRL, which refuses it on
-    the head. The trainer also logs ``rows/projected`` and ``rows/gradient``.
+    tokens are not projected at all. LoRA on the student's body is supported; on the head it raises
+    an error, as in TRL. The trainer also logs ``rows/projected`` and ``rows/gradient``.
 
     It does not affect other trainers in the process; for those, use `patch_trl`.
     """

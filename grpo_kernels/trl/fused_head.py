@@ -311,8 +311,8 @@ def patch_trl(
             distillation.
 
     Returns:
-        a true value if TRL is patched; a false one, after a warning, if this TRL is not supported
-        and stays unpatched. The first call's return value is also a context manager that calls
+        Truthy if TRL is patched; falsy, after a warning, if this TRL is not supported and stays
+        unpatched. The first call's return value is also a context manager that calls
         `unpatch_trl` on exit.
 
     Raises:

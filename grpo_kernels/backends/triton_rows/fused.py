@@ -160,4 +160,5 @@ def fused_kernel(
             HAS_ENTROPY_GRADIENT,
         )  # fmt: skip
         # overwrites what `write_tile` wrote: it begins with a barrier
-        store_target(out_ptrs, ids, (ids >= 0) & is_row, of_raw(d_target, x_target, source, HAS_SOFTCAP))
+        d_target = of_raw(d_target, x_target, source, HAS_SOFTCAP)
+        store_target(out_ptrs, ids, (ids >= 0) & is_row, d_target)
