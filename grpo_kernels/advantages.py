@@ -217,7 +217,10 @@ def process_advantages(
     batch_size, steps = table.shape
     if (completion_mask is None) == (length is None):
         got = "neither" if length is None else "both"
-        raise ValueError(f"completion_mask, length: expected exactly one of the two, got {got}")
+        hint = "; pass the mask as completion_mask=" if length is None else ""
+        raise ValueError(
+            f"completion_mask, length: expected exactly one of the two, got {got}{hint}"
+        )
     if completion_mask is None:
         _check_int("length", length, 0)
         completion_mask = table.new_ones(batch_size, cast(int, length), dtype=torch.bool)
@@ -231,6 +234,13 @@ def process_advantages(
         before[:, 0] = -1
         rising = "each above those of earlier scored steps (columns, not a mask)"
         _require_all(x.isnan() | (ends > before), ends, "step_ends", rising)
+    if mask.device.type == "cpu" and mask.shape[1]:
+        at_end = mask.gather(1, torch.where(x.isnan(), 0, ends))
+        if bool((~at_end & ~x.isnan()).any()):
+            warn_once(
+                "step_ends: a step ends in a masked column; expected columns of the "
+                "completion_mask that count, of the last token of each step"
+            )
     groups = _groups(x, num_generations, group_ids, process_group, fewest=1)
     by_step = groups._replace(of_row=groups.of_row.repeat_interleave(steps))
     centred, spread, _ = _moments(x.reshape(-1, 1), by_step, correction)
@@ -504,12 +514,14 @@ def _weighted_sum(table: Tensor, weights: Tensor) -> Tensor:
 def _reward_table(
     rewards: Tensor,
     reward_weights: Tensor | Sequence[float] | None,
-    num_generations: int | None = None,
+    num_generations: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Return rewards as (B, F) and weights as (F,), both widened."""
     check_tensor("rewards", rewards)
     if rewards.dim() not in (1, 2) or rewards.shape[1:] == (0,):
         raise ValueError(f"rewards: expected shape (B,) or (B, F), got {tuple(rewards.shape)}")
+    if num_generations is not None and not isinstance(num_generations, int):
+        _check_int("num_generations", num_generations, 1)
     if reward_weights is None and rewards.shape[1:] == (num_generations,) != (1,):
         warn_once(
             f"rewards: shape {tuple(rewards.shape)} is read as one column per reward function, but "
@@ -614,7 +626,9 @@ def _check_shape(name: str, x: Tensor, letters: str, shape: Sequence[int]) -> No
 
 def _check_int(name: str, value: Any, lowest: int, why: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+        of_rows = name == "num_generations" and not isinstance(value, bool | float | str)
+        hint = "; pass group ids as group_ids=" if of_rows else ""
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}{hint}")
     if value < lowest:
         raise ValueError(f"{name}: expected at least {lowest}{why}, got {value}")
 

@@ -169,7 +169,10 @@ class Head:
             given: Any = getattr(self, name)
             if given is not None and not isinstance(given, kind):
                 raise TypeError(f"{name}: expected {what}, got {type(given).__name__}")
-        check_choice("logits_dtype", self.logits_dtype, allowed)
+        hint = "; pass its name" if isinstance(self.logits_dtype, torch.dtype) else ""
+        check_choice("logits_dtype", self.logits_dtype, allowed, hint)
+        if isinstance(self.weight, Head):
+            raise TypeError("weight: expected a tensor or a module, got Head: it is a head already")
         size = self.vocab_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"vocab_size: expected an int > 0, got {size!r}")

@@ -84,6 +84,7 @@ from grpo_kernels.base.checks import (
     check_ids,
     check_logps,
     check_on_missing_set,
+    check_ratios,
     check_shape,
     check_tensor,
     hints_names,
@@ -125,7 +126,7 @@ from grpo_kernels.objective.expected import (
     expectation_of,
     read_expected,
 )
-from grpo_kernels.objective.losses import check_num_items, token_weights
+from grpo_kernels.objective.losses import check_num_items, token_weights, warn_of_length
 from grpo_kernels.objective.metrics import loss_metrics
 from grpo_kernels.objective.policy import Evaluation, PolicyObjective, stats_of_logps
 from grpo_kernels.results import LossOutput, Metrics
@@ -330,7 +331,8 @@ def grpo_loss(
     )
     logps, entropies = (x.view(tokens.layout.shape) for x in results)
     has_gradient = _tokens_with_gradient(job, policy_objective, evaluation)
-    metrics = _metrics(given, tokens, first.entropies, evaluation, has_gradient)
+    stats = first.stats.logps, first.entropies
+    metrics = _metrics(given, tokens, *stats, evaluation, has_gradient)
     return LossOutput(loss, logps, entropies, metrics, job.engine, job.backend.name)
 
 
@@ -570,6 +572,8 @@ def _tokens(
     tokens = read_tokens(ids, completion_mask, advantages, dtype, **inputs)
     for name in LOGPS:
         check_logps(name, getattr(tokens, name))
+    check_ratios("importance_sampling_ratio", tokens.importance_sampling_ratio)
+    warn_of_length(given["config"], tokens.layout)
     warn_of_inputs(
         given["config"],
         given["objective"],
@@ -615,6 +619,7 @@ def _tokens_with_gradient(
 def _metrics(
     given: Mapping[str, Any],
     tokens: Tokens,
+    logps: Tensor,
     entropies: Tensor,
     evaluation: Evaluation,
     has_gradient: Tensor,
@@ -622,6 +627,8 @@ def _metrics(
     """Return the metrics of a loss; warn of ratios that are far from 1."""
     if tokens.old_per_token_logps is not None and evaluation.metric_inputs is not None:
         warn_of_ratio(evaluation.metric_inputs.token_log_ratio)
+    if tokens.ref_per_token_logps is not None and given["config"].estimates_kl:
+        warn_of_ratio(logps - tokens.ref_per_token_logps, "ref_per_token_logps")
     config, has_items = given["config"], given["num_items_in_batch"] is not None
     return loss_metrics(
         config, tokens, entropies, evaluation, has_gradient.sum(), num_items=has_items
@@ -641,7 +648,7 @@ def _loss_of_logps(
     rows = [x.detach().reshape(-1)[layout.positions].to(dtype) for x in (logps, entropies)]
     evaluation = policy_objective.evaluate(stats_of_logps(*rows))
     loss = _LossOfLogps.apply(logps, entropies, evaluation, layout)
-    metrics = _metrics(given, tokens, rows[1], evaluation, evaluation.has_gradient)
+    metrics = _metrics(given, tokens, rows[0], rows[1], evaluation, evaluation.has_gradient)
     per_token, per_entropy = map(layout.scatter, rows)
     return LossOutput(loss, per_token, per_entropy, metrics, engine, "torch")
 

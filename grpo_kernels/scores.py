@@ -61,6 +61,7 @@ from grpo_kernels.base.checks import (
     check_choice,
     check_ids,
     check_mask,
+    check_masses,
     check_number,
     check_on_missing_set,
     check_shape,
@@ -392,7 +393,9 @@ def topk_divergence(
             x.detach().flatten(0, -2)[rows.positions] for x in (teacher_ids, teacher_logps)
         )
         gradient = ExpectedGradient(coefficients=Coefficients(d_divergence=weights))
-        rows = replace(rows, top_k=TopKTeacher.of(listed, logps, measure))
+        top_k = TopKTeacher.of(listed, logps, measure)
+        check_masses("teacher_logps", top_k.logps)
+        rows = replace(rows, top_k=top_k)
         names = ("completion_ids", "teacher_ids")
         job, tensors, _ = plan(job, hidden, head, rows, run, ranks, gradient, names=names)
     return scored(job, tensors, None, gradient, hidden.shape[:-1], has_ids=False)

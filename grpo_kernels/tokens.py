@@ -183,6 +183,8 @@ def read_tokens(
             check_tensor(name, x, like=ids, floating=True)
             check_shape(name, x, per_token)
     check_tensor("advantages", advantages, like=ids)
+    if advantages.dtype == torch.bool:
+        raise TypeError("advantages: expected numbers, got torch.bool")
     check_shape("advantages", advantages, ("(B,)", (batch,)), per_token)
     ratio = importance_sampling_ratio
     if ratio is not None:

@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 from torch.utils import deterministic
 
 from grpo_kernels.backends import choose_backend
-from grpo_kernels.base.checks import warn_once
+from grpo_kernels.base.checks import WARNED
 from tests.support import interpreter
 from tests.support.chosen import Choose, choose_by
 
@@ -70,10 +70,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def forget_warnings() -> Callable[[], None]:
-    """Each warning comes again, which comes once in a process; call it to have it come once
-    more."""
-    warn_once.cache_clear()
-    return warn_once.cache_clear
+    """Each warning comes again, which comes once for a line; call it to have it come once more."""
+    WARNED.clear()
+    return WARNED.clear
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,7 @@ def run(title: str) -> SimpleNamespace:
         "batch": (ids, attention_mask, mask), "rewards": torch.tensor([1.0, 0, 0.5, 0, 1, 1, 0, 0]),
         "advantages": torch.tensor([1.0, -0.5, 0.3, -1, 0.2, 0.7, -0.2, 0.1]),
         "step_rewards": [[0.1, 0.9], [0.5], [0.2, 0.4], [1.0]] * 2,
-        "step_ends": [[0, 2], [1], [0, 1], [3]] * 2,
+        "step_ends": [[0, 2], [1], [0, 1], [2]] * 2,
     }  # fmt: skip
     execute(IMPORTS + TASKS[title], given)
     scope = SimpleNamespace(**given, names=given)

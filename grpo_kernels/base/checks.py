@@ -24,14 +24,19 @@ HIGHEST_MASS = 1.05  # a sum of 16-bit probabilities may be a little above 1
 HIGHEST_MEAN_LOG_RATIO = math.log(20)  # over a batch's tokens
 
 
-@functools.cache
+WARNED: set[tuple[str, str, int]] = set()  # a message, and the file and line of the user's call
+
+
 def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of a likely mistake, once in a process, at the line of the user's call."""
+    """Warn of a likely mistake, once for each line of the user's that makes it."""
     inner = ("grpo_kernels", "torch.")  # `nn.Module` calls our forwards
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith(inner):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inner):
         level, frame = level + 1, frame.f_back
-    warnings.warn(f"grpo_kernels: {message}", category, stacklevel=level)
+    place = message, frame.f_code.co_filename, frame.f_lineno
+    if place not in WARNED:
+        WARNED.add(place)
+        warnings.warn(f"grpo_kernels: {message}", category, stacklevel=level)
 
 
 # names that other libraries use -> ours; several if they differ from call to call
@@ -56,7 +61,8 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     candidates = [*names]
     for synonym in _SYNONYMS.get(name, "").split():
         if synonym in candidates:
-            return f"; did you mean {synonym}?"
+            meant = f"run=Run({name}=...)" if synonym == "run" else synonym
+            return f"; did you mean {meant}?"
     name = name.replace("log_prob", "logp").replace("logprob", "logp")
     parts = {*name.split("_")}
     # such as old_per_token_logps for old_logps
@@ -83,7 +89,7 @@ def hints_names(function: F, name: str = "") -> F:
     def call(*args: Any, **options: Any) -> Any:
         for unknown in options:
             if unknown not in names:
-                hint = did_you_mean(unknown, names)
+                hint = did_you_mean(unknown, names) or f"; it has {', '.join(names)}"
                 raise TypeError(
                     f"{unknown}: expected an argument of {name}, got an unknown name{hint}"
                 )
@@ -94,7 +100,10 @@ def hints_names(function: F, name: str = "") -> F:
 
 def no_attribute(of: Any, name: str, names: Iterable[str]) -> AttributeError:
     """Return the error for a missing attribute, with a hint at the nearest of `names`."""
+    names = [*names]
     hint = did_you_mean(name, names)
+    if hasattr(Tensor, name):
+        hint = f": it is no tensor, but has some: {', '.join(names)}"
     return AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}{hint}", obj=of)
 
 
@@ -122,7 +131,8 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
     """Require a plain dense real tensor with data, on the device of `like`; floating if
     `floating`."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        hint = "; pass a tensor of it, such as its logps" if hasattr(x, "logps") else ""
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}{hint}")
     if is_dtensor(x):
         raise ValueError(
             f"{name}: expected a plain tensor, got a DTensor. Under FSDP2, pass the head's module "
@@ -280,6 +290,15 @@ def check_logps(name: str, rows: Tensor | None) -> None:
         )
 
 
+def check_ratios(name: str, rows: Tensor | None) -> None:
+    """Require ratios (n,), which are not negative; NaN passes."""
+    if rows is not None and rows.device.type == "cpu" and bool((rows < 0).any()):
+        raise ValueError(
+            f"{name}: expected ratios >= 0 where the mask counts, got {rows.amin().item():.4g}: "
+            "take the exponential of a log-ratio"
+        )
+
+
 def check_masses(name: str, rows: Tensor) -> None:
     """Require log-probabilities (n, K) whose probabilities add up to at most 1 in each row."""
     if rows.device.type != "cpu" or rows.numel() == 0:
@@ -292,14 +311,15 @@ def check_masses(name: str, rows: Tensor) -> None:
         )
 
 
-def warn_of_ratio(log_ratio: Tensor | None) -> None:
+def warn_of_ratio(log_ratio: Tensor | None, name: str = "old_per_token_logps") -> None:
     """Warn, once, of a mean log-ratio (n,) that is too large for policies of one run."""
     if log_ratio is None or log_ratio.device.type != "cpu" or log_ratio.numel() == 0:
         return
     if abs(log_ratio.mean().item()) > HIGHEST_MEAN_LOG_RATIO:
+        policy = "policy that sampled" if name == "old_per_token_logps" else "policy's reference"
         warn_once(
-            "old_per_token_logps: the mean ratio to them is outside [1/20, 20], so they are "
-            "unlikely to come from the policy that sampled. Common causes: a different "
+            f"{name}: the mean ratio to them is outside [1/20, 20], so they are "
+            f"unlikely to come from the {policy}. Common causes: a different "
             "temperature, unshifted ids, a different model, sums over the sequence. "
             "completion_logprobs(..., loss_fn=loss_fn) computes them correctly"
         )

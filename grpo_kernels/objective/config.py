@@ -7,11 +7,15 @@ Every name and default is TRL's, except those marked *ours*. Published algorithm
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
+
+from torch import nn
 
 from grpo_kernels.base.checks import (
     check_choice,
@@ -400,10 +404,11 @@ def check_objective(config: LossConfig, objective: Any) -> None:
     """Require a function, and only terms in `config` that it can read as `tokens.loss`."""
     if objective is None:
         return
-    if not callable(objective):
-        raise TypeError(
-            f"objective: expected a function of TokenInputs, got {type(objective).__name__}"
-        )
+    if not callable(objective) or isinstance(objective, type):
+        hint = "; pass it as config=" if isinstance(objective, LossConfig) else ""
+        got = objective.__name__ if isinstance(objective, type) else type(objective).__name__
+        raise TypeError(f"objective: expected a function of TokenInputs, got {got}{hint}")
+    _check_takes_tokens(objective.forward if isinstance(objective, nn.Module) else objective)
     if config.entropy_coef != 0.0:
         raise ValueError(
             "entropy_coef: expected 0 beside an objective, which can add its own term of "
@@ -414,6 +419,20 @@ def check_objective(config: LossConfig, objective: Any) -> None:
             "kl_estimator: expected 'k1', 'k2' or 'k3' beside an objective, got 'full', the "
             "divergence over the whole vocabulary"
         )
+
+
+def _check_takes_tokens(function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins have none
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        raise TypeError(
+            "objective: expected a function of one argument, TokenInputs, got "
+            f"{signature}; functools.partial fills in others"
+        ) from None
 
 
 def check_loss_is_read(config: LossConfig) -> None:
@@ -538,6 +557,28 @@ def warn_of_inputs(
         warn_of_loss(config, on_policy=old_per_token_logps is None)
 
 
+# the fields that the surrogates' constants are made of, by `LossType.surrogate`
+_OF_SURROGATES = {
+    "clipped": ("epsilon", "epsilon_high", "delta"), "unclipped": ("epsilon", "epsilon_high"),
+    "cispo": ("epsilon_high",), "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
+    "vespo": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+}  # fmt: skip
+
+
+@functools.cache
+def _unread(config: LossConfig) -> tuple[str, ...]:
+    """Return the fields of other loss types' surrogates that are set, though this one reads none
+    of them."""
+    read = _OF_SURROGATES.get(loss_type_of(config).surrogate)
+    if read is None:
+        return ()
+    if config.loss_type == "cispo" and config.epsilon_high is None:
+        read = ("epsilon",)  # its cap then
+    of_others = {x for names in _OF_SURROGATES.values() for x in names}.difference(read)
+    is_set = {x.name: getattr(config, x.name) != x.default for x in fields(config)}
+    return tuple(name for name in is_set if is_set[name] and name in of_others)
+
+
 def warn_of_loss(config: LossConfig, *, on_policy: bool) -> None:
     """Warn, once each, of an option without effect and of a clip range that is likely a mistake (no
     error, as in TRL)."""
@@ -546,9 +587,22 @@ def warn_of_loss(config: LossConfig, *, on_policy: bool) -> None:
             "kl_estimator: 'full' has no effect in a loss with beta = 0; give beta a value, or "
             "leave it out"
         )
+    unread = _unread(config)
+    for name in unread:
+        warn_once(f"{name}: not used by loss_type = {config.loss_type!r}; leave it out")
+    low, high = config.epsilon, config.clip_high
+    if config.loss_type == "cispo" and high < 1.0:
+        warn_once(
+            f"epsilon_high: in 'cispo' it is the cap on the ratio itself, so {high:g} caps nearly "
+            "every token; pass 5 (presets.CISPO)"
+        )
+    if "delta" not in unread and config.delta is not None and config.delta < 1.0 + high:
+        warn_once(
+            f"delta: {config.delta:g} is below the clip range's bound, 1 + epsilon_high = "
+            f"{1.0 + high:g}, and lowers ratios within it; INTELLECT-2's is 4"
+        )
     if on_policy or config.loss_type == "gmpo" or loss_type_of(config).clipped is None:
         return
-    low, high = config.epsilon, config.clip_high
     if config.epsilon_high is not None and high >= 1.0:
         warn_once(
             f"epsilon_high: the upper bound of the ratio is 1 + epsilon_high, so {high:g} "

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.formulas import phi
-from grpo_kernels.base.checks import check_number, check_tensor
+from grpo_kernels.base.checks import check_number, check_tensor, warn_once
 from grpo_kernels.base.choices import LossTypeName
 from grpo_kernels.tokens import Layout, Tokens
 
@@ -229,6 +229,19 @@ def token_weights(
         return one_over(1) / items.clamp(min=1.0)
     # a number on the CPU is read: copying it to the device would wait for the device
     return one_over(max(float(num_items_in_batch), 1.0))
+
+
+def warn_of_length(config: Config, layout: Layout) -> None:
+    """Warn, once, of a completion longer than the constant that divides the loss."""
+    if loss_type_of(config).normaliser != "max_length" or layout.lengths.device.type != "cpu":
+        return
+    longest = int(layout.lengths.max()) if layout.batch else 0
+    if longest > config.max_completion_length:
+        warn_once(
+            f"max_completion_length: loss_type = {config.loss_type!r} divides by it, and "
+            f"{config.max_completion_length} is less than the tokens of a completion; pass the "
+            "longest length that you generate"
+        )
 
 
 def averaged_over(config: Config, *, num_items: bool) -> str:

@@ -83,6 +83,8 @@ class Batch:
     def __post_init__(self) -> None:
         check_tensor("input_ids", self.input_ids)
         check_tensor("completion_mask", self.completion_mask)
+        if self.input_ids.is_floating_point() or self.input_ids.dtype == torch.bool:
+            raise TypeError(f"input_ids: expected integer ids, got {self.input_ids.dtype}")
         if self.input_ids.dim() != 2:
             raise ValueError(f"input_ids: expected shape (B, L), got {tuple(self.input_ids.shape)}")
         (sequences, length), shape = self.input_ids.shape, tuple(self.completion_mask.shape)

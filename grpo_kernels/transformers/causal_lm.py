@@ -242,7 +242,7 @@ def completion_logprobs(
             wrap.
         input_ids: (B, L), prompt and completion.
         attention_mask: (B, L), or None if no padding comes before a token that counts (otherwise a
-            warning says so).
+            warning says so, if the model's config has a ``pad_token_id``).
         completion_mask: (B, T) for the last T <= L columns of `input_ids`, nonzero where a token
             counts. T may be the longest completion, as in TRL, or L, with completions anywhere. The
             token in column t is predicted from column t - 1, so column 0 of `input_ids` never
@@ -408,6 +408,7 @@ def causal_lm_divergence(
 def _check_loss_fn(loss_fn: Any) -> None:
     if not isinstance(loss_fn, GRPOLoss):
         hint = "; pass GRPOLoss(config)" if isinstance(loss_fn, LossConfig) else ""
+        hint = "; pass GRPOLoss(...), an instance" if loss_fn is GRPOLoss else hint
         raise TypeError(f"loss_fn: expected a GRPOLoss, got {type(loss_fn).__name__}{hint}")
 
 

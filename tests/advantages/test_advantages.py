@@ -653,3 +653,16 @@ def test_swapped_steps_and_plain_lists_are_refused() -> None:
             adv.process_advantages(*given, 2, length=6)
     with pytest.raises(TypeError, match=r"^group_ids: expected integers, got"):
         adv.group_advantages(torch.ones(2), group_ids=["a", "b"])
+
+
+def test_a_step_that_ends_in_a_masked_column_is_warned_of(
+    forget_warnings: Callable[[], None],
+) -> None:
+    """As ends counted from the prompt, or lengths in their place."""
+    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]])
+    given = {"num_generations": 2, "completion_mask": mask}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        process_advantages([[0.5, None], [0.1, 1.0]], [[2, 3], [1, 3]], **given)
+    with pytest.warns(UserWarning, match="step_ends: a step ends in a masked column"):
+        process_advantages([[0.5], [1.0]], [[3], [3]], **given)

@@ -23,7 +23,9 @@ from grpo_kernels import (
     linear_logprob,
     policy_loss_from_logps,
     token_level,
+    topk_divergence,
 )
+from grpo_kernels.advantages import group_advantages
 from tests.support.small_batch import small_batch
 
 BATCH = small_batch()
@@ -171,6 +173,20 @@ ALMOST_RIGHT = [
     (lambda: loss(WEIGHT.numpy()), "weight: expected a tensor, got ndarray"),
     (lambda: loss(run="lean"), "run: expected a Run, got str"),
     (lambda: loss(nn.Embedding(9, 4)), "lm_head: expected an nn.Linear .*Embedding"),
+    (lambda: loss(engine="lean"), "engine: .*; did you mean run=Run(engine=...)?"),
+    (lambda: linear_divergence(HIDDEN, WEIGHT, (HIDDEN, WEIGHT), kind="jsd"),  # type: ignore
+     "kind: .*; it has hidden, head, teacher"),
+    (lambda: loss(advantages=torch.ones(2, 5) > 0), "advantages: expected numbers, got torch.bool"),
+    (lambda: loss(old_per_token_logps=linear_logprob(HIDDEN, WEIGHT, IDS)),
+     "old_per_token_logps: expected a tensor, got Scores; pass a tensor of it, such as its logps"),
+    (lambda: GRPOLoss(objective=GRPOLoss), "objective: expected a function .*, got GRPOLoss"),
+    (lambda: GRPOLoss(objective=GRPOLoss()), "objective: expected a function of one argument"),
+    (lambda: loss(objective=lambda tokens, scale: tokens.logps),
+     "objective: expected a function of one argument, TokenInputs, got (tokens, scale)"),
+    (lambda: loss(objective=LossConfig()), "objective: .*, got LossConfig; pass it as config="),
+    (lambda: Head(Head(WEIGHT)), "weight: expected a tensor or a module, got Head"),
+    (lambda: group_advantages(torch.ones(4), torch.zeros(4)),  # type: ignore
+     "num_generations: expected an int, got Tensor; pass group ids as group_ids="),
     (lambda: linear_logprob(HIDDEN, WEIGHT, IDS)[0],
      "Scores: expected a result by its name, .logps, .entropies, got [0]"),
 ]  # fmt: skip
@@ -181,6 +197,34 @@ def test_names_that_are_almost_right(call: Callable[[], Any], message: str) -> N
     parts = [re.escape(part) for part in message.split(".*")]
     with pytest.raises(TypeError, match=f"^{'.*'.join(parts)}"):
         call()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_log_ratios_in_the_place_of_ratios(packed: bool) -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
+    ratio = torch.where(mask == 0, -1.0, 1.0)  # masked values are never read
+    for call in (loss, given_loss):
+        assert call(completion_mask=mask, importance_sampling_ratio=ratio).loss.isfinite()
+        wrong = -ratio[:, 0] if packed else -ratio
+        message = r"^importance_sampling_ratio: expected ratios >= 0 .*, got -1: take the exponen"
+        with pytest.raises(ValueError, match=message):
+            call(completion_mask=mask, importance_sampling_ratio=wrong)
+
+
+def test_logits_in_the_place_of_a_teachers_log_probabilities() -> None:
+    ids, wrong = torch.tensor([0, 1, 2]).expand(2, 5, 3), torch.tensor([1.0, 2.0, 3.0])
+    message = r"^teacher_logps: expected log-probabilities of one distribution .* add up to"
+    for given in (wrong, wrong.softmax(0)):
+        with pytest.raises(ValueError, match=message):
+            topk_divergence(HIDDEN, WEIGHT, ids, given.expand(2, 5, 3))
+    topk_divergence(HIDDEN, WEIGHT, ids, wrong.log_softmax(0).expand(2, 5, 3))
+
+
+def test_scores_are_no_tensor() -> None:
+    for name in ("sum", "mean", "backward"):
+        message = f"no attribute '{name}': it is no tensor, but has some: logps, entropies"
+        with pytest.raises(AttributeError, match=message):
+            getattr(linear_logprob(HIDDEN, WEIGHT, IDS), name)
 
 
 def test_a_name_that_never_was() -> None:

@@ -13,6 +13,7 @@ from grpo_kernels import (
     GRPOLoss,
     LossConfig,
     grpo_loss,
+    linear_divergence,
     linear_logprob,
     policy_expectation,
     policy_loss_from_logps,
@@ -58,6 +59,19 @@ NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
          "old_per_token_logps: the mean ratio to them"),
         ({"old_per_token_logps": torch.full((2, 5), -25.0)}, {"loss_type": "gmpo"},
          "old_per_token_logps: the mean"),
+        ({"ref_per_token_logps": torch.full((2, 5), -25.0)}, {"loss_type": "grpo", "beta": 0.04},
+         "ref_per_token_logps: the mean ratio to them"),
+        ({}, {"loss_type": "cispo"}, "epsilon_high: in 'cispo' it is the cap on the ratio itself"),
+        ({}, {"loss_type": "cispo", "epsilon": 5.0}, None),  # the cap, if epsilon_high is None
+        ({}, {"delta": 1.1}, "delta: 1.1 is below the clip range's bound, 1 + epsilon_high = 1.2"),
+        ({}, {"delta": 1.5}, None),
+        ({}, {"loss_type": "sapo", "epsilon": 0.3}, "epsilon: not used by loss_type = 'sapo'"),
+        ({}, {"loss_type": "cispo", "epsilon_high": 5.0, "delta": 3.0}, "delta: not used by"),
+        ({}, {"vespo_k_pos": 1.0}, "vespo_k_pos: not used by loss_type = 'dapo'"),
+        ({}, {"loss_type": "vespo", "vespo_k_pos": 1.0}, None),
+        ({}, {"loss_type": "dr_grpo", "max_completion_length": 4},
+         "max_completion_length: loss_type = 'dr_grpo' divides by it, and 4 is less"),
+        ({}, {"loss_type": "dr_grpo", "max_completion_length": 5}, None),
         ({"old_per_token_logps": NORMAL}, {"epsilon_high": 1.28},
          "epsilon_high: the upper bound of the ratio is 1 +"),
         ({"old_per_token_logps": NORMAL}, {"epsilon": 1.5, "epsilon_high": 0.3},
@@ -88,10 +102,25 @@ def test_what_is_likely_not_meant_is_warned_of_once(
         scores = linear_logprob(given.pop("hidden"), weight, given.pop("completion_ids"))
         policy_loss_from_logps(scores.logps, scores.entropies, **given)
     ours = [x for x in caught if "grpo_kernels: " in str(x.message)]
-    assert len(ours) == (message is not None)
+    lines = [x.lineno for x in ours]
+    assert (message is None) == (not lines)
+    assert len({*lines}) == len(lines)  # once for each line, not for each call
     for warning in ours:
         assert str(warning.message).startswith(f"grpo_kernels: {message}")
         assert warning.filename == __file__
+
+
+def test_the_same_mistake_on_another_line_is_warned_of_again() -> None:
+    """As in the next cell of a notebook, or in another function of the library."""
+    batch = small_batch()
+    weight, odd = batch.pop("weight"), torch.full((2, 5), 0.5)
+    hidden, ids = batch["hidden"], batch["completion_ids"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            linear_logprob(hidden, weight, ids, odd)
+            linear_divergence(hidden, weight, (hidden, weight), odd)
+    assert ["completion_mask" in str(x.message) for x in caught] == [True, True]
 
 
 def test_a_workspace_of_a_few_bytes_warns_once() -> None:

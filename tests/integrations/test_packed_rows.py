@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from grpo_kernels.base.checks import warn_once
+from grpo_kernels.base.checks import WARNED
 from grpo_kernels.transformers import completion_logprobs
 from tests.support import tiny_architectures as tiny
 from tests.support.flash_attention import flash_attention, set_attention
@@ -26,7 +26,7 @@ ATTENTION = ("sdpa", "eager", "flash_attention_2")
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    warn_once.cache_clear()
+    WARNED.clear()
     with flash_attention(monkeypatch):
         yield
 

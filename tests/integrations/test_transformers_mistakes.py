@@ -65,6 +65,8 @@ TYPES: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": [[1] * 12] * 3}, "attention_mask: expected a tensor, got list"),
     ({"loss_fn": {}}, "loss_fn: expected a GRPOLoss, got dict"),
     ({**LOSS, "loss_fn": LossConfig()}, "loss_fn: expected a GRPOLoss, got LossConfig"),
+    ({**LOSS, "loss_fn": GRPOLoss}, r"loss_fn: expected a GRPOLoss, got type; pass GRPOLoss\(..."),
+    ({"input_ids": IDS.float()}, "input_ids: expected integer ids, got torch.float32"),
 ]
 ELSEWHERE = ("bias", "engine", "process_group", "final_logit_softcapping")  # of `Head` and `Run`
 # transformers' forwards have **kwargs, in which a misspelt name vanishes: the loss was the

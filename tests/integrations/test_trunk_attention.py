@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("transformers")
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from grpo_kernels.base.checks import warn_once
+from grpo_kernels.base.checks import WARNED
 from grpo_kernels.base.tensors import cut
 from grpo_kernels.body import attention, trial
 from grpo_kernels.body.trunk import ordinary_id
@@ -62,7 +62,7 @@ CASES = [*cases()]
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    warn_once.cache_clear()
+    WARNED.clear()
     with flash_attention(monkeypatch):
         yield
 

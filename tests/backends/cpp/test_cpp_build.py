@@ -366,9 +366,9 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process whose library cannot be had."""
     library = build.Library(refusal="no C++ compiler; install one")
     monkeypatch.setattr(build, "load", lambda: library)
-    checks.warn_once.cache_clear()
+    checks.WARNED.clear()
     yield
-    checks.warn_once.cache_clear()
+    checks.WARNED.clear()
 
 
 def test_forced_backend_fails_loudly(refused: None) -> None:
