@@ -7,6 +7,7 @@ import inspect
 import math
 import random
 import textwrap
+import warnings
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
@@ -663,6 +664,6 @@ def test_a_step_that_ends_in_a_masked_column_is_warned_of(
     given = {"num_generations": 2, "completion_mask": mask}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        process_advantages([[0.5, None], [0.1, 1.0]], [[2, 3], [1, 3]], **given)
+        adv.process_advantages([[0.5, None], [0.1, 1.0]], [[2, 3], [1, 3]], **given)
     with pytest.warns(UserWarning, match="step_ends: a step ends in a masked column"):
-        process_advantages([[0.5], [1.0]], [[3], [3]], **given)
+        adv.process_advantages([[0.5], [1.0]], [[3], [3]], **given)
