@@ -28,12 +28,15 @@ WARNED: set[tuple[str, str, int]] = set()  # a message, and the file and line of
 
 
 def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of a likely mistake, once for each line of the user's that makes it."""
+    """Warn of a likely mistake, once for each line of the user's that makes it; with RuntimeWarning
+    of a fact of the machine, once in a process."""
     inner = ("grpo_kernels", "torch.")  # `nn.Module` calls our forwards
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inner):
         level, frame = level + 1, frame.f_back
     place = message, frame.f_code.co_filename, frame.f_lineno
+    if category is RuntimeWarning:
+        place = message, "", 0
     if place not in WARNED:
         WARNED.add(place)
         warnings.warn(f"grpo_kernels: {message}", category, stacklevel=level)
