@@ -310,7 +310,7 @@ def test_a_policy_that_has_changed_is_an_error() -> None:
     trainer = train(FusedGRPOTrainer, steps=1, **TWICE).trainer
     batch = {k: x for k, x in trainer._buffered_inputs[0].items() if k != "old_per_token_logps"}
     trainer.model.train()
-    message = r"old_per_token_logps: expected them .* step 0, got None at step 1; pass fused"
+    message = r"old_per_token_logps: expected a tensor .* step 0, got None at step 1; pass fused"
     with pytest.raises(RuntimeError, match=message):
         trainer._compute_loss(trainer.model, batch)
 
