@@ -1,12 +1,12 @@
 """Advantages from rewards: group baselines, leave-one-out, process supervision, GAE, REINFORCE++.
 
-All functions compute in float64 (float32 on devices without it) and without gradient. Results have
-the dtype of the float inputs, or float32 for integer rewards.
+All functions compute in float64 (float32 on devices without float64) and without gradient. Results
+have the dtype of the float inputs, or float32 for integer rewards.
 
 Pass ``process_group`` if the samples of a group are spread over several ranks. Each rank passes its
-own rows (their number may differ) with the same options, and gets the advantages of those rows.
-Ranks exchange group ids and per-group statistics, never rewards. ``None`` means no communication,
-even if ``torch.distributed`` is initialized.
+own rows with the same options, and gets the advantages of these rows; ranks may have different
+numbers of rows. Ranks exchange group ids and per-group statistics, never rewards. ``None`` means no
+communication, even if ``torch.distributed`` is initialized.
 """
 
 from __future__ import annotations
@@ -66,26 +66,27 @@ def group_advantages(
 
         advantages = group_advantages(rewards, num_generations=8)  # (B,), TRL's defaults
 
-    Advantages are exactly 0 in a group whose rewards are all equal, or with a single scored row.
+    Advantages are exactly 0 in a group whose rewards are all equal or that has a single scored row.
 
     Args:
         rewards: (B,), or (B, F) from F reward functions. NaN means unscored and is left out of
             every sum, mean and std; a row without any score gets advantage 0.
-        num_generations: completions per prompt; a group is that many consecutive rows, counted over
-            all ranks.
-        group_ids: (B,) integers, alternative to `num_generations`: rows with equal ids form a
-            group, in any order and of any size.
-        reward_weights: (F,), default 1.
-        scale_rewards: which std to divide by, the ``"group"``'s or the ``"batch"``'s. ``"none"``:
-            only subtract the mean. ``"mean"``: divide by the group's mean instead of a std (MaxRL,
-            for rewards of at least 0; prime-rl's with ``eps=0``); a group whose mean is not above 0
-            gets 0.
+        num_generations: number of completions per prompt. A group consists of `num_generations`
+            consecutive rows, counted over all ranks.
+        group_ids: (B,) integers, an alternative to `num_generations`. Rows with equal ids form a
+            group; rows may come in any order, and groups may have any size.
+        reward_weights: (F,), one weight per reward function; by default, all weights are 1.
+        scale_rewards: ``"group"`` or ``"batch"``: divide by the std of the group or of the batch.
+            ``"none"``: only subtract the mean. ``"mean"``: divide by the group's mean instead of a
+            std, as in MaxRL, for rewards of at least 0; ``eps=0`` gives prime-rl's variant. A group
+            whose mean is not above 0 then gets advantages of 0.
         std: ``"sample"`` divides by n - 1, ``"population"`` by n.
         multi_objective_aggregation: ``"sum_then_normalize"``: r = sum_f w_f r_f.
-            ``"normalize_then_sum"``: the weighted sum of each reward's own z-score in its group,
-            divided by the std of that sum over the batch; `scale_rewards` is then ignored.
+            ``"normalize_then_sum"``: each reward becomes a z-score within its group, and the
+            weighted sum of the z-scores is divided by its std over the batch; `scale_rewards` is
+            then ignored.
         eps: added to the std, or to the mean with ``scale_rewards="mean"``.
-        process_group: ranks that the groups and the batch span.
+        process_group: the ranks over which the groups and the batch are spread.
 
     Returns:
         (B,) advantages, in the dtype of the rewards (float32 for integers).
@@ -141,7 +142,7 @@ def rloo_advantages(
 ) -> Tensor:
     """Compute leave-one-out advantages, A_i = r_i - mean of the group's other scored rewards.
 
-    The only scored row of a group gets advantage 0.
+    A row gets advantage 0 if it is the only scored row of its group.
 
     Args:
         rewards, num_generations, group_ids, reward_weights, process_group: as in
@@ -183,7 +184,7 @@ def process_advantages(
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
     """Compute advantages from step rewards: each token gets the sum of the normalized rewards of
-    its own and all later steps.
+    its own step and all later steps.
 
     ::
 
@@ -196,18 +197,18 @@ def process_advantages(
     Args:
         step_rewards: (B, S), or a list of numbers per completion. NaN or None marks an unscored
             step, which is ignored.
-        step_ends: (B, S), or a list per completion: the column, in [0, T), of each step's last
-            token, each above the one before; ignored for unscored steps.
+        step_ends: (B, S), or a list per completion: the column of each step's last token. Columns
+            are in [0, T) and increase from step to step; those of unscored steps are ignored.
         num_generations, group_ids, std, eps, process_group: as in `group_advantages`.
         completion_mask: (B, T); masked positions get 0.
-        length: T; pass either this or `completion_mask`.
+        length: the length T; pass either `length` or `completion_mask`.
 
     Returns:
         (B, T) advantages, 0 after the last step.
 
     Raises:
-        TypeError, ValueError: as `group_advantages`; also a step end outside [0, T), or not above
-            those of earlier steps.
+        TypeError, ValueError: as in `group_advantages`; also if a step end is outside [0, T), or is
+            not above the ends of all earlier steps.
 
     Source: https://arxiv.org/abs/2402.03300 (section 4.1.3)
     """
@@ -268,16 +269,18 @@ def gae(
     """Compute advantages and returns by generalized advantage estimation.
 
     delta_t = r_t + gamma V_(t+1) - V_t,  A_t = delta_t + gamma lam A_(t+1),  return_t = A_t + V_t,
-    where t + 1 is the next counted position: padding and tool output are skipped and never read.
+    where t + 1 is the next counted position. Padding and tool output are skipped and never read.
 
     Args:
-        rewards: (B, T), or (B,) with one reward per row, at its last counted token.
-        values: (B, T).
+        rewards: (B, T), or (B,) with one reward per row, which goes to the row's last counted
+            token.
+        values: (B, T), the value V of each position.
         completion_mask: (B, T), nonzero where a token counts.
         gamma, lam: discount and trace decay, in [0, 1].
-        last_value: (B,), V after a row's last counted token; None means 0 (the episode has ended).
-        whiten_advantages: `whiten` the advantages, with `std`, over all ranks of `process_group`;
-            the returns keep their scale.
+        last_value: (B,), V after a row's last counted token; None means 0, for an episode that has
+            ended.
+        whiten_advantages: True: `whiten` the advantages with `std`, over all ranks of
+            `process_group`. The returns keep their scale.
         std, process_group: as in `whiten`.
 
     Returns:
@@ -337,8 +340,8 @@ def reinforce_plus_plus(
     penalty, whitened over the batch.
 
     A_t = sum_(k >= t) gamma^(k - t) (r [k is the last counted token] - beta KL_k), then (A - mean)
-    / (std + eps) over all counted tokens of the batch, on all ranks. Masked positions are skipped.
-    Rows without a score get 0 and are left out of the mean and the std.
+    / (std + eps), where mean and std are over all counted tokens of the batch on all ranks. Masked
+    positions are skipped. Rows without a score get 0 and are left out of the mean and the std.
 
     Args:
         rewards, reward_weights, process_group: as in `group_advantages`.
@@ -346,9 +349,9 @@ def reinforce_plus_plus(
         per_token_kl: (B, T); None means no penalty.
         beta: weight of the penalty.
         gamma: discount, in [0, 1].
-        num_generations, group_ids: pass one of them for the baseline variant, which first
+        num_generations, group_ids: pass one of these two for the baseline variant, which first
             subtracts the group's mean reward.
-        std, eps: as in `whiten`; OpenRLHF's std is ``"population"``, verl's ``"sample"``.
+        std, eps: as in `whiten`; OpenRLHF uses the std ``"population"``, and verl ``"sample"``.
 
     Returns:
         (B, T) advantages, 0 where masked.
@@ -389,15 +392,15 @@ def whiten(
     eps: float = 1e-8,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Compute (x - mean) / (std + eps) over all counted positions, on all ranks.
+    """Compute (x - mean) / (std + eps), with mean and std over all counted positions on all ranks.
 
     Args:
         x: (B, T).
         completion_mask: (B, T), nonzero where a token counts.
-        shift_mean: subtract the mean, so that equal values give exactly 0; False: divide only.
+        shift_mean: True: subtract the mean; equal values then give exactly 0. False: only divide.
         std: ``"sample"`` divides by n - 1, ``"population"`` by n.
         eps: added to the std.
-        process_group: ranks the batch spans.
+        process_group: the ranks over which the batch is spread.
 
     Returns:
         (B, T) in the dtype of `x`, 0 where masked.

@@ -1,8 +1,9 @@
 """A language model's head, which turns hidden states (N, H) into logits (N, V).
 
-The reference of a KL term, and the teacher in distillation, are a second `Head` with its own hidden
-states. A head may be divided by rows of the vocabulary over a process group (tensor parallelism);
-hidden states are then the same on every rank, and each rank gets their whole gradient.
+The reference model of a KL term and the teacher in distillation are each a second `Head`, with
+hidden states of their own. A head may be sharded by rows of the vocabulary over a process group
+(tensor parallelism). The hidden states are then the same on every rank, and each rank gets their
+whole gradient.
 """
 
 from __future__ import annotations
@@ -68,19 +69,20 @@ class Tensors(NamedTuple):
 class LoRA:
     """A low-rank adapter (https://arxiv.org/abs/2106.09685) on the head itself.
 
-    It adds ``scaling * x @ a.T @ b.T`` to the head's raw projection; x is `input`, or else the
-    hidden states.
+    The adapter adds ``scaling * x @ a.T @ b.T`` to the head's raw projection, where x is `input`
+    or, without an `input`, the hidden states.
 
-    The V x H product of the factors is never formed; an adapter costs r (H + V) multiplications per
-    token. Both factors, `input` and the hidden states get exact gradients. To use several adapters,
+    The V x H product of `a` and `b` is never formed; an adapter costs r (H + V) multiplications per
+    token. `a`, `b`, `input` and the hidden states get exact gradients. To use several adapters,
     concatenate their factors along r.
 
     Args:
         a: (r, H), PEFT's ``lora_A.weight``.
-        b: (V, r), PEFT's ``lora_B.weight``; with a sharded head the same rows as the weight.
+        b: (V, r), PEFT's ``lora_B.weight``. With a sharded head, pass the same rows of `b` as of
+            the weight.
         scaling: a finite number, PEFT's ``scaling``.
-        input: (..., H) input of `a` in place of the hidden states, such as the hidden states after
-            dropout.
+        input: (..., H) tensor that `a` multiplies instead of the hidden states, such as the hidden
+            states after dropout.
     """
 
     a: Tensor
@@ -91,9 +93,9 @@ class LoRA:
     def project(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """Return u = scaling * x @ a.T, (N, r), for N positions; 0 except at `positions` (n,).
 
-        Other positions are not read: multiplied by 0, a NaN there would still reach the gradient
-        of `a`. The result has the promoted dtype of x and `a`, or autocast's dtype under autocast,
-        as in PEFT.
+        Other positions are not read, since a NaN there would reach the gradient of `a` even if it
+        were multiplied by 0. The result has the promoted dtype of x and `a`, or autocast's dtype
+        under autocast, as in PEFT.
         """
         x = (hidden if self.input is None else self.input).reshape(-1, hidden.shape[-1])
         n = x.shape[0]
@@ -121,34 +123,36 @@ class Head:
     Its logits are ``softcap(logit_scale * (hidden @ weight.T + bias))``, where ``softcap(x)`` is
     ``cap * tanh(x / cap)``.
 
-    Any call that takes a head also takes a plain weight or the model's own head module, which stand
-    for ``Head(weight)``. Some calls take a second head, for a KL term's reference model or for a
-    teacher.
+    Instead of a `Head`, every call also accepts a plain weight or the model's own head module, and
+    reads it as ``Head(weight)``. Some calls take a second head, for the reference model of a KL
+    term or for a teacher.
 
     Args:
-        weight: (V, H). Or the head's module: an ``nn.Linear``, or PEFT's LoRA layer around one. The
-            call then reads the module's weight, bias and active adapters, inside the hooks by which
-            FSDP2 and DeepSpeed ZeRO-3 gather parameters; leave `bias` and `lora` None. Modules with
-            forward or backward hooks are refused, since these hooks expect logits.
+        weight: a tensor (V, H), or the head's module, which is an ``nn.Linear`` or PEFT's LoRA
+            layer around an ``nn.Linear``. From a module, the call reads the weight, bias and active
+            adapters, inside the hooks with which FSDP2 and DeepSpeed ZeRO-3 gather parameters;
+            leave `bias` and `lora` None. Modules with forward or backward hooks are refused, since
+            these hooks expect logits.
         bias: (V,), or None.
         lora: a low-rank adapter on the head, `LoRA`.
-        process_group: the group over which the head is sharded by rows of the vocabulary, in rank
+        process_group: the group of ranks that shard the head by rows of the vocabulary, in rank
             order; the shards may be uneven. All other arguments, and the results, are the same on
             every rank. Each rank gets the gradient of its own rows of the head, and the whole
-            gradient of the hidden states. Not needed if the weight is a DTensor with `Shard(0)` and
-            the hidden states are a replicated DTensor. The ranks exchange three numbers per row,
-            four with the entropy, and sum d hidden; they send nothing of the vocabulary's size.
-        vocab_size: number of ids, at most V (of all shards together); the head's rows beyond it are
-            padding.
+            gradient of the hidden states. You need no group if the weight is a DTensor with
+            `Shard(0)` and the hidden states are a replicated DTensor. The ranks exchange three
+            numbers per row, or four with the entropy, and sum d hidden. They exchange no tensor of
+            the vocabulary's size.
+        vocab_size: number of ids, at most the V of all shards together. The head's rows beyond this
+            number are padding.
         final_logit_softcapping: the cap, > 0, or None.
         logit_scale: factor on the logits.
         logits_dtype: ``"float32"``: logits come unrounded from the product's fp32 accumulator.
-            ``"input"``: they are first rounded to the dtype of the product's operands, as in a
+            ``"input"``: logits are first rounded to the dtype of the product's operands, as in a
             sampler with a 16-bit head.
 
     Raises:
-        TypeError, ValueError: a constant of the wrong type, or out of its range. The call checks
-            the tensors.
+        TypeError, ValueError: a constant has the wrong type or is out of range. The call that takes
+            the head checks the tensors.
     """
 
     weight: Any

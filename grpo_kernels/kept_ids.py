@@ -1,5 +1,5 @@
-"""Kept sets in one flat list: the ids that a truncating sampler (top-k, top-p, min-p) did not cut
-at each position."""
+"""Kept sets in one flat list: the ids that a truncating sampler (top-k, top-p, min-p) kept at each
+position."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class KeptIds:
     def from_rows(rows: Sequence[Sequence[Any]], completion_mask: Tensor) -> KeptIds:
         """Build the sets from lists of kept ids, as vLLM and SGLang return them.
 
-        vLLM has them in ``output.sampling_mask.token_ids``, SGLang in
+        vLLM returns these lists in ``output.sampling_mask.token_ids``, and SGLang in
         ``meta_info["output_token_sampling_mask"]``.
 
         Args:
-            rows: one list per sequence. For each sampled token it holds a list, tensor or array of
-                ids, or None if there is no set.
-            completion_mask: (B, T), bool or number: non-zero at the sampled tokens, in their order.
-                Other positions get no set.
+            rows: one list per sequence. For each sampled token, this list contains a list, tensor
+                or array of ids, or None if there is no set.
+            completion_mask: (B, T), bool or number, non-zero at the sampled tokens, which are in
+                the order of `rows`. Other positions get no set.
 
         Raises:
             TypeError, ValueError: a wrong argument, or a number of lists that differs from the
@@ -84,15 +84,16 @@ class KeptIds:
     def from_logprobs(
         rows: Sequence[Sequence[Mapping[int, Any] | None]], completion_mask: Tensor
     ) -> KeptIds:
-        """Build the sets from vLLM's log-probabilities (``output.logprobs``): the ids above -inf.
+        """Build the sets from vLLM's log-probabilities (``output.logprobs``): all ids above -inf.
 
-        The sets are complete if the sampler keeps at most k ids and returns k log-probabilities:
-        ``SamplingParams(top_k=k, logprobs=k)``, with the engine's ``max_logprobs=k`` and
-        ``logprobs_mode="processed_logprobs"``.
+        The sets are complete if the sampler keeps at most k ids and returns k log-probabilities. To
+        get this, sample with ``SamplingParams(top_k=k, logprobs=k)`` and start the engine with
+        ``max_logprobs=k`` and ``logprobs_mode="processed_logprobs"``.
 
         Args:
-            rows: one list per sequence. For each sampled token it holds a mapping from ids to
-                log-probabilities (numbers or vLLM's ``Logprob``), or None if there is no set.
+            rows: one list per sequence. For each sampled token, this list contains a mapping from
+                ids to log-probabilities (numbers or vLLM's ``Logprob``), or None if there is no
+                set.
             completion_mask: as in `from_rows`.
 
         Raises:
@@ -108,7 +109,7 @@ class KeptIds:
 
     @staticmethod
     def from_counts(ids: Tensor, counts: Tensor) -> KeptIds:
-        """Build the sets from all ids and their number at each position.
+        """Build the sets from one list of all ids and the number of ids at each position.
 
         prime-rl, SkyRL and slime return this form.
 
@@ -131,7 +132,8 @@ class KeptIds:
         return KeptIds(kept.reshape(-1), bounds)
 
     def at(self, positions: Tensor) -> KeptIds:
-        """Return the sets at `positions`, (n,) int64; -1 means no set. Waits for the device."""
+        """Return the sets at `positions`, (n,) int64; -1 means no set. The host waits for the
+        device."""
         inside = positions.clamp(min=0)
         starts, counts = (
             self.offsets[inside],

@@ -34,7 +34,7 @@ NAME = "LigerFusedLinearGRPOLoss"
 
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearGRPOLoss(nn.Module):
-    """Replace ``LigerFusedLinearGRPOLoss`` of liger-kernel 0.8.5; computed by `grpo_loss`.
+    """Replace ``LigerFusedLinearGRPOLoss`` of liger-kernel 0.8.5; `grpo_loss` computes the loss.
 
     The arguments and their defaults are Liger's, plus `engine`, `backend` and `workspace_bytes`
     from `grpo_kernels.Run`. You may change any of them later, as attributes.
@@ -49,7 +49,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     chunk_size: int = 1  # ignored: the engine plans its chunks
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2  # for "cispo", the cap on the ratio
-    loss_type: LossTypeName = "dapo"  # any of Liger's, so not "gmpo"
+    loss_type: LossTypeName = "dapo"  # any of Liger's types, so not "gmpo"
     max_completion_length: int | None = None  # required for "dr_grpo"
     importance_sampling_level: ImportanceSamplingLevel = "token"  # required by cispo, sapo, vespo
     sapo_temperature_pos: float = 1.0
@@ -114,16 +114,17 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             old_per_token_logps: (B, T), log-probabilities from before the update; None: the ratio
                 is 1.
             ref_input, ref_weight, ref_bias: the reference model's hidden states (B, T, H'), head
-                weight (V, H') and bias (V,). They are scored if there is a KL term and no
+                weight (V, H') and bias (V,). They are used if there is a KL term and no
                 `ref_per_token_logps`.
             vllm_is_ratio: (B, T), (B, 1) or (B,), importance sampling ratio of the sampler.
             num_items_in_batch: number of counted tokens in the whole generation batch, over all
-                ranks; dapo, cispo and vespo divide by it / world size. None: the counted tokens of
-                this call, averaged over the ranks; every rank must then make the call.
+                ranks; dapo, cispo and vespo divide the loss by this number / world size. None: the
+                counted tokens of this call, averaged over the ranks; every rank must then make the
+                call.
 
         Returns:
             (loss, metrics). The loss () is fp32 (fp64 for fp64 inputs) and has a gradient. The
-            metrics, () each and detached, are the mean KL if `beta` is not 0, then the share of
+            metrics are detached, () each: first the mean KL, if `beta` is not 0, then the share of
             clipped tokens.
         """
         config, run = self.loss_config(), Run(self.engine, self.backend, self.workspace_bytes)
@@ -218,8 +219,8 @@ def patch_liger() -> bool:
     """Replace Liger's class with `LigerFusedLinearGRPOLoss` in losses that are built later.
 
     This sets the class on ``liger_kernel.chunked_loss`` and, if TRL up to 1.12 is imported, on
-    ``trl.trainer.grpo_trainer``. If Liger's class has arguments that this library does not know, it
-    is left in place, with a warning. A second call has no effect.
+    ``trl.trainer.grpo_trainer``. If Liger's class has arguments that this library does not know,
+    the function warns and leaves the class in place. A second call has no effect.
 
     Returns:
         True if Liger's class is replaced.

@@ -199,44 +199,45 @@ def grpo_loss(
     gives a loss of 0 that is still attached to the graph.
 
     Args:
-        hidden: (B, T, H), or packed (N, H), floating: hidden states that predict `completion_ids`
-            (aligned: nothing is shifted here).
+        hidden: (B, T, H), or packed (N, H), floating point: hidden states that predict
+            `completion_ids`. They must be aligned with the ids; nothing is shifted here.
         head: a weight (V, H), a `Head`, or the model's head module.
-        completion_ids: (B, T) or (N,) integers, in [0, V) wherever the mask counts.
+        completion_ids: (B, T) or (N,) integers, in [0, V) at every counted position.
         completion_mask: (B, T) or (N,), bool, int or float. Every non-zero value counts, including
-            negative ones (-inf of an additive attention mask draws a warning); NaN raises an error.
-            None: every position counts, and the host does not have to wait for the device to count
+            negative values; NaN raises an error. The -inf of an additive attention mask draws a
+            warning. None: every position counts, and the host does not wait for the device to count
             them.
         advantages: (B,), one per sequence, or (B, T) or (N,), one per token. In a packed batch with
-            N = B they are read as one per sequence.
+            N = B, they are read as one per sequence.
         config: the loss; default `LossConfig()`.
-        objective: your own per-token loss, a function of `TokenInputs`, which replaces the
-            config's. It may build on the config's loss, ``tokens.loss``. If it does not, only the
-            normalizer and `temperature` of `config` apply.
+        objective: your own per-token loss, a function of `TokenInputs`, which replaces the config's
+            loss. The function may build on the config's loss, ``tokens.loss``. If it does not, only
+            the normalizer and `temperature` of `config` apply.
 
         Policy terms:
 
         old_per_token_logps: (B, T) or (N,), log-probabilities under the policy that generated the
-            tokens. None: on-policy, the ratio is exactly 1.
+            tokens. None: the tokens are on-policy, and the ratio is exactly 1.
         ref_per_token_logps: (B, T) or (N,), log-probabilities under the reference model; required
             if ``config.beta`` is not 0 and ``config.kl_estimator`` is not ``"full"``.
-        reference: (hidden states (B, T, H') or (N, H'), head) of the reference model, both
-            constants, for the KL term over the whole vocabulary; required if ``config.beta`` is not
-            0 and ``config.kl_estimator`` is ``"full"``. The head is a weight (V, H'), a `Head` or a
-            module, with the policy's ids; H' may differ from H. It costs one more product with a
-            head, and a second chunk of logits within the same workspace.
+        reference: a pair (hidden states (B, T, H') or (N, H'), head) of the reference model, for
+            the KL term over the whole vocabulary; both are constants. Required if ``config.beta``
+            is not 0 and ``config.kl_estimator`` is ``"full"``. The head is a weight (V, H'), a
+            `Head` or a module, with the policy's ids; H' may differ from H. The reference costs one
+            more product with a head, and a second chunk of logits within the same workspace.
         num_items_in_batch: a number, or a tensor (): the normalizer of ``"dapo"``, ``"cispo"`` and
-            ``"vespo"``. Pass the counted tokens of the whole batch, over all accumulation steps and
-            ranks; divide by the number of ranks if gradients are averaged over them. Below 1 it
-            counts as 1. None: the counted tokens of this call. The other loss types and the entropy
-            bonus are means over this call: for those, leave it out (a warning says so) and divide
-            the loss by the number of accumulation steps.
+            ``"vespo"``. Pass the number of counted tokens in the whole batch, over all accumulation
+            steps and ranks. If gradients are averaged over ranks, divide this number by the number
+            of ranks. A value below 1 counts as 1. None: the number of counted tokens in this call.
+            The other loss types and the entropy bonus are means over this call. For those, omit
+            `num_items_in_batch` (otherwise the call warns) and divide the loss by the number of
+            accumulation steps.
 
         The sampler:
 
         sampling_per_token_logps: (B, T) or (N,), log-probabilities under the sampler. The
-            off-policy mask reads them, and so does the importance sampling ratio if
-            ``vllm_importance_sampling_correction`` is on in the config; that ratio needs no forward
+            off-policy mask reads them. If ``vllm_importance_sampling_correction`` is on in the
+            config, the loss computes the importance sampling ratio from them, without a forward
             beforehand. NaN means that the sampler could not score the token; its difference then
             counts as 0.
         importance_sampling_ratio: (B, T), (B, 1) or (B,), or packed (N,): a factor on the policy
@@ -244,19 +245,19 @@ def grpo_loss(
             ``"gmpo"`` does not use it.
         sampling_topk_ids, sampling_topk_logps: (B, T, K) or (N, K): the sampler's most likely ids
             at each position (signed integers in any order, padded with -1), and their
-            log-probabilities in the distribution that it sampled from, taken over its whole
-            vocabulary, not over the K ids. An entry of -inf is padding; a repeated id counts once,
-            with its first log-probability. They center the score
+            log-probabilities in the distribution from which it sampled. These log-probabilities are
+            over the sampler's whole vocabulary, not over the K ids. An entry of -inf is padding; a
+            repeated id counts once, with its first log-probability. The ids center the score
             (https://arxiv.org/abs/2609.20807): each token's policy gradient A w grad log p is
-            reduced by its expectation over the sampler's tokens, where ids outside the K count as
-            sampled in proportion to the policy. The weight w is the ratio of
+            reduced by its expectation over the sampler's tokens. Ids outside the K count as sampled
+            in proportion to the policy. The weight w is the ratio of
             ``vllm_importance_sampling_correction`` in mode ``"token_truncate"`` or
             ``"token_mask"``, or 1 without that option. Available for the loss types ``"grpo"``,
             ``"bnpo"``, ``"dr_grpo"``, ``"dapo"`` and ``"luspo"`` without `old_per_token_logps`. The
             loss still takes one pass.
-        kept_ids: the kept set of each position: the ids that a truncating sampler (top-k, top-p,
-            min-p) did not cut, as in `linear_logprob`. Log-probabilities and entropies are then
-            taken over these sets, and only the head's rows of these ids are read. Compute old,
+        kept_ids: the kept set of each position, that is, the ids that a truncating sampler (top-k,
+            top-p, min-p) kept there, as in `linear_logprob`. Log-probabilities and entropies are
+            then taken over these sets, and only the head's rows of these ids are read. Compute old,
             reference and sampling log-probabilities over the same sets.
         on_missing_set: what to do with a position whose set is empty or lacks the sampled id.
             ``"error"`` refuses it (on devices other than a CPU, its results are NaN); ``"full"``
@@ -269,17 +270,17 @@ def grpo_loss(
 
         How it is computed:
 
-        run: options for engine, backend and memory: `Run`.
-        fields: overrides for fields of `config`: ``epsilon_high=0.28``.
+        run: a `Run`, the options for engine, backend and memory.
+        fields: overrides for fields of `config`, such as ``epsilon_high=0.28``.
 
     Returns:
         `LossOutput`: the loss, attached to the graph; each token's log-probability and entropy; and
         the metrics.
 
     Raises:
-        TypeError, ValueError: a wrong argument. The message names the argument, what was expected
-            and what it got. It is raised before any work is done or anything is changed. Only what
-            an `objective` reads and returns is checked later, when it runs.
+        TypeError, ValueError: a wrong argument. The message names the argument, the expected value
+            and the actual value. The call raises before it does any work or changes anything. Only
+            what an `objective` reads and returns is checked later, when the objective runs.
     """
     given = {**locals()}  # the arguments by name, for the helpers below and for other ranks
     given["config"] = config = config_with(config, fields, _OF_CALL, "grpo_loss")
@@ -351,7 +352,7 @@ class GRPOLoss(nn.Module):
         out = loss_fn(hidden, model.lm_head, completion_ids, completion_mask, advantages)
         out.loss.backward()
 
-    Calling it runs `grpo_loss` with this module's config.
+    Calling the module runs `grpo_loss` with the module's config.
 
     Args:
         config: the loss; default `LossConfig()`.
@@ -360,7 +361,7 @@ class GRPOLoss(nn.Module):
 
     Raises:
         TypeError, ValueError: an unknown field, or a wrong value. Whether an `objective` reads a
-            field is checked only in a call, when it runs.
+            field is checked only in a call, when the objective runs.
     """
 
     def __init__(
@@ -449,9 +450,9 @@ def policy_loss_from_logps(
 ) -> LossOutput:
     """Compute the loss of `grpo_loss` from log-probabilities and entropies, differentiable in both.
 
-    Use it for log-probabilities from elsewhere: from a model's own head, or over kept sets
-    (`linear_logprob` with `kept_ids`). Otherwise prefer `grpo_loss`, which scores and
-    differentiates in one pass and so saves a product.
+    Use this function for log-probabilities that you already have, such as those from a model's own
+    head, or over kept sets (`linear_logprob` with `kept_ids`). Otherwise prefer `grpo_loss`, which
+    saves a product by scoring and differentiating in one pass.
 
     Args:
         logps, entropies: (B, T), or packed (N,), floating: the policy's log-probabilities and
@@ -459,7 +460,7 @@ def policy_loss_from_logps(
             computed in fp32 (fp64 if `logps` is fp64).
         completion_mask, advantages: as in `grpo_loss`.
         old_per_token_logps, ref_per_token_logps, sampling_per_token_logps: as in `grpo_loss`.
-            Compute them in the same way as `logps`, over the same kept sets.
+            Compute them in the same way as `logps`, and over the same kept sets.
         importance_sampling_ratio, num_items_in_batch, objective, cu_seqlens: as in `grpo_loss`.
         config, fields: as in `grpo_loss`. The config's `temperature` has no effect, since `logps`
             already include it.
@@ -504,20 +505,21 @@ def policy_expectation(
 ) -> Expectation:
     """Return the expected gradient of a policy loss, for a trainer that computes its own loss.
 
-    With `linear_logprob(..., expected=policy_expectation(...))` such a trainer needs one pass only.
-    A wrong expectation costs time, but does not change the gradient. The ids have shape (B, T); the
-    arguments are as in `grpo_loss`.
+    With `linear_logprob(..., expected=policy_expectation(...))`, such a trainer needs only one
+    pass. A wrong expectation costs time, but does not change the gradient. The ids have shape (B,
+    T); the arguments are as in `grpo_loss`.
 
-    With ``kl_estimator="full"`` pass it to `linear_divergence`, whose divergences are the KL term.
+    With ``kl_estimator="full"``, pass the expectation to `linear_divergence`, whose divergences are
+    the KL term.
 
-    If the trainer will compute the importance sampling ratio from the log-probabilities of that
-    call, turn on ``vllm_importance_sampling_correction`` in the config and pass
+    If the trainer computes the importance sampling ratio from the log-probabilities that
+    `linear_logprob` returns, turn on ``vllm_importance_sampling_correction`` in the config and pass
     `sampling_per_token_logps`.
 
     Returns:
         An `Expectation` whose `graded` is (B, T). If a token's gradient depends on other tokens,
         `coefficients` is None, since a row alone does not determine its gradient; `graded` still
-        marks the rows that may have one.
+        marks the rows that may have a gradient.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it.

@@ -1,12 +1,12 @@
-"""Policy losses of verl, prime-rl, SkyRL, ROLL and ms-swift that `LossConfig` does not have, for
-``objective=``::
+"""Policy losses of verl, prime-rl, SkyRL, ROLL and ms-swift that `LossConfig` does not offer. Pass
+them as ``objective=``::
 
     out = grpo_loss(..., sampling_per_token_logps=mu, objective=objectives.ipo)
     near = functools.partial(objectives.ipo, eps=0.1)  # another parameter
 
-Parameters and defaults are those of the named trainer. With p, old and mu the probabilities of the
-sampled token under the policy, the old policy and the sampler, r = p / mu, R = log(p / old), sg[x]
-a constant, a token's loss is::
+Parameters and defaults are those of the named trainer. Let p, old and mu be the probabilities of
+the sampled token under the policy, the old policy and the sampler. With r = p / mu, R = log(p /
+old), and sg[x] for an x without gradient, the loss of a token is::
 
     ipo               -A min(r, ratio_max) where |p - mu| <= eps; + kl_tau log(r)^2
     icepop_prime_rl   -A r where ratio_low <= r <= ratio_high
@@ -20,14 +20,14 @@ a constant, a token's loss is::
     kl_cov            -e^R A; + coef |R| for the tokens of highest covariance
     gspo_token        PPO's, with the sequence's ratio in value, the token's in gradient
 
-The last three and `fipo` look at a whole batch or sequence and take two passes; the others take
-one. None uses entropies or the reference. An ``importance_sampling_ratio`` multiplies a token's
-whole loss. The normalizer is the config's ``loss_type``, by default "dapo". Without old
-log-probabilities R = 0; a token that the sampler could not score (NaN) has r = 1. An advantage of
-exactly 0 contributes exactly 0 to the policy term, and a clipped token gets no gradient, even where
-a ratio overflows. Means and shares are over the tokens of the call.
+The last three losses and `fipo` look at a whole batch or sequence and take two passes; the other
+losses take one pass. No loss here uses entropies or the reference. An ``importance_sampling_ratio``
+multiplies the whole loss of a token. The config's ``loss_type``, by default "dapo", sets the
+normalizer. Without old log-probabilities, R = 0; a token that the sampler could not score (NaN) has
+r = 1. An advantage of exactly 0 contributes exactly 0 to the policy term, and a clipped token gets
+no gradient, even where a ratio overflows. Means and shares are over the tokens of the call.
 
-`m2po_mask` computes a mask of tokens, before the loss.
+`m2po_mask` computes a mask of tokens; call it before the loss.
 """
 
 from __future__ import annotations
@@ -96,9 +96,11 @@ def ipo(
 ) -> Tensor:
     """IPO (INTELLECT policy optimization), prime-rl's default: a trust region in probability.
 
-    The derivative of -A min(r, `ratio_max`) with respect to logp is the term itself, even where r
-    is capped. `eps` bounds the difference of the probabilities for either sign of A.
-    Source: https://github.com/PrimeIntellect-ai/prime-rl/pull/3418, defaults of its #3586.
+    The derivative of -A min(r, `ratio_max`) with respect to logp equals the term itself, even where
+    r is capped. `eps` bounds the difference of the probabilities, for positive and negative A
+    alike.
+    Source: https://github.com/PrimeIntellect-ai/prime-rl/pull/3418, with the defaults of prime-rl's
+    #3586.
     """
     logps, sampled = tokens.logps.detach(), _sampled(tokens)
     keep = (torch.exp(logps) - torch.exp(sampled)).abs() <= eps
@@ -112,9 +114,11 @@ def ipo(
 def icepop_prime_rl(
     tokens: TokenInputs, *, ratio_low: float = 0.2, ratio_high: float = 5.0
 ) -> Tensor:
-    """IcePop as in prime-rl: the masked ratio is p / mu, and the gradient passes through it.
+    """IcePop as in prime-rl: the masked ratio is p / mu, and the gradient passes through this
+    ratio.
 
-    `presets.ICEPOP` is IcePop as in OpenRLHF and NeMo-RL, a constant weight on PPO's loss.
+    `presets.ICEPOP` is IcePop as in OpenRLHF and NeMo-RL, which put a constant weight on PPO's
+    loss.
     Source: https://github.com/PrimeIntellect-ai/prime-rl/pull/3526.
     """
     log_ratio = tokens.logps - _sampled(tokens)
@@ -126,7 +130,7 @@ def icepop_prime_rl(
 def kpop(tokens: TokenInputs, *, threshold: float = 0.1, kl_tau: float = 1e-3) -> Tensor:
     """KPop: -A r where KL((p, 1 - p) || (mu, 1 - mu)) and its reverse are at most `threshold`.
 
-    In the KLs both probabilities are clamped to [1e-6, 1 - 1e-6]; the ratio has no cap.
+    In both KLs, the probabilities are clamped to [1e-6, 1 - 1e-6]; the ratio has no cap.
     Sources: https://ringtech.notion.site/kpop, prime-rl's #3283.
     """
     logps, sampled = tokens.logps.detach(), _sampled(tokens)
@@ -161,9 +165,9 @@ def topr(
 ) -> Tensor:
     """TOPR (tapered off-policy REINFORCE), with weights for good and for other completions.
 
-    `scores` are shaped like the ids, one per position; a token belongs to a good completion if its
-    score is above 0. For scores (B,): ``scores[:, None].expand_as(ids)``. None: the advantage is
-    the score, as in the paper, where the reward is both.
+    `scores` has one score per position, shaped like the ids; a token belongs to a good completion
+    if its score is above 0. If you have scores (B,), pass ``scores[:, None].expand_as(ids)``. None:
+    the advantage serves as the score; in the paper, the reward is advantage and score.
     Source: equation 8 of https://arxiv.org/abs/2503.14286; ROLL's ``topr``, with its defaults.
     """
     score = tokens.advantages if scores is None else scores.flatten()[tokens.index]
@@ -186,11 +190,13 @@ def fipo(
 ) -> Tensor:
     """FIPO (future-KL influenced policy optimization): PPO's clipped loss times f, a constant.
 
-    ``f_t = clip(exp(sum over k >= t of gamma^(k - t) R_k), 1 - influence_low, 1 + influence_high)``
-    over the counted tokens of the sequence, distances in positions, gamma = 2^(-1 / decay_rate). If
-    A < 0 and the token's own ratio is above `safety_threshold`, f is also clipped to [0.8, 1].
+    ``f_t = clip(exp(sum over k >= t of gamma^(k - t) R_k), 1 - influence_low, 1 +
+    influence_high)``, where the sum is over the counted tokens of the sequence, k - t is a distance
+    in positions, and gamma = 2^(-1 / decay_rate). If A < 0 and the token's own ratio is above
+    `safety_threshold`, f is also clipped to [0.8, 1].
     Source: https://arxiv.org/abs/2603.19835; ms-swift's ``loss_type="fipo"``, with its defaults.
-    Its ``fipo_clip_high_only`` is influence_low = 0; its ``delta`` is not available.
+    ms-swift's ``fipo_clip_high_only`` corresponds to influence_low = 0; its ``delta`` is not
+    available.
     """
     log_ratio = tokens.logps - tokens.old_per_token_logps
     moved = torch.where(tokens.mask, log_ratio.detach(), 0.0)
@@ -208,7 +214,7 @@ def cispo_two_sided(
     """CISPO as in verl, with a lower bound: the ratio is clipped to [1 - `clip_ratio_low`, 1 +
     `clip_ratio_high`].
 
-    ``loss_type="cispo"`` is TRL's CISPO: the same with clip_ratio_low=1 and
+    ``loss_type="cispo"`` is TRL's CISPO, which equals this loss with clip_ratio_low=1 and
     clip_ratio_high=epsilon_high - 1. Source: https://arxiv.org/abs/2506.13585.
     """
     ratio = _constant_ratio(tokens).clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
@@ -223,10 +229,11 @@ def dppo_tv(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> Tensor:
-    """verl's DPPO, total variation: a token counts if p - old is at most `clip_ratio_high` (A > 0)
-    or at least -`clip_ratio_low` (A <= 0).
+    """verl's DPPO with total variation: a token counts if p - old is at most `clip_ratio_high`
+    (A > 0) or at least -`clip_ratio_low` (A <= 0).
 
-    `clip_ratio_c` caps the ratio; verl's config has 3, the paper recommends more (section 5.4).
+    `clip_ratio_c` caps the ratio. verl's config sets the cap to 3; the paper recommends a higher
+    cap (section 5.4).
     Source: https://arxiv.org/abs/2602.04879.
     """
     moved = torch.exp(tokens.logps.detach()) - torch.exp(tokens.old_per_token_logps)
@@ -244,9 +251,9 @@ def dppo_kl(
 ) -> Tensor:
     """Like `dppo_tv`, but a token counts if KL((old, 1 - old) || (p, 1 - p)) is in bounds.
 
-    The bound is `clip_ratio_high` for A > 0, `clip_ratio_low` otherwise, and applies only to a
-    token whose probability has moved the way its advantage pushes it. 1 - p is computed without
-    cancellation, plus verl's 1e-8.
+    The bound is `clip_ratio_high` for A > 0 and `clip_ratio_low` otherwise. It applies only to a
+    token whose probability has moved in the direction that its advantage demands. 1 - p is computed
+    without cancellation, plus verl's 1e-8.
     """
     logps, old = tokens.logps.detach(), tokens.old_per_token_logps
     p, p_old = torch.exp(logps), torch.exp(old)
@@ -277,11 +284,12 @@ def clip_cov(
 ) -> Tensor:
     """verl's Clip-Cov: PPO's clipped loss without some of the tokens that lower the entropy most.
 
-    ``max(int(clip_cov_ratio * counted tokens), 1)`` tokens get a loss of 0. They are drawn at
-    random from the unclipped tokens whose covariance (A - mean A) (logp - mean logp), with means
+    ``max(int(clip_cov_ratio * counted tokens), 1)`` tokens get a loss of 0. These tokens are drawn
+    at random from the unclipped tokens whose covariance (A - mean A) (logp - mean logp), with means
     over the batch, is between `clip_cov_lb` and `clip_cov_ub`. As in verl, the draw is a
-    ``torch.randperm`` on the CPU, from `generator` or torch's default generator. With a divided
-    head, that generator must be in the same state on all ranks, or they draw different tokens.
+    ``torch.randperm`` on the CPU, from `generator` or torch's default generator. With a sharded
+    head, that generator must be in the same state on all ranks; otherwise the ranks draw different
+    tokens.
     Source: https://arxiv.org/abs/2505.22617.
     """
     log_ratio = tokens.logps - tokens.old_per_token_logps
@@ -316,12 +324,12 @@ def kl_cov(
 def gspo_token(
     tokens: TokenInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2
 ) -> Tensor:
-    """GSPO-token, verl's ``gspo``: PPO's clipped loss of s = exp(sg[mean R] + logp - sg[logp]), at
-    most e^10.
+    """GSPO-token, verl's ``gspo``: PPO's clipped loss with the ratio s = exp(sg[mean R] + logp -
+    sg[logp]), which is at most e^10.
 
-    Advantages and importance sampling ratios may be one per token. Where both are one per sequence,
-    prefer `presets.GSPO`: it has the same gradient, and metrics of the ratio. Source:
-    https://arxiv.org/abs/2507.18071.
+    You may pass one advantage and one importance sampling ratio per token. If you have one of each
+    per sequence, prefer `presets.GSPO`, which has the same gradient and also metrics of the ratio.
+    Source: https://arxiv.org/abs/2507.18071.
     """
     logps = tokens.logps.detach()
     mean = sequence_means(logps - tokens.old_per_token_logps, tokens.mask)
@@ -339,12 +347,13 @@ def m2po_mask(
 ) -> Tensor:
     """Return M2PO's mask: True at counted tokens, except the stalest ones.
 
-    It has the shape of `completion_mask`.
-    With d = old - sampling, tokens of the largest d^2 are dropped until the mean d^2 of the rest is
-    below `threshold`; at least one token is kept. NaN (not scored by the sampler) counts as d = 0.
-    Passed as ``completion_mask=``, the mask takes tokens out of the mean; passed as
-    ``importance_sampling_ratio=``, in floating point, it leaves them in the denominator.
-    Source: https://arxiv.org/abs/2510.01161; AReaL's ``m2_threshold``, 0.04 in its example.
+    The mask has the shape of `completion_mask`. With d = old - sampling, the tokens with the
+    largest d^2 are dropped until the mean d^2 of the remaining tokens is below `threshold`; at
+    least one token is kept. NaN (not scored by the sampler) counts as d = 0. If you pass the mask
+    as ``completion_mask=``, the mean leaves out the dropped tokens. If you pass it as
+    ``importance_sampling_ratio=``, in floating point, they stay in the denominator.
+    Source: https://arxiv.org/abs/2510.01161; AReaL's ``m2_threshold``, which is 0.04 in AReaL's
+    example.
     """
     check_number("threshold", threshold, lowest=0.0)
     check_tensor("completion_mask", completion_mask)

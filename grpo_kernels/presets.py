@@ -1,6 +1,7 @@
 """Published algorithms, each as a `LossConfig` of its loss.
 
-A preset sets the loss only. You compute the advantages: see `grpo_kernels.advantages`.
+A preset sets only the loss. Compute the advantages yourself, for example with
+`grpo_kernels.advantages`.
 """
 
 from __future__ import annotations
@@ -11,29 +12,30 @@ from grpo_kernels.base.checks import no_name
 from grpo_kernels.objective.config import LossConfig
 
 GRPO = LossConfig(loss_type="grpo", beta=0.04, use_bias_correction_kl=False)
-"""DeepSeekMath, https://arxiv.org/abs/2402.03300: mean over each sequence, then over sequences,
-with a KL weight of 0.04. The KL estimate is the paper's; TRL multiplies it by the ratio
+"""DeepSeekMath, https://arxiv.org/abs/2402.03300: a mean over each sequence, then over the
+sequences, with a KL weight of 0.04. The KL estimate is the paper's; TRL multiplies it by the ratio
 (``use_bias_correction_kl=True``)."""
 
 DR_GRPO = LossConfig(loss_type="dr_grpo")
-"""Understanding R1-Zero-like training, https://arxiv.org/abs/2503.20783: a constant normalizer;
-advantages unscaled."""
+"""Understanding R1-Zero-like training, https://arxiv.org/abs/2503.20783: a constant normalizer, for
+unscaled advantages."""
 
 DAPO = LossConfig(loss_type="dapo", epsilon=0.2, epsilon_high=0.28)
-"""DAPO, https://arxiv.org/abs/2503.14476: mean over all tokens of the batch, higher upper clip."""
+"""DAPO, https://arxiv.org/abs/2503.14476: a mean over all tokens of the batch, and a higher upper
+clip bound."""
 
 GSPO = LossConfig(
     loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4
 )
-"""Group sequence policy optimization, https://arxiv.org/abs/2507.18071: one ratio per sequence, a
-narrow clip."""
+"""Group sequence policy optimization, https://arxiv.org/abs/2507.18071: one ratio per sequence, and
+a narrow clip range."""
 
 CISPO = LossConfig(loss_type="cispo", epsilon_high=5.0)
 """MiniMax-M1, https://arxiv.org/abs/2506.13585: the capped ratio is a constant weight of the
 log-probability."""
 
 SAPO = LossConfig(loss_type="sapo")
-"""Soft adaptive policy optimization, https://arxiv.org/abs/2511.20347: a sigmoid gate in place of
+"""Soft adaptive policy optimization, https://arxiv.org/abs/2511.20347: a sigmoid gate instead of
 the clip."""
 
 LUSPO = LossConfig(
@@ -46,21 +48,21 @@ VESPO = LossConfig(loss_type="vespo")
 gamma-shaped weight."""
 
 GMPO = LossConfig(loss_type="gmpo", importance_sampling_level="sequence", epsilon=0.4)
-"""Geometric-mean policy optimization, https://arxiv.org/abs/2507.20673: tokens clipped to
+"""Geometric-mean policy optimization, https://arxiv.org/abs/2507.20673: token ratios are clipped to
 exp(+-0.4), then averaged."""
 
 PPO = LossConfig(loss_type="bnpo", epsilon=0.2)
-"""Proximal policy optimization, https://arxiv.org/abs/1707.06347: token ratios, per-token
-advantages (`gae`)."""
+"""Proximal policy optimization, https://arxiv.org/abs/1707.06347: one ratio and one advantage
+(`gae`) per token."""
 
 REINFORCE = LossConfig(loss_type="cispo", epsilon_high=1.0)
 """REINFORCE (Williams, 1992, https://doi.org/10.1007/BF00992696): -A log p per token, weighted by a
 ratio of at most 1 if the samples are off-policy."""
 
 RLOO = LossConfig(loss_type="luspo")
-"""REINFORCE leave-one-out, https://arxiv.org/abs/2402.14740: summed over the sequence; use
-`rloo_advantages`. The published estimator is on-policy; given old log-probabilities, each token's
-ratio is clipped as in PPO."""
+"""REINFORCE leave-one-out, https://arxiv.org/abs/2402.14740: the loss is summed over each sequence.
+Use it with `rloo_advantages`. The published estimator is on-policy; given old log-probabilities,
+each token's ratio is clipped as in PPO."""
 
 TIS = LossConfig(
     vllm_importance_sampling_correction=True,
@@ -92,8 +94,8 @@ above 3."""
 
 OPSM = LossConfig(loss_type="grpo", off_policy_mask_threshold=1e-4)
 """Off-policy sequence masking, https://arxiv.org/abs/2512.02556, with slime's threshold: GRPO's
-loss, but 0 for a sequence with A < 0 whose mean of (old - current) log-probability is above 1e-4;
-of (sampler - current), if the sampler's log-probabilities are given."""
+loss, but 0 for a sequence with A < 0 whose mean of (old - current) log-probability is above 1e-4.
+If you pass the sampler's log-probabilities, the mean of (sampler - current) decides instead."""
 
 __all__ = [
     "CISPO", "DAPO", "DR_GRPO", "GMPO", "GRPO", "GSPO", "ICEPOP", "LUSPO", "MIS", "OPSM", "PPO",

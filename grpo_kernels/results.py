@@ -15,17 +15,17 @@ from grpo_kernels.base.tensors import extreme
 
 
 class Metrics(Mapping[str, Tensor]):
-    """Metrics of a loss: name -> mean, a 0-d tensor, which is 0 if nothing was counted.
+    """Metrics of a loss: a mapping from names to 0-d means, each 0 if nothing was counted.
 
     Attributes:
         pairs: name -> (sum, count), 0-d tensors each. Minima and maxima have no pair:
             ``clip_ratio/low_min`` and ``clip_ratio/high_max`` (over the sequences), and
-            ``sampling/.../min`` and ``max``. The pair of ``policy_loss`` is (loss, 1): summing
-            pairs weights all calls equally, whereas `merge` weights each call as the loss does.
+            ``sampling/.../min`` and ``max``. The pair of ``policy_loss`` is (loss, 1), so summing
+            pairs weights all calls equally. `merge` weights each call as the loss does.
         sequences: number of sequences.
         loss_over: ``"sequences"`` or ``"tokens"`` if the loss is a mean over the call's sequences
-            or tokens; ``"nothing"`` if the loss is normalized outside the call, so that a batch's
-            loss is the sum over its calls.
+            or tokens; ``"nothing"`` if the normalizer comes from outside the call. The loss of a
+            batch is then the sum over its calls.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class Metrics(Mapping[str, Tensor]):
 
     @classmethod
     def merge(cls, parts: Iterable[Metrics]) -> Metrics:
-        """Merge the metrics of micro-batches into the metrics of one call on all of them.
+        """Merge the metrics of micro-batches into those of a single call on the whole batch.
 
-        ``policy_loss`` is averaged as the loss is: weighted by sequences for grpo, sapo, gmpo,
-        dr_grpo and luspo; by counted tokens for bnpo, and for dapo, cispo and vespo without
-        ``num_items_in_batch``. With the ``num_items_in_batch`` of the whole step, the parts are
-        added.
+        ``policy_loss`` is averaged in the same way as the loss. Its weights are numbers of
+        sequences for grpo, sapo, gmpo, dr_grpo and luspo. They are numbers of counted tokens for
+        bnpo, and also for dapo, cispo and vespo without ``num_items_in_batch``. With the
+        ``num_items_in_batch`` of the whole step, the parts are added.
 
         Raises:
-            TypeError, ValueError: `parts` is empty, or holds other objects or metrics of different
-                losses.
+            TypeError, ValueError: `parts` is empty, contains objects that are not `Metrics`, or
+                mixes metrics of different losses.
         """
         parts = list(parts)
         for part in parts:
@@ -96,7 +96,7 @@ class Metrics(Mapping[str, Tensor]):
         return cls(pairs, extremes, sequences=sum(sequences), loss_over=first.loss_over)
 
     def floats(self) -> dict[str, float]:
-        """Return the metrics as numbers, for a logger. Waits for the device once."""
+        """Return the metrics as numbers, for a logger. The host waits for the device once."""
         return dict(zip(self, torch.stack([*self.values()]).tolist(), strict=True))
 
     def joined(self, more: Mapping[str, tuple[Tensor, Tensor]]) -> Metrics:
@@ -133,13 +133,14 @@ class LossOutput:
     """Result of `grpo_loss`, `GRPOLoss`, `causal_lm_loss` and `policy_loss_from_logps`.
 
     Attributes:
-        loss: 0-d, attached to the graph; fp32 (fp64 for fp64 inputs).
-        logps: (B, T) or (N,) log-probabilities, detached, 0 where masked; in the dtype of `loss`.
-        entropies: entropies in the same shape and dtype, detached, 0 where masked.
-        metrics: `Metrics`: name -> mean; ``metrics.pairs`` holds name -> (sum, count).
-        engine: name of the engine that served the call: an `EngineName`, ``"kept_sets"`` with
+        loss: a 0-d tensor, attached to the graph, in fp32 (fp64 for fp64 inputs).
+        logps: (B, T) or (N,) log-probabilities in the dtype of `loss`, detached, 0 where masked.
+        entropies: entropies in the shape and dtype of `logps`, detached, 0 where masked.
+        metrics: `Metrics`, a mapping from names to means; ``metrics.pairs`` maps names to (sum,
+            count).
+        engine: name of the engine that ran the call: an `EngineName`, ``"kept_sets"`` with
             `kept_ids`, or ``"given"`` from `policy_loss_from_logps`.
-        backend: name of the backend that computed it: ``"cpp"``, ``"triton"`` or ``"torch"``;
+        backend: name of the backend that computed the call: ``"cpp"``, ``"triton"`` or ``"torch"``;
             always ``"torch"`` with `kept_ids` or from `policy_loss_from_logps`.
     """
 
@@ -163,8 +164,8 @@ class Scores:
     """Results of `linear_logprob`, `linear_divergence`, `topk_divergence` and
     `completion_logprobs`.
 
-    Results that you did not ask for are None. The others have the shape of the positions, in fp32
-    (fp64 for fp64 inputs), and are 0 where masked.
+    Results that you did not request are None. All other results have the shape of the positions,
+    are in fp32 (fp64 for fp64 inputs), and are 0 where masked.
 
     Attributes:
         logps: log-probabilities of the ids, differentiable.

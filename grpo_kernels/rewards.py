@@ -46,12 +46,13 @@ def compute_rewards(
         rewards = compute_rewards([accuracy, length], prompts, completions, answer=answers)
         advantages = group_advantages(rewards, num_generations=8)
 
-    An nn.Module is a reward model for sequence classification, whose score is
-    ``outputs.logits[:, 0]``. It reads prompt + completion, through its chat template if they are
-    lists of messages, in evaluation and inference mode.
+    An nn.Module counts as a reward model for sequence classification; its score is
+    ``outputs.logits[:, 0]``. The model reads prompt + completion, formatted with its chat template
+    if they are lists of messages. It runs in evaluation and inference mode.
 
     Async functions run concurrently on a separate event loop, which lives as long as the process.
-    They work inside a running loop (a notebook) too, and their clients may stay open between calls.
+    They also work while another event loop is running, as in a notebook, and their clients may stay
+    open between calls.
 
     Args:
         reward_funcs: one function or reward model, or a list of F.
@@ -67,16 +68,16 @@ def compute_rewards(
         (B, F) float32 on `device`, NaN where a function returned None.
 
     Raises:
-        TypeError, ValueError: an invalid argument; or a function did not return B finite numbers
+        TypeError, ValueError: an argument is invalid, or a function did not return B finite numbers
             within float32's range.
-        RuntimeError: a function raised an error (chained; the message names the function), or an
-            async function ended the event loop.
-        SystemExit, KeyboardInterrupt: raised unchanged from a sync function, since they may come
-            from a signal to the process. Signals do not reach async functions, where both become
-            RuntimeError.
+        RuntimeError: an async function ended the event loop, or a function raised an error. That
+            error is chained, and the message names the function.
+        SystemExit, KeyboardInterrupt: a sync function raised this exception, which is passed on
+            unchanged because it may come from a signal to the process. Signals do not reach async
+            functions; there, both exceptions become RuntimeError.
 
     Warns:
-        UserWarning: every function returned None for a row; the message names it.
+        UserWarning: every function returned None for a row; the message names the row.
     """
     funcs = _as_list(reward_funcs)
     names = reward_names(funcs)

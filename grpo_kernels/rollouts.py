@@ -1,7 +1,7 @@
 """Rollout correction: importance weights and a mask for tokens that were sampled by a different
 engine, or by an older policy, than the one being trained.
 
-All arithmetic is on (B, T) tensors, in float64 (float32 on devices without it) and without
+All arithmetic is on (B, T) tensors, in float64 (float32 on devices without float64) and without
 gradient.
 """
 
@@ -90,7 +90,7 @@ def correct(
     cu_seqlens: Tensor | None = None,  # (B + 1,)
     process_group: ProcessGroup | None = None,
 ) -> Correction:
-    """Return importance weights, a keep mask and metrics for sampler mismatch.
+    """Return importance weights, a keep mask and metrics for a mismatch of policy and sampler.
 
     ::
 
@@ -98,7 +98,7 @@ def correct(
             old_logps, sampling_logps, completion_mask, reject={"seq_mean_k3": 0.01}
         )
 
-    D_t is the policy's minus the sampler's log-probability of counted token t. `level` sets the
+    D_t is the policy's log-probability of counted token t minus the sampler's. `level` sets the
     weight w of a token:
 
         level "token"      exp(D_t)                         TIS, IcePop
@@ -106,49 +106,51 @@ def correct(
         level "geometric"  exp(mean of D over the sequence)
         level None         1; nothing is weighted
 
-    `reject` maps statistics to bounds and drops tokens or sequences outside them. A key is
-    LEVEL_STATISTIC, for example "seq_mean_k3", the mean of k3 over a sequence. LEVEL is "token",
-    "seq_sum", "seq_mean" or "seq_max"; STATISTIC is one of:
+    `reject` maps statistics to bounds, and drops the tokens or sequences outside these bounds. A
+    key has the form LEVEL_STATISTIC; for example, "seq_mean_k3" is the mean of k3 over a sequence.
+    LEVEL is "token", "seq_sum", "seq_mean" or "seq_max"; STATISTIC is one of:
 
         ratio        exp(D); for a sequence, exp of the sum, mean or maximum of D
-        k1           -D; its bounds are given as bounds of exp(-D)
+        k1           -D; you pass its bounds as bounds of exp(-D)
         k2           D^2 / 2
         k3           exp(D) - 1 - D
         reverse_k3   exp(-D) - 1 + D
 
-    Rejection does not change the weights. If you pass `keep` as the loss's mask, rejected tokens
-    do not count in its denominator; if you pass ``weights * keep`` and the original mask, they do.
+    Rejection does not change the weights. If you pass `keep` as the mask of the loss, rejected
+    tokens do not count in the loss's denominator. If you pass ``weights * keep`` with the original
+    mask, rejected tokens count there.
 
     Args:
         old_per_token_logps: (B, T), or packed (N,): log-probabilities of the policy being trained,
-            before the step's first update.
+            from before the first update of the step.
         sampling_per_token_logps: (B, T) or (N,): log-probabilities of the same tokens, as reported
-            by the sampler. NaN (not reported) counts as D = 0.
+            by the sampler. NaN, for a token that was not reported, counts as D = 0.
         completion_mask: (B, T) or (N,). Positions where it is 0 are never read.
-        level: what a weight is computed from (first table); None gives no weights.
+        level: how a weight is computed (first table); None leaves all weights at 1.
         mode: ``"truncate"`` clamps w to the bounds; ``"mask"`` sets it to 0 outside them.
         clip_max, clip_min: bounds of w; None means no bound.
-        batch_normalize: divide the weights by their mean, over tokens for level "token", else over
-            sequences.
-        reject: bounds by statistic (second table), both inclusive; a token is kept only if it is
-            inside all of them. Bounds are (low, high), and either may be None. A single number u
-            means (None, u); for k1 it means (1 / u, u), as in verl.
-        veto_threshold: reject a sequence in which any token has exp(D) below this; None: never.
+        batch_normalize: divide the weights by their mean, which is over tokens for level "token"
+            and over sequences otherwise.
+        reject: maps statistics (second table) to inclusive bounds (low, high), either of which may
+            be None. A token is kept only if all its statistics are within their bounds. A single
+            number u means (None, u); for k1, it means (1 / u, u), as in verl.
+        veto_threshold: reject a sequence in which any token has exp(D) below this threshold; None:
+            no veto.
         safety_bound: limit on the size of exponents, and of D in k1, k2 and k3; larger values are
-            clamped to it. ``math.inf``: no limit.
+            clamped to this limit. ``math.inf``: no limit.
         cu_seqlens: (B + 1,) int32 or int64, boundaries of the packed sequences, from 0 to N.
-        process_group: ranks over which the mean weight is taken. Metrics are this rank's own.
+        process_group: the ranks over which the mean weight is taken. Metrics cover only this rank.
 
     Returns:
-        `Correction`. `weights`, in the dtype of `old_per_token_logps`, is for
-        ``importance_sampling_ratio=``; `keep`, in the mask's dtype, is for ``completion_mask=``.
-        Both are shaped like the inputs and are 0 where masked. `metrics` has verl's names, such as
-        ``"rollout_corr/kl"``; it is empty if no sequence has a counted token.
+        `Correction`. Pass `weights`, in the dtype of `old_per_token_logps`, to the loss as
+        ``importance_sampling_ratio=``, and `keep`, in the mask's dtype, as ``completion_mask=``.
+        Both tensors are shaped like the inputs and are 0 where masked. `metrics` uses verl's names,
+        such as ``"rollout_corr/kl"``; the dict is empty if no sequence has a counted token.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: an argument out of range, shapes that disagree, or `old_per_token_logps` that
-            are not finite at a counted position.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range, shapes disagree, or `old_per_token_logps` is not
+            finite at a counted position.
 
     Sources: https://fengyao.notion.site/off-policy-rl (TIS), https://richardli.xyz/rl-collapse
     (MIS, rejection); verl's ``rollout_corr_helper``.

@@ -1,50 +1,50 @@
-"""Scores of each position from hidden states, differentiable, for other losses to build on.
+"""Differentiable scores of each position, from hidden states; other losses can build on them.
 
-With an expected upstream gradient, d hidden and d weight are computed in the forward, from logits
-that exist anyway. The backward finds the factor c between the expected and the upstream gradient,
-and recomputes only the rows that do not match. The gradient is always exact; a correct expectation
-saves the recomputation.
+If you pass the upstream gradient that you expect, the forward computes d hidden and d weight from
+the logits that it already has. The backward finds the factor c between the expected and the actual
+upstream gradient, and recomputes only the rows that do not match. The gradient is always exact; a
+correct expectation saves the recomputation.
 
-**Kept sets.** A sampler that cuts the distribution (top-k, top-p, min-p) draws y from the softmax
-over its kept set S, the ids that it did not cut. The policy trained on y has the same support only
-if its own log-probabilities are taken over S too (https://arxiv.org/abs/2512.02556, keep sampling
-mask)::
+**Kept sets.** A truncating sampler (top-k, top-p, min-p) draws y from the softmax over its kept set
+S, the ids that remain after the truncation. The policy trained on y has the same support as the
+sampler only if its log-probabilities are taken over S, too (https://arxiv.org/abs/2512.02556, keep
+sampling mask)::
 
     logp = z_y - log sum_{j in S} exp z_j
 
-Only the head's rows of S are read. They are gathered for a few positions at a time and multiplied
-with the hidden states of these positions. There are three products: one in the forward, one for d
-hidden, one for d weight. With N positions of K ids each takes 2NKH floating point operations; with
-an adapter of rank r on the head 2NK(H + r). Positions are sorted by decreasing size of their sets,
-so short sets get little padding. An id that is alone in its set has log-probability 0 for any
-logit, and costs nothing.
+Only the head's rows for S are read. They are gathered for a few positions at a time and multiplied
+by the hidden states of these positions. There are three products: one in the forward, one for d
+hidden, and one for d weight. For N positions with K ids each, a product takes 2NKH floating point
+operations, or 2NK(H + r) with an adapter of rank r on the head. Positions are sorted by decreasing
+set size, so short sets get little padding. An id that is alone in its set has log-probability 0 for
+any logit and costs nothing.
 
 **A teacher's distribution.** On-policy distillation (https://arxiv.org/abs/2306.13649) moves a
-student towards a teacher on the student's samples::
+student toward a teacher on the student's samples::
 
     reverse_kl    D = KL(p || q) = sum_v p_v log(p_v / q_v)       p the student's, q the teacher's
     forward_kl    D = KL(q || p)
     jsd           D = (1 - beta) KL(p || m) + beta KL(q || m)     m = (1 - beta) p + beta q
 
-Both heads' logits of a chunk of rows are computed once. The gradient of D is linear in the upstream
-gradient: it is computed from these logits for the expected upstream gradient, and scaled in the
-backward. So each row takes two products for the logits, and one each for d hidden and d weight.
-`grpo_kernels.backends.divergence` says how the sums are written so that nothing cancels where p and
-q nearly agree.
+The logits of both heads are computed once for each chunk of rows. The gradient of D is linear in
+the upstream gradient, so the forward computes it for the expected upstream gradient, and the
+backward scales it. Each row therefore takes two products for the logits, one for d hidden and one
+for d weight. `grpo_kernels.backends.divergence` shows how the sums avoid cancellation where p and q
+nearly agree.
 
 **A teacher's K ids.** Inference servers return a teacher's K most likely ids and their
-log-probabilities, not its hidden states. With q_k the teacher's probabilities of these ids, p_k the
-student's, both over the whole vocabulary, and q_r = 1 - sum_k q_k and p_r = 1 - sum_k p_k the
-probabilities of all other ids, the tail::
+log-probabilities, not its hidden states. Let q_k be the teacher's and p_k the student's
+probabilities of these ids, over the whole vocabulary. The other ids form the tail, with
+probabilities q_r = 1 - sum_k q_k and p_r = 1 - sum_k p_k::
 
     forward_kl               D = sum_k q_k log(q_k / p_k)
     forward_kl with a tail   D = sum_k q_k log(q_k / p_k) + q_r log(q_r / p_r)
     reverse_kl with a tail   D = sum_k p_k log(p_k / q_k) + p_r log(p_r / q_r)
 
-With a tail D is a divergence of two distributions over K + 1 outcomes: never negative, and 0 only
-where they agree. Without one the forward KL has no such bound. The logits of a chunk of rows are
-computed once, and the gradient of D from them: for any K, this takes one head's products in one
-pass.
+With a tail, D is a divergence between two distributions over K + 1 outcomes; it is never negative,
+and 0 only where the distributions agree. Without a tail, the forward KL has no such bound. The
+logits of a chunk of rows are computed once, and the gradient of D is computed from them. For any K,
+this takes one head's products in one pass.
 """
 
 from __future__ import annotations
@@ -125,63 +125,65 @@ def linear_logprob(
         scores = linear_logprob(hidden, model.lm_head, completion_ids, completion_mask)
         scores.logps, scores.entropies  # shaped like completion_ids
 
-    `logps` are ``log softmax(z)[id]`` and `entropies` the entropies of ``softmax(z)``, where z are
-    the head's logits (`Head`) divided by the temperature. With `kept_ids` both are over each
-    position's kept set. They have first-order gradients with respect to hidden states, weight, bias
-    and adapter.
+    `logps` are ``log softmax(z)[id]``, and `entropies` are the entropies of ``softmax(z)``, where z
+    are the head's logits (see `Head`) divided by the temperature. With `kept_ids`,
+    log-probabilities and entropies are taken over each position's kept set. They have first-order
+    gradients with respect to the hidden states, weight, bias and adapter.
 
     Args:
         hidden: (..., H) hidden states, aligned with `completion_ids`: nothing is shifted here.
         head: a weight (V, H), a `Head`, or the model's head module.
-        completion_ids: (...) integers, the tokens to score, in prompts or completions; read only
-            where the mask counts.
-        completion_mask: (...) bool, int or float. Non-zero values count; NaN raises an error. None:
-            every position counts.
-        temperature: a number, or one per position, shaped like `completion_ids`; it gets no
-            gradient.
+        completion_ids: (...) integers, the tokens to score, in prompts or completions. Ids at
+            masked positions are never read.
+        completion_mask: (...) bool, int or float. Positions with a non-zero value count; NaN raises
+            an error. None: every position counts.
+        temperature: a number, or a tensor shaped like `completion_ids` with one temperature per
+            position. The temperature gets no gradient.
         entropy: False skips the entropy. With `kept_ids`, True gives the entropy over the set, and
-            ``"full"`` the entropy over the whole vocabulary, for one more product with the head.
-        extras: further results of the same pass, without gradient: ``"log_sum_sq_probs"``,
-            ``"mean_logits"``, ``"is_top1"``, see `Scores`. Not with `kept_ids`.
-        expected: the upstream gradient that you expect, up to one common factor: a = d loss / d
-            logp shaped like `completion_ids`; or (a, b) with b = d loss / d entropy or None; or an
-            `Expectation`, or its function alone. A correct value saves recomputation; the gradient
-            is exact either way. With `kept_ids` it applies to the positions that are scored over
-            the whole vocabulary. Not with `topk_ids`.
+            ``"full"`` the entropy over the whole vocabulary, which costs one more product with the
+            head.
+        extras: names of further results to compute in the same pass, without gradient:
+            ``"log_sum_sq_probs"``, ``"mean_logits"``, ``"is_top1"``; see `Scores`. Not available
+            with `kept_ids`.
+        expected: the upstream gradient that you expect, up to one common factor. Pass a = d loss /
+            d logp, shaped like `completion_ids`; or a pair (a, b), where b is d loss / d entropy or
+            None; or an `Expectation`; or only its function. A correct value saves recomputation;
+            the gradient is exact either way. With `kept_ids`, the expectation applies only to the
+            positions that are scored over the whole vocabulary. Not available with `topk_ids`.
         topk_ids: (..., K) signed integers in any order, padded with -1: more ids to score at each
             position in the same pass, such as a sampler's candidates
-            (https://arxiv.org/abs/2609.20807). Their log-probabilities are `topk_logps`. Not with
-            `kept_ids`: for log-probabilities over a set S, pass S as `topk_ids` and take
-            ``topk_logps - topk_logps.logsumexp(-1, keepdim=True)``.
+            (https://arxiv.org/abs/2609.20807). The call returns their log-probabilities as
+            `topk_logps`. Not available with `kept_ids`. To get log-probabilities over a set S, pass
+            S as `topk_ids` and take ``topk_logps - topk_logps.logsumexp(-1, keepdim=True)``.
 
         The sampler:
 
-        kept_ids: the kept set of each position: the ids that a truncating sampler (top-k, top-p,
-            min-p) did not cut, as `KeptIds` or as (..., K) signed integers padded with -1. They are
-            read only where the mask counts. Their order does not matter, and a repeated id counts
-            once. Operands keep their stored dtype (under autocast they are rounded to autocast's
-            dtype); products are fp32. The only tensor of the vocabulary's size is the gradient
-            accumulator of a weight that trains, V x H in fp32 (fp64), once per backward (and V for
-            the bias). Besides the workspace, 8 bytes per (position, kept id) stay from forward to
-            backward (12 in fp64). The host waits for the device to read the sizes of the sets. With
-            a sharded head, pass the same sets on every rank.
+        kept_ids: the kept set of each position, that is, the ids that a truncating sampler (top-k,
+            top-p, min-p) kept there, as `KeptIds` or as (..., K) signed integers padded with -1.
+            Sets at masked positions are never read. The ids may have any order, and a repeated id
+            counts once. Operands keep their stored dtype, or are rounded to autocast's dtype under
+            autocast; products are fp32. The only tensor of the vocabulary's size is the gradient
+            accumulator of a weight that trains: V x H in fp32 (fp64), once per backward, plus V for
+            the bias. In addition to the workspace, each pair of a position and a kept id occupies 8
+            bytes (12 in fp64) from forward to backward. The host waits for the device to read the
+            sizes of the sets. With a sharded head, pass the same sets on every rank.
         on_missing_set: what to do with a position whose set is empty or lacks the sampled id.
             ``"error"`` refuses it. ``"full"`` scores it over the whole vocabulary, as prime-rl
-            does, at the cost of a call without sets.
+            does; this costs as much as a call without sets.
 
         How it is computed:
 
-        run: options for engine, backend and memory: `Run`.
+        run: a `Run`, the options for engine, backend and memory.
 
     Returns:
-        `Scores` with `logps`, with `entropies` unless `entropy` is False, with the `extras`, and
-        with `topk_logps` if there are `topk_ids`.
+        `Scores` with `logps` and the `extras`, with `entropies` unless `entropy` is False, and with
+        `topk_logps` if you pass `topk_ids`.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is
-            done. On a CPU this also checks that every id of `kept_ids` and `topk_ids` is -1 or in
-            [0, V), and that each set holds the sampled id; on other devices a wrong position's
-            results are NaN.
+            done. On a CPU, the call also checks that every id of `kept_ids` and `topk_ids` is -1 or
+            in [0, V), and that each set contains the sampled id. On other devices, the results of a
+            wrong position are NaN.
     """
     given = {**locals()}
     if kept_ids is None:
@@ -244,7 +246,7 @@ def linear_divergence(
     # how it is computed
     run: Run | None = None,
 ) -> Scores:
-    """Compute the divergence of two models at each position, over the whole vocabulary.
+    """Compute the divergence between two models at each position, over the whole vocabulary.
 
     ::
 
@@ -252,46 +254,48 @@ def linear_divergence(
         loss = scores.divergence.sum() / mask.sum()
 
     All results have first-order gradients with respect to the student's hidden states, weight, bias
-    and adapter; the teacher's tensors are constants. Each head has its own logits (`Head`); both
-    are divided by the same temperature. Values at masked positions are never read.
+    and adapter; the teacher's tensors are constants. Each head defines its own logits (see `Head`);
+    the logits of both heads are divided by the same temperature. Values at masked positions are
+    never read.
 
     Args:
         hidden: (..., H) hidden states of the student.
         head: the student's head, as in `linear_logprob`.
-        teacher: (hidden states (..., H') at the same positions, head), both constants. H' may
-            differ from H. The head is a weight (V', H'), a `Head` without adapter, or a module
-            without active adapters. If FSDP2 or ZeRO-3 has divided the module, it is gathered for
-            this call, so all ranks that share it must make the call. V' may differ from V, and so
-            may the heads' ``vocab_size``: both distributions are then over the ids that both heads
-            have, which are the first ones. A process group divides both heads into the same ids on
-            each rank. Its ranks do not see whole heads, so both must then have the same number of
-            ids, or the same ``vocab_size``.
+        teacher: a pair (hidden states (..., H') at the same positions, head); both are constants.
+            H' may differ from H. The head is a weight (V', H'), a `Head` without adapter, or a
+            module without active adapters. If FSDP2 or ZeRO-3 shards the module, this call gathers
+            it, so all ranks that share the module must make the call. V' may differ from V, and the
+            ``vocab_size`` of the heads may differ, too. The distributions are then over the ids
+            that both heads have; these are the first ids. With a process group, each rank holds the
+            same ids of both heads. No rank sees a whole head, so the heads must then have the same
+            number of ids, or the same ``vocab_size``.
         completion_mask: (...), as in `linear_logprob`.
         divergence: ``"reverse_kl"``, KL(student || teacher); ``"forward_kl"``, KL(teacher ||
             student); or ``"jsd"``.
-        beta: for ``"jsd"`` only: TRL's beta, in [0, 1], default 0.5; 0 is the forward and 1 the
-            reverse KL.
-        temperature: a number, or one per position.
+        beta: TRL's beta in [0, 1], for ``"jsd"`` only; the default is 0.5. 0 gives the forward KL
+            and 1 the reverse KL.
+        temperature: a number, or a tensor with one temperature per position.
         entropy: True to compute the entropy of the student's distribution.
-        completion_ids: (...) tokens to compute the student's log-probabilities of. None: no
-            log-probabilities.
+        completion_ids: (...) tokens; the call also returns their log-probabilities under the
+            student. None: no log-probabilities.
         expected: the upstream gradient that you expect for each divergence, up to one common
-            factor. None: the same for all, as from a sum or a mean. A correct value saves
-            recomputation; the gradient is exact either way. With `completion_ids` it may be a pair,
-            for the divergences and the log-probabilities. It may also be an `Expectation`, which
-            covers the entropies too.
-        run: options for engine, backend and memory: `Run`.
+            factor. None: the same value for all positions, as from a sum or a mean. A correct value
+            saves recomputation; the gradient is exact either way. With `completion_ids`, you may
+            pass a pair, for the divergences and the log-probabilities. You may also pass an
+            `Expectation`, which covers the entropies, too.
+        run: a `Run`, the options for engine, backend and memory.
 
     Returns:
         `Scores` with `divergence`, and with `entropies` and `logps` if you asked for them. A
-        divergence is inf only where it must be: in the reverse KL, where the teacher gives
-        probability 0 to an id that the student does not.
+        divergence is inf only in the reverse KL, where the teacher gives probability 0 to an id and
+        the student does not.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is
             done.
 
-    A CUDA graph can be captured if there is no mask; in it, a head that trains takes two passes.
+    Without a mask, you can capture the call in a CUDA graph; a head that trains then takes two
+    passes.
     """
     given, jsd_beta = {**locals()}, _beta_of(divergence, beta)
     both: Any = whole_reference(teacher, hidden, head, "teacher.")
@@ -335,15 +339,15 @@ def topk_divergence(
     # how it is computed
     run: Run | None = None,
 ) -> Scores:
-    """Compute the divergence from a teacher's K ids and log-probabilities per position.
+    """Compute the divergence at each position from a teacher's K ids and their log-probabilities.
 
     ::
 
         scores = topk_divergence(hidden, model.lm_head, teacher_ids, teacher_logps, mask)
 
-    It has first-order gradients with respect to hidden states, weight, bias and adapter. The
-    student's logits are those that `head` produces, divided by `temperature`. Values at masked
-    positions are never read.
+    The divergence has first-order gradients with respect to the hidden states, weight, bias and
+    adapter. The student's logits are those that `head` produces, divided by `temperature`. Values
+    at masked positions are never read.
 
     Args:
         hidden: (..., H) hidden states of the student.
@@ -351,31 +355,32 @@ def topk_divergence(
         teacher_ids: (..., K) signed integers, padded with -1, in any order. A repeated id counts
             once, with its first log-probability.
         teacher_logps: (..., K) natural logarithms of a softmax over the whole vocabulary, at the
-            teacher's own temperature; used unchanged. An entry of -inf is padding.
+            teacher's own temperature. They are used unchanged. An entry of -inf is padding.
         completion_mask: (...), as in `linear_logprob`.
         divergence: ``"reverse_kl"``, KL(student || teacher), or ``"forward_kl"``, KL(teacher ||
             student).
-        tail: True counts all other ids as one more outcome. None: True for ``"reverse_kl"``, which
-            needs it, else False. The tail's probability is clamped from below to the larger eps of
-            two dtypes, that of `teacher_logps` and that of the result; less is rounding noise.
-        log_prob_min_clamp: lower bound that both log-probabilities are clamped to. An id whose
-            student log-probability is below it gets no gradient. Only for the forward KL without a
-            tail.
+        tail: True counts all other ids, the tail, as one more outcome. None: True for
+            ``"reverse_kl"``, which needs the tail, and False otherwise. The tail's probability is
+            clamped from below to the eps of the dtype of `teacher_logps` or of the result,
+            whichever is larger; smaller values are rounding noise.
+        log_prob_min_clamp: lower bound to which the student's and the teacher's log-probabilities
+            are clamped. An id whose student log-probability is below this bound gets no gradient.
+            Only for the forward KL without a tail.
         loss_max_clamp: upper bound on the absolute value of each position's divergence. A position
             that reaches it gets no gradient.
-        temperature: a number, or one per position.
+        temperature: a number, or a tensor with one temperature per position.
         expected: the upstream gradient that you expect for each divergence, up to one common
-            factor. None: the same for all. A correct value saves recomputation; the gradient is
-            exact either way.
-        run: options for engine, backend and memory: `Run`.
+            factor. None: the same value for all positions. A correct value saves recomputation; the
+            gradient is exact either way.
+        run: a `Run`, the options for engine, backend and memory.
 
     Returns:
-        `Scores` with `divergence` and, without gradient, `student_mass`, which is sum_k p_k.
+        `Scores` with `divergence`, and with `student_mass`, which is sum_k p_k and has no gradient.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is
-            done. On a CPU this also checks that every id is -1 or in [0, V); on other devices a
-            wrong position's results are NaN.
+            done. On a CPU, the call also checks that every id is -1 or in [0, V). On other devices,
+            the results of a wrong position are NaN.
     """
     given, head = {**locals()}, with_its_group(hidden, head)
     measured = (divergence, tail, log_prob_min_clamp, loss_max_clamp)

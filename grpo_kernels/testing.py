@@ -32,17 +32,17 @@ def check_token_level(
 ) -> None:
     """Check that `objective`'s loss of each token depends on that token alone.
 
-    That is what `grpo_kernels.token_level` declares. The losses and gradients of some tokens must
-    stay the same if the other tokens are left out. ::
+    `grpo_kernels.token_level` declares this property. The check leaves out some tokens, and
+    requires that the losses and gradients of the remaining tokens stay the same. ::
 
         def test_my_loss():
             check_token_level(my_loss)
 
     Args:
         objective: the function, or a ``functools.partial`` of it.
-        tokens: at least two tokens to evaluate it on. None: 99 random tokens of nine sequences,
-            with all optional inputs. Pass your own if the function reads other tensors of a certain
-            size.
+        tokens: at least two tokens on which to evaluate the function. None: 99 random tokens of
+            nine sequences, with all optional inputs. Pass your own tokens if the function reads
+            other tensors of a fixed size.
         config: the config whose loss the function reads as ``tokens.loss``; default `LossConfig()`.
         tolerance: largest allowed difference, relative to a number or to the mean size of all
             numbers. The default is far above float32's rounding; raise it for 16-bit products.

@@ -94,7 +94,7 @@ _KNOWN = {
 @hints_names
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Options that change a call's speed and memory; its results change only by rounding.
+    """Options for the speed and memory of a call; they change its results only by rounding.
 
     ::
 
@@ -102,19 +102,20 @@ class Run:
         Run(engine="lean")                # no accumulator of the weight's size
 
     Args:
-        engine: ``"auto"`` chooses the cheapest engine that gives the exact gradient. Or name one:
-            ``"one_pass"``; ``"two_pass"``, which computes the logits again in the backward;
-            ``"lean"``, the same with less memory; ``"frozen"``, for a head that does not train;
-            ``"score"``, without gradient. An engine that cannot give the gradient raises an error.
+        engine: ``"auto"`` chooses the cheapest engine that gives the exact gradient. You may also
+            name an engine: ``"one_pass"``; ``"two_pass"``, which computes the logits again in the
+            backward; ``"lean"``, which does the same with less memory; ``"frozen"``, for a head
+            that does not train; ``"score"``, which computes no gradient. The call raises an error
+            if the engine that you named cannot compute the gradient.
         backend: ``"auto"``, ``"triton"``, ``"cpp"`` or ``"torch"``.
-        workspace_bytes: bound in bytes on temporary memory, for any number of tokens. None: 512 MiB
-            (64 MiB over kept sets); on a GPU up to 3 GiB, depending on the size of the head and the
-            free memory.
-        gather: function that returns a context manager in which the weight is whole (DeepSpeed
-            ZeRO-3), for a backward that reads the weight again.
+        workspace_bytes: upper bound on temporary memory in bytes, for any number of tokens. None:
+            512 MiB, or 64 MiB over kept sets; on a GPU, up to 3 GiB, depending on the size of the
+            head and on free memory.
+        gather: function that returns a context manager in which the whole weight is available.
+            DeepSpeed ZeRO-3 needs this for a backward that reads the weight again.
 
     Raises:
-        TypeError, ValueError: an option has a wrong value.
+        TypeError, ValueError: an option has an invalid value.
     """
 
     engine: EngineName = "auto"

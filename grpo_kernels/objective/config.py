@@ -1,7 +1,7 @@
 """Options of the loss: a frozen config with the options of TRL 1.16's ``GRPOConfig``, checked once;
 and checks of the inputs that a config needs.
 
-Every name and default is TRL's, except those marked *ours*. Published algorithms are presets
+Every name and default is TRL's, except those marked *not in TRL*. Published algorithms are presets
 (`grpo_kernels.presets`).
 """
 
@@ -104,48 +104,51 @@ class LossConfig:
         LossConfig.from_trl(trainer.args)
 
     Args:
-        loss_type: surrogate (the policy term of a token's loss) and normalizer, one of ``"grpo"``
-            (https://arxiv.org/abs/2402.03300), ``"bnpo"``, ``"dr_grpo"``
+        loss_type: the surrogate, which is the policy term of a token's loss, and the normalizer.
+            One of ``"grpo"`` (https://arxiv.org/abs/2402.03300), ``"bnpo"``, ``"dr_grpo"``
             (https://arxiv.org/abs/2503.20783), ``"dapo"`` (https://arxiv.org/abs/2503.14476),
             ``"cispo"`` (https://arxiv.org/abs/2506.13585), ``"sapo"``
             (https://arxiv.org/abs/2511.20347), ``"luspo"`` (https://arxiv.org/abs/2602.05261),
-            ``"vespo"`` (https://arxiv.org/abs/2602.10693) and, *ours*, ``"gmpo"``
-            (https://arxiv.org/abs/2507.20673). In ``"gmpo"`` the ratio is always per sequence, the
-            top-entropy mask selects the tokens of that ratio, and neither the off-policy mask nor
-            the importance sampling ratio applies.
-        importance_sampling_level: ``"token"``: one ratio per token. ``"sequence"``: one per
-            sequence, exp of the sequence's mean log-ratio (GSPO, https://arxiv.org/abs/2507.18071).
+            ``"vespo"`` (https://arxiv.org/abs/2602.10693) and ``"gmpo"`` (*not in TRL*,
+            https://arxiv.org/abs/2507.20673). In ``"gmpo"``, the ratio is always per sequence, and
+            the top-entropy mask selects the tokens of that ratio. Neither the off-policy mask nor
+            the importance sampling ratio applies to ``"gmpo"``.
+        importance_sampling_level: ``"token"``: one ratio per token. ``"sequence"``: one ratio per
+            sequence, the exp of the sequence's mean log-ratio (GSPO,
+            https://arxiv.org/abs/2507.18071).
         epsilon, epsilon_high: clip range ``[1 - epsilon, 1 + epsilon_high]``; ``epsilon_high=None``
             means ``epsilon``. For ``"cispo"``, `epsilon_high` is the cap on the ratio itself, so
-            set it (usually to 5); without it the cap is `epsilon`, as in TRL. For ``"gmpo"`` the
+            set it, usually to 5; with None, the cap is `epsilon`, as in TRL. For ``"gmpo"``, the
             range is in log space.
         delta: upper bound of the unclipped ratio (two-sided clipping), for the clipped loss types
             only.
         beta: weight of the KL term to the reference model; 0 turns it off.
-        use_bias_correction_kl: multiply the KL estimate by the ratio. TRL does so by default, the
-            GRPO paper does not: ``loss_type="grpo", beta=0.04`` is TRL's GRPO, `presets.GRPO` the
-            paper's. Not for ``"gmpo"``. ``"full"`` needs no correction: over the old policy's
-            tokens, the corrected estimate has the expectation sum_v old_v (p_v / old_v) log(p_v /
-            q_v), which is the full KL itself.
-        kl_estimator: *ours*. With d = ref - logp: ``"k3"`` exp(d) - d - 1 (TRL's), ``"k2"`` d^2 /
-            2, ``"k1"`` -d. ``"full"`` is no estimate but sum_v p_v log(p_v / q_v) over the
-            vocabulary, with q from `reference`.
+        use_bias_correction_kl: multiply the KL estimate by the ratio. TRL does so by default; the
+            GRPO paper does not. Therefore ``loss_type="grpo", beta=0.04`` is TRL's GRPO, and
+            `presets.GRPO` is the paper's GRPO. Not for ``"gmpo"``. ``kl_estimator="full"`` needs no
+            correction: over the old policy's tokens, the corrected estimate has the expectation
+            sum_v old_v (p_v / old_v) log(p_v / q_v), which is the full KL itself.
+        kl_estimator: *not in TRL*. With d = ref - logp, ``"k3"`` is exp(d) - d - 1 (as in TRL),
+            ``"k2"`` is d^2 / 2, and ``"k1"`` is -d. ``"full"`` is the exact KL instead of an
+            estimate: sum_v p_v log(p_v / q_v) over the vocabulary, with q from `reference`.
         temperature: divisor of the logits.
-        top_entropy_quantile: share of tokens that carry the policy loss, those with the highest
-            entropy; 1 means all.
-        entropy_coef: weight of the entropy bonus, which is subtracted from the loss: the mean
-            entropy of the tokens that `top_entropy_quantile` keeps.
+        top_entropy_quantile: share of the tokens that carry the policy loss; these are the tokens
+            with the highest entropy. 1 means all tokens.
+        entropy_coef: weight of the entropy bonus, which is subtracted from the loss. The bonus is
+            the mean entropy of the tokens that `top_entropy_quantile` keeps.
         off_policy_mask_threshold: tokens with a negative advantage are dropped from the policy loss
-            if the mean of (sampling logp - logp) over their sequence is above this threshold;
-            without sampling logps, the mean of (old logp - logp).
-        vllm_importance_sampling_correction: compute the importance sampling ratio in the loss: of
-            the old log-probabilities (if absent, the current ones, held constant) to
-            `sampling_per_token_logps`, which are then required. Off by default; in TRL it is on,
-            and the trainer computes the ratio. Not for ``"gmpo"``.
-        vllm_importance_sampling_mode: ``"token_*"``: one ratio per token; ``"sequence_*"``: one per
-            sequence, from its summed differences; ``"*_truncate"``: clamped to the bounds;
-            ``"*_mask"``: set to 0 outside them. ``"sequence_mean_mask"`` (not in TRL): one per
-            token, set to 0 in sequences whose geometric mean ratio is outside the bounds.
+            if the mean of (sampling logp - logp) over their sequence is above this threshold.
+            Without sampling log-probabilities, the mean of (old logp - logp) decides.
+        vllm_importance_sampling_correction: compute the importance sampling ratio in the loss, from
+            the old log-probabilities and `sampling_per_token_logps`, which are then required. If
+            there are no old log-probabilities, the loss uses the current ones, held constant. Off
+            by default; in TRL, this option is on, and the trainer computes the ratio. Not for
+            ``"gmpo"``.
+        vllm_importance_sampling_mode: ``"token_*"`` computes one ratio per token; ``"sequence_*"``
+            computes one per sequence, from its summed differences. ``"*_truncate"`` clamps the
+            ratio to the bounds; ``"*_mask"`` sets it to 0 outside the bounds.
+            ``"sequence_mean_mask"`` (*not in TRL*) computes one ratio per token, and sets it to 0
+            in sequences whose geometric mean ratio is outside the bounds.
         vllm_importance_sampling_clip_max, vllm_importance_sampling_clip_min: bounds of that ratio;
             None means no bound.
         max_completion_length: the constant in ``"dr_grpo"``'s normalizer, in tokens.
@@ -154,10 +157,11 @@ class LossConfig:
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape of the VESPO surrogate
             for positive and negative advantages.
 
-    Soft-cap, scale and precision of the logits belong to the head: `grpo_kernels.Head`.
+    Soft-cap, scale and precision of the logits are options of the head, `grpo_kernels.Head`.
 
     Raises:
-        TypeError, ValueError: a field of the wrong type, or out of its range; the message names it.
+        TypeError, ValueError: a field has the wrong type or is out of range; the message names the
+            field.
     """
 
     loss_type: LossTypeName = "dapo"
@@ -259,28 +263,30 @@ class LossConfig:
 
     @property
     def truncates_sampling_ratio(self) -> bool:
-        """True if that ratio is clamped to its bounds, False if it is set to 0 outside them."""
+        """True if that ratio is clamped to its bounds, False if it is set to 0 outside the
+        bounds."""
         return self.vllm_importance_sampling_mode.endswith("_truncate")
 
     @classmethod
     def from_trl(cls, args: Any, **overrides: Unpack[LossFields]) -> LossConfig:
-        """Make the config of the loss that a ``trl.GRPOConfig``, or an object like it, describes.
+        """Return the config of the loss that a ``trl.GRPOConfig``, or a similar object, describes.
 
-        Fields that `args` lacks keep their default; `overrides` win. Soft-cap and scale, which TRL
-        reads from the model, belong to the `Head`. ``vllm_importance_sampling_correction`` is not
-        copied: TRL's trainer computes the ratio beforehand, and a second ratio would be wrong. If
-        you pass only `sampling_per_token_logps`, turn it on: ``from_trl(args,
-        vllm_importance_sampling_correction=True)``. The deprecated ``vllm_importance_sampling_cap``
-        sets ``vllm_importance_sampling_clip_max``, as in TRL.
+        Fields that `args` lacks keep their defaults; `overrides` take precedence over `args`.
+        Soft-cap and scale, which TRL reads from the model, belong to the `Head`.
+        ``vllm_importance_sampling_correction`` is not copied: TRL's trainer computes the ratio
+        beforehand, and a second ratio would be wrong. If you pass only `sampling_per_token_logps`,
+        turn the correction on: ``from_trl(args, vllm_importance_sampling_correction=True)``. The
+        deprecated ``vllm_importance_sampling_cap`` sets ``vllm_importance_sampling_clip_max``, as
+        in TRL.
 
         Raises:
             ValueError: `args` has a loss type that this library does not know, or turns on an
                 option that a `LossConfig` cannot hold: ``use_adaptive_entropy``,
                 ``mask_truncated_completions``, ``cast_lm_head_to_fp32``, ``router_aux_loss_coef``.
                 The message says what to do instead.
-            TypeError: `args` belong to a TRL trainer with another loss (``RLOOConfig``,
-                ``DistillationConfig``), or have none of the fields, such as None or a mapping
-                (whose misspelled keys would go unnoticed).
+            TypeError: `args` is the config of a TRL trainer with another loss (``RLOOConfig``,
+                ``DistillationConfig``), or has none of the fields. A mapping raises this error,
+                too, because its misspelled keys would go unnoticed.
         """
         own = [x.__name__ for x in type(args).__mro__ if x.__module__.partition(".")[0] == "trl"]
         is_like = "GRPOConfig" in own

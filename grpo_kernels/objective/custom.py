@@ -9,14 +9,15 @@ engines.
 
     out = grpo_kernels.grpo_loss(..., objective=reinforce)
 
-The function returns a per-token loss; autograd gives its coefficients; the config's ``loss_type``
-gives its normalizer. It replaces the config's loss of a token, but may read it and build on it::
+The function returns a per-token loss. Autograd computes its coefficients, and the config's
+``loss_type`` sets its normalizer. The function replaces the config's loss of a token, but may read
+that loss and build on it::
 
     def with_penalty(tokens):
         return tokens.loss + 0.01 * tokens.logps.square()
 
-A closure gives it other tensors: ``extra.flatten()[tokens.index]`` reads `extra`, shaped like the
-ids.
+A closure gives the function other tensors: ``extra.flatten()[tokens.index]`` reads a tensor `extra`
+that is shaped like the ids.
 """
 
 from __future__ import annotations
@@ -44,18 +45,19 @@ OPTIONAL = ("ref_per_token_logps", "sampling_per_token_logps", "importance_sampl
 class TokenInputs:
     """Inputs of a custom objective; all tensors have the shape of `logps`.
 
-    For a `token_level` function that shape is (n,): a part of the counted tokens. Otherwise it is
-    (B, T), with 0 at masked positions; in a packed batch, T is the longest sequence. Only `logps`,
-    `entropies` and `loss` carry gradient. A function that reads another tensor with a gradient,
-    such as a parameter of your own, raises an error.
+    For a `token_level` function, that shape is (n,), for some of the counted tokens. Otherwise it
+    is (B, T), with 0 at masked positions; in a packed batch, T is the length of the longest
+    sequence. Only `logps`, `entropies` and `loss` carry a gradient. A function that reads another
+    tensor with a gradient, such as a parameter of your own, raises an error.
 
     Attributes:
         logps, entropies: the policy's log-probabilities and entropies, with gradient.
         mask: bool, True for tokens that count.
         advantages: the advantage of each token.
-        old_per_token_logps: if the caller gave none, the current ones, held constant.
-        ref_per_token_logps, sampling_per_token_logps, importance_sampling_ratio: None if the caller
-            gave none.
+        old_per_token_logps: the caller's values; without any, the current log-probabilities, held
+            constant.
+        ref_per_token_logps, sampling_per_token_logps, importance_sampling_ratio: the caller's
+            values, or None.
         index: int64, the token's index in the caller's flattened batch, of B * T or packed N
             positions. ``extra.flatten()[tokens.index]`` reads a tensor shaped like the ids.
         sequence: int64, the index of the token's sequence, in [0, B): ``bonus[tokens.sequence]``
@@ -63,7 +65,7 @@ class TokenInputs:
         position: int64, the token's index in its sequence, which is the column in a padded batch:
             ``bonus[tokens.position]`` reads a tensor (T,).
         loss: the config's own loss of each token, with its KL term, masks and importance sampling
-            ratio, differentiable in `logps`. It is computed when you read it.
+            ratio, differentiable in `logps`. This loss is computed when you read it.
     """
 
     logps: Tensor
@@ -119,7 +121,7 @@ def with_loss(tokens: TokenInputs, loss: Callable[[], Tensor]) -> TokenInputs:
 
 
 def token_level(objective: PerTokenLoss) -> PerTokenLoss:
-    """Mark an objective whose loss for a token depends on that token alone: one pass is enough.
+    """Mark an objective whose loss of a token depends on that token alone, so one pass is enough.
 
     ::
 
@@ -127,9 +129,9 @@ def token_level(objective: PerTokenLoss) -> PerTokenLoss:
         def penalized(tokens):
             return tokens.loss + 0.01 * tokens.logps.square()
 
-    For the gradient, the function is evaluated on some tokens at a time; for the loss, on all of
-    them. So it must be a function of its argument alone, without randomness. This is not checked:
-    call `grpo_kernels.testing.check_token_level` in a test of your own.
+    The function is evaluated on some tokens at a time for the gradient, and on all tokens for the
+    loss. So its result must depend only on its argument, without randomness. The library does not
+    check this; call `grpo_kernels.testing.check_token_level` in a test of your own.
 
     Raises:
         TypeError: `objective` is not a function.

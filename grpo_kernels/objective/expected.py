@@ -25,13 +25,14 @@ class Expectation:
     """An expected gradient, computed from each chunk's log-probabilities and entropies.
 
     Args:
-        coefficients: called as ``coefficients(index, logps, entropies)`` for n tokens at a time:
-            index (n,) int64, their positions in the flattened ids; logps (n,); entropies (n,) or
-            None. It returns a = d loss / d logp, or (a, b) with b = d loss / d entropy, or, in a
-            call with divergences, (a, b, c) with c = d loss / d divergence; (n,) each. None: the
-            gradient of a token is not known from that token alone; only `graded` is used.
-        graded: bool, shaped like the ids: False where all coefficients are certainly 0, so no
-            gradient is computed. None: True everywhere.
+        coefficients: a function, called as ``coefficients(index, logps, entropies)`` for n tokens
+            at a time. `index` (n,) int64 holds the positions of the tokens in the flattened ids;
+            `logps` is (n,); `entropies` is (n,) or None. The function returns a = d loss / d logp;
+            or (a, b) with b = d loss / d entropy; or, in a call with divergences, (a, b, c) with c
+            = d loss / d divergence; each is (n,). None: the gradient of a token is not known from
+            that token alone, and only `graded` is used.
+        graded: bool, shaped like the ids. Where it is False, all coefficients are certainly 0, and
+            no gradient is computed. None: True everywhere.
         has_entropy_gradient: False if b is always None.
     """
 

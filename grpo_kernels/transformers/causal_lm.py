@@ -94,7 +94,7 @@ def causal_lm_loss(
         )
         out.loss.backward()
 
-    Tokens that the loss does not need are not computed, and the results stay exact; see
+    The call does not compute tokens that the loss does not need, and the results stay exact; see
     docs/training-step.md. The metrics ``sequences/gradient``, ``tokens/computed`` and
     ``tokens/gradient`` show how much was computed.
 
@@ -102,8 +102,8 @@ def causal_lm_loss(
         model, input_ids, attention_mask, completion_mask: as in `completion_logprobs`.
         loss_fn: the loss. The model's own soft-cap and logit scale are applied.
         advantages: (B,), one per sequence, or (B, T), one per token.
-        router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts, which is
-            added if the model computes one (``output_router_logits=True`` in its config or here);
+        router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts. This loss
+            is added if the model computes it (``output_router_logits=True`` in its config or here).
             None: the config's weight.
         zero_advantage: what to do with sequences in which no token has a gradient (advantage 0
             without KL term and entropy bonus, or fully masked). ``"score"``: run them without
@@ -111,14 +111,14 @@ def causal_lm_loss(
             ``"train"``: run them like all others. With a custom loss (`objective`), all sequences
             train.
         layout: arrangement of the batch below the head. ``"tree"``: each distinct prefix runs once,
-            so a prompt shared by several completions does too, and padding does not run;
-            ``"trim"``: one row per sequence, without the columns of padding on the left and right;
-            ``"padded"``: as given. If a layout is not exact for a model, a warning names the reason
-            and the next one is used.
+            including a prompt that several completions share, and padding does not run. ``"trim"``:
+            one row per sequence, without the columns of padding on the left and right.
+            ``"padded"``: the batch as you pass it. If a layout is not exact for a model, a warning
+            names the reason and the call uses the next layout in this list.
         logits_dtype: as in `grpo_kernels.Head`.
         inputs: other arguments of `grpo_loss` (old_per_token_logps (B, T), num_items_in_batch, ...)
-            and of the model's forward (pixel_values, position_ids, ...). Their names tell them
-            apart.
+            and of the model's forward (pixel_values, position_ids, ...). The library tells them
+            apart by name.
 
     Returns:
         `LossOutput`; its `loss` has gradients for all trainable parameters of the model.
@@ -235,44 +235,45 @@ def completion_logprobs(
             scores = completion_logprobs(model, input_ids, attention_mask, completion_mask)
         old_logps = scores.logps  # (B, T)
 
-    Only tokens that count are projected, and the full logits are never stored.
+    Only counted tokens are projected, and the full logits are never stored.
 
     Args:
         model: a causal language model of transformers, which PEFT, DDP, FSDP2 or accelerate may
             wrap.
         input_ids: (B, L), prompt and completion.
-        attention_mask: (B, L), or None if no padding comes before a token that counts (otherwise a
-            warning says so, if the model's config has a ``pad_token_id``).
+        attention_mask: (B, L), or None if no padding comes before a counted token. With None, such
+            padding draws a warning if the model's config has a ``pad_token_id``.
         completion_mask: (B, T) for the last T <= L columns of `input_ids`, nonzero where a token
-            counts. T may be the longest completion, as in TRL, or L, with completions anywhere. The
-            token in column t is predicted from column t - 1, so column 0 of `input_ids` never
-            counts.
+            counts. T may be the length of the longest completion, as in TRL, or L, with completions
+            in any columns. The token in column t is predicted from column t - 1, so column 0 of
+            `input_ids` never counts.
         loss_fn: the loss that will use the log-probabilities; its temperature is applied.
         temperature: divisor of the logits; None: the temperature of `loss_fn`, or 1 without one.
         logits_dtype: as in `grpo_kernels.Head`.
         kept_ids, on_missing_set: as in `linear_logprob`: the ids that a truncating sampler kept,
             for the columns of `completion_mask`.
-        entropy: compute entropies too.
+        entropy: True to compute entropies, too.
         layout: arrangement of the batch below the head, as in `causal_lm_loss`.
-        return_output: return the model's output too, for example for the ``aux_loss`` of a mixture
-            of experts.
+        return_output: True to return the model's output, too, for example for the ``aux_loss`` of a
+            mixture of experts.
         model_inputs: other arguments of the model's forward: pixel_values, position_ids, ...
             ``use_cache`` defaults to False. Accepted names are the parameters of the forward of the
             model, of its wrappers and of its body, and those that transformers documents for all
-            models. If you pass no position_ids, they are counted from an `attention_mask` (B, L),
-            as the model's `generate` does; models that compute their own positions (RoBERTa,
-            Qwen-VL) keep doing so.
+            models. If you pass no position_ids, the library counts them from an `attention_mask`
+            (B, L), as the model's `generate` does; models that compute their own positions
+            (RoBERTa, Qwen-VL) keep doing so.
 
     Returns:
         `Scores` with `logps` (B, T) and, unless `entropy` is False, `entropies` (B, T): fp32 (fp64
-        for an fp64 model), 0 where the mask is 0. With `return_output`, a pair: these scores, and
-        the model's output in its own class, complete except that `logits` is None.
+        for an fp64 model), 0 where the mask is 0. With `return_output`, the call returns a pair:
+        these scores, and the model's output in its own class, complete except that `logits` is
+        None.
 
     Raises:
         TypeError: the model's head is not one linear layer, or an argument has the wrong type or an
             unknown name; raised before the model runs.
-        ValueError: an invalid argument; or the model changes its logits other than by a scale, a
-            soft-cap or by leaving out the last ids.
+        ValueError: an invalid argument; or the model changes its logits in another way than by a
+            scale, a soft-cap or the removal of the last ids.
         RuntimeError: the model's forward does not call its head exactly once.
     """
     trunk = TrunkOptions(layout=layout)
@@ -325,9 +326,10 @@ def causal_lm_divergence(
     run: Run | None = None,
     **model_inputs: Any,
 ) -> Scores:
-    """Compute the divergence of two models at each completion token, over the whole vocabulary.
+    """Compute the divergence between two models at each completion token, over the whole
+    vocabulary.
 
-    It is differentiable in the student, and neither model stores its logits.
+    The divergence is differentiable in the student, and neither model stores its logits.
 
     ::
 
@@ -335,9 +337,10 @@ def causal_lm_divergence(
         loss = scores.divergence.sum() / completion_mask.sum()
         loss.backward()
 
-    The teacher runs first, without gradient and in its current mode (a warning tells you if dropout
-    is on); its hidden states at the completion tokens are kept. Both models get the same inputs, so
-    token ids must match; the vocabularies may differ in size (see `linear_divergence`).
+    The teacher runs first, without gradient and in its current mode; a warning tells you if dropout
+    is on. The call keeps the teacher's hidden states at the completion tokens. Both models get the
+    same inputs, so token ids must match; the vocabularies may differ in size (see
+    `linear_divergence`).
 
     Args:
         student, teacher: causal language models of transformers, as in `completion_logprobs`, on

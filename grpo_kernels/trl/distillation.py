@@ -125,12 +125,12 @@ def _measured(model: Any) -> Head | None:
 class FusedDistillationTrainer(LogsShares, DistillationTrainer):
     """Train like ``trl.DistillationTrainer``, but faster: same arguments, losses and metrics.
 
-    For N completion tokens and heads of one width, the head costs 8NVH floating-point operations
-    per step; in TRL it costs 12NVH, or 16NVH with a `beta` between 0 and 1. Prompt and padding
-    tokens are not projected at all. LoRA on the student's body is supported; on the head it raises
-    an error, as in TRL. The trainer also logs ``rows/projected`` and ``rows/gradient``.
+    For N completion tokens and heads of equal width, the heads cost 8NVH floating point operations
+    per step. In TRL, they cost 12NVH, or 16NVH with a `beta` between 0 and 1. Prompt and padding
+    tokens are not projected at all. LoRA on the student's body is supported; LoRA on its head
+    raises an error, as in TRL. The trainer also logs ``rows/projected`` and ``rows/gradient``.
 
-    It does not affect other trainers in the process; for those, use `patch_trl`.
+    The trainer does not affect other trainers in the process; for those, use `patch_trl`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -297,10 +297,10 @@ def patch_trl(
 
     This replaces two things in TRL: the function ``add_fused_lm_head``, which affects only trainers
     that you create from now on, and the divergence of DistillationTrainer. Models, configurations
-    and losses stay TRL's. Trainers also log ``rows/projected``, ``rows/gradient``,
+    and losses remain TRL's. Trainers also log ``rows/projected``, ``rows/gradient``,
     ``tokens/computed`` and ``tokens/gradient``, which show that the patch is active. A trainer that
     computes all logits itself (GKD, IW-OPD, GOLD, TPO, A2PO, CPO, ORPO, SDFT, SDPO) logs none of
-    them, and warns once. A second call of `patch_trl` changes nothing.
+    these metrics, and warns once. A second call of `patch_trl` changes nothing.
 
     Args:
         layout: as in `grpo_kernels.transformers.causal_lm_loss`: what the model computes for
@@ -311,8 +311,8 @@ def patch_trl(
             distillation.
 
     Returns:
-        Truthy if TRL is patched; falsy, after a warning, if this TRL is not supported and stays
-        unpatched. The first call's return value is also a context manager that calls
+        Truthy if TRL is patched; falsy, after a warning, if this version of TRL is not supported
+        and remains unpatched. The first call's return value is also a context manager that calls
         `unpatch_trl` on exit.
 
     Raises:

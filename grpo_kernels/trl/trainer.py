@@ -1,12 +1,12 @@
 """TRL's GRPO trainer, whose language-model head runs in `grpo_kernels`, forward and backward.
 
 TRL's own code computes the loss (the exact KL adds its term). `FusedGRPOTrainer` gives policy and
-reference our `add_fused_lm_head`, and tells the policy's forward what TRL does not: which tokens
-the loss reads, and which gradient it will send back (`grpo_kernels.policy_expectation`). The
-one-pass engine computes the gradient for the expected coefficients in the forward, and the backward
-checks them against the true ones. A subclass with its own term, or an option that this module does
-not know, makes the expectation wrong; that costs time but never changes the result. A gradient
-where none was expected raises an error.
+reference this library's `add_fused_lm_head`, and tells the policy's forward what TRL does not:
+which tokens the loss reads, and which gradient it will send back
+(`grpo_kernels.policy_expectation`). The one-pass engine computes the gradient for the expected
+coefficients in the forward, and the backward checks them against the true ones. A subclass with its
+own term, or an option that this module does not know, makes the expectation wrong; that costs time
+but never changes the result. A gradient where none was expected raises an error.
 
 The calls, and what this module adds to them::
 
@@ -66,7 +66,7 @@ class FusedLossMixin(scoring.Scoring):
 
         class FusedGMPOTrainer(FusedLossMixin, GMPOTrainer): ...
 
-    It takes the arguments of `FusedGRPOTrainer`.
+    The mixin takes the arguments of `FusedGRPOTrainer`.
     """
 
     def __init__(
@@ -349,40 +349,41 @@ class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
         )
         trainer.train()
 
-    It also logs ``sequences/gradient``, ``tokens/computed`` and ``rows/gradient``, which show that
-    it is active. It does not affect other trainers in the process; for those, use `patch_trl`.
+    The trainer also logs ``sequences/gradient``, ``tokens/computed`` and ``rows/gradient``, which
+    show that the fused loss is active. It does not affect other trainers in the process; for those,
+    use `patch_trl`.
 
     Args:
-        fused_sampling_correction: whether to skip the forward in which TRL scores a batch before
-            its loss. ``"auto"``: while the policy is still the one that generated the batch, the
-            loss's own forward gives the old log-probabilities and the ratio to the sampler
-            (``use_vllm`` with ``vllm_importance_sampling_correction``). TRL still scores if the
-            model has dropout, or if a subclass overrides a method that may read the scores. True:
-            skip it even then; an error if there is no sampler to correct for. False: TRL always
-            scores.
+        fused_sampling_correction: whether to skip the forward with which TRL scores a batch before
+            computing its loss. ``"auto"``: skip it while the policy is still the one that generated
+            the batch. The forward of the loss then also gives the old log-probabilities and the
+            ratio to the sampler (``use_vllm`` with ``vllm_importance_sampling_correction``). TRL
+            still scores if the model has dropout, or if a subclass overrides a method that may read
+            the scores. True: skip the forward even in these two cases; raise an error if there is
+            no sampler to correct for. False: TRL always scores.
         kl_estimator: ``"k3"``: TRL's estimate from sampled tokens. ``"full"``: the KL term (`beta`)
             and the metric ``kl`` are the exact divergence from the reference, over the whole
             vocabulary; `use_bias_correction_kl` is ignored. Each micro-batch then keeps the
             reference's hidden states (B, T, H').
         zero_advantage, layout: as in `grpo_kernels.transformers.causal_lm_loss`: what the model
             computes for sequences without a gradient, for padding, and for shared prefixes.
-        regroup: whether to sort the samples of an optimizer step into micro-batches by prompt, so
-            that each prompt runs once; micro-batches that become empty compute nothing. The step's
-            gradient and every logged value stay TRL's. ``"auto"``: yes, unless the loss depends on
-            which samples share a micro-batch, or a subclass overrides a method that sees one. True:
-            yes; an error in the first case, and no check in the second. False: use TRL's
-            micro-batches.
+        regroup: whether to sort the samples of an optimizer step into micro-batches by prompt. Each
+            prompt then runs once, and micro-batches that become empty compute nothing. The gradient
+            of the step and every logged value remain the same as in TRL. ``"auto"``: regroup,
+            unless the loss depends on which samples share a micro-batch, or a subclass overrides a
+            method that sees a micro-batch. True: regroup; raise an error if the loss depends on the
+            grouping, and do not check for overridden methods. False: use TRL's micro-batches.
         tokens_per_forward: maximum number of tokens in a regrouped micro-batch, counting a shared
-            prompt once. More tokens are faster and need more memory. None: as many as TRL's padded
-            micro-batch.
+            prompt once. A higher maximum is faster and needs more memory. None: as many tokens as
+            TRL's padded micro-batch has.
         on_missing_set: None: score over the whole vocabulary, as TRL does. ``"error"`` or
             ``"full"``: score over the ids that a truncating sampler kept, which your `rollout_func`
             returns as ``"sampling_mask"``; ``"full"`` scores tokens without a set over the whole
             vocabulary. This logs ``kept/size``, the mean size of a set, and ``kept/without_set``,
             the share of tokens without one.
         engine, backend, workspace_bytes: as in `grpo_kernels.Run`, for every call of the head. On a
-            GPU with free memory, the default needs more memory than TRL's head; with
-            ``workspace_bytes=512 * 2**20`` it needs less (docs/memory.md).
+            GPU with free memory, the default needs more memory than TRL's head, and
+            ``workspace_bytes=512 * 2**20`` needs less than TRL's head (docs/memory.md).
         args, kwargs: arguments of TRL's trainer.
 
     Raises:

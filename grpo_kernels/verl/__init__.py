@@ -80,9 +80,9 @@ def patch_verl() -> None:
 
         patch_verl()  # only if verl's plug-ins are turned off
 
-    You may call it before or after importing verl: loaded modules are patched now, others when they
-    are imported. Models that verl has already built keep their forward, so call it before that. A
-    second call changes nothing.
+    You may call it before or after importing verl: modules that are already loaded are patched now,
+    and others when they are imported. Models that verl has already built keep their forward, so
+    call `patch_verl` before verl builds models. A second call changes nothing.
 
     Raises:
         ModuleNotFoundError: verl is not installed.
