@@ -1,16 +1,18 @@
 """The GRPO family of losses, computed from hidden states or from given log-probabilities.
 
-The steps of `grpo_loss` with the default engine, one_pass, and the file of each::
+The steps of `grpo_loss` with the engine one_pass, and the file of each. Scale, soft-cap and
+rounding of the logits are left out (`LogitTransform`)::
 
     a module as the head: its parameters, within its hooks, by            module.py
-    `within_module`, which calls `grpo_loss` again with tensors
+    `within_module`, which runs this function with tensors
     tokens  = the positions that count                                    tokens.py
     weights = the loss type's normalizer, one weight per token            objective/losses.py
-    engine  = the cheapest that gives this loss its exact gradient        engine/plan.py
+    engine  = the cheapest that gives this loss its exact gradient;       engine/plan.py
+              lean if memory is tight
     first_pass, before autograd knows of the call:                        engine/sweep.py
     for each chunk of rows:
         x = hidden @ weight.T                                             engine/gemm.py
-        z = (x + bias) / temperature                                      backends
+        z = (x + bias) / temperature                                      backends: `prepare_`
         logps, entropies = log softmax(z)[id], -sum p log p               backends: `stats`
         R = logps - old_per_token_logps                                   objective/policy.py
         l = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL
@@ -18,6 +20,7 @@ The steps of `grpo_loss` with the default engine, one_pass, and the file of each
         a, b = d loss / d logps, d loss / d entropies                     objective/policy.py
         dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)            backends: `grad`
         dx = dz / temperature, in the engine `d_logits`                   the same
+    for each group of chunks, mostly of one:
         d hidden = dx @ weight                                            engine/gemm.py
         d weight += dx.T @ hidden                                         engine/sweep.py, `_Sums`
     loss = sum(weights * l) - entropy_coef * mean entropy                 objective/policy.py
@@ -27,18 +30,19 @@ The steps of `grpo_loss` with the default engine, one_pass, and the file of each
 and of its backward, with g the gradient that arrives for the loss::
 
     one pass:   d hidden and d weight are stored                          engine/autograd.py
-    two passes: g a, g b; rows where both are 0 are left out;
+    two passes: g a, g b (and g c); rows where all are 0 are left out;
                 `second_pass`: the loop again, to d hidden and d weight   engine/sweep.py
-    times g, if not yet; rounded once to the dtypes of hidden and weight;
+    times g, if not yet; rounded once to the dtypes of hidden and weight (by lean, slice by slice);
     rows of tokens that do not count become 0: `_input_gradients`         engine/autograd.py
 
 The backends are backends/torch_rows.py (the formulas, readable), csrc/ops.cpp, and
 backends/triton_rows: reduce.py (`stats_kernel`), grad.py (`grad_kernel`), fused.py
-(`fused_kernel`). The last, as C++ does, goes from x to dx in one kernel, `fused`. torch never
-fuses, and nobody does with a sharded head, a custom objective, a sampling ratio to compute or a
-sampler's candidates: R, a and b are then computed between `stats` and `grad`, and l after the loop.
-In fp16 on a GPU, `fused` leaves dx to `grad`: its range needs a factor, which all a of a chunk
-determine.
+(`fused_kernel`). The last, as C++ does, goes from x to dx in one kernel, `fused`, which computes l
+too: `evaluate` then only adds the l up. torch never fuses, nor does Triton with a `reference`, and
+nobody does with a sharded head, a custom objective, a sampler's candidates, or a sampling ratio of
+this call's own log-probabilities. R, a and b are then computed between `stats` and `grad`, and l
+after the loop. In fp16 on a GPU, `fused` leaves dx to `grad`: its range needs a factor, which the
+coefficients of a whole chunk determine.
 
 The engines at these steps, by the names of functions in engine/sweep.py and engine/autograd.py:
 
@@ -56,9 +60,12 @@ lean     `stats_work`                    the same                      `second_p
 ======== =============================== ============================= =========================
 
 Without a tensor that trains, the engine is ``score``: `stats_work`, and no gradient. If a token's a
-depends on other tokens, one pass is not enough, unless the head is frozen. a is known beforehand
-without old log-probabilities, a KL estimate, a sampling ratio to compute and candidates. Tokens
-that certainly get no gradient go through a separate loop that computes none.
+depends on other tokens, one pass is not enough; `frozen` still is, for a frozen head and a loss of
+the log-probabilities alone. `_couples_tokens` (objective/policy.py) says which losses couple
+tokens. For those that do not, a is known beforehand unless it reads this call's log-probabilities:
+by old ones, a KL estimate, a sampling ratio of this call, or candidates. Engines that compute the
+gradient at once send tokens that certainly get none through a loop of their own, which computes
+none.
 
 With a KL term over the whole vocabulary (`reference`) there is a third number, c = d loss / d KL,
 which adds ``c p_j (log p_j - log q_j - KL)`` to dz_j: backends/divergence.py with jsd_beta = 1,
@@ -66,7 +73,8 @@ where the reference is the `Teacher`. With a sampler's K candidates v (`sampling
 are K more, g_v = d loss / d log p_v. They add ``sum_v g_v (1[j = v] - p_j)``: engine/top_k.py.
 
 Kept sets take their own path, `_loss_over_sets`: log-probabilities over the ids of each set, by
-`KeptSetLogprob` (engine/kept.py, on the torch backend); then the loss of these, by `_LossOfLogps`.
+`KeptSetLogprob` (engine/kept.py, on the torch backend), and of tokens without a set over the whole
+vocabulary, by `LinearLogprob`; then the loss of these, by `_LossOfLogps`.
 """
 
 from __future__ import annotations

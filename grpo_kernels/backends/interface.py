@@ -63,7 +63,7 @@ class Chunk:
 
     Attributes:
         logits: fp32 (fp64 for fp64 inputs), the rows contiguous, as `RowBackend.prepare_` left
-            them; n is at least 16.
+            them: the raw projection, or on the torch backend the scaled logits; n is at least 16.
         ids: int64 in [0, V), each row's target; `fused` and `grad` define the meaning of other ids.
         transform: from the raw projection to the scaled logits z.
         first_id: the id of the first column, if the columns are a slice of the vocabulary: only

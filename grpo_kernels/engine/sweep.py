@@ -1,9 +1,9 @@
 """The loop over the vocabulary product, chunk after chunk of rows, and the first pass of a call.
 
-For each chunk of rows: project, do the row work, add up the gradients. The logits of a chunk are
-the only tensor with a vocabulary dimension besides the weight and its gradient. d logits, the
-gradient in the raw projection, may be written into the same memory. Three functions make the row
-work of a chunk::
+For each chunk of rows: project, and do the row work. For each group of chunks, whose d logits share
+one product: add up the gradients. The logits of a chunk are the only tensor with a vocabulary
+dimension besides the weight and its gradient. d logits, the gradient in the raw projection, may be
+written into the same memory. Three functions make the row work of a chunk::
 
     stats_work     the statistics of each row
     fused_work     statistics, loss and d logits by one kernel, if no token depends on others

@@ -3,12 +3,12 @@
 One program owns whole rows and reads each once. The number of lanes (`BLOCK_V`) depends on the
 vocabulary alone. So the bits of a row depend neither on the other rows nor on its place among them.
 
-The reduction leaves out one instance of the largest logit. A running sum (m, rest, t) over logits x
-stands for::
+The reduction leaves out one instance of the largest logit. A running sum (m, rest, t) over scaled
+logits z stands for::
 
-    m = max x
-    rest = sum of e^(x - m) over all x but one instance of m
-    t = sum of e^(x - m) (x - m)
+    m = max z
+    rest = sum of e^(z - m) over all z but one instance of m
+    t = sum of e^(z - m) (z - m)
 
 so that 1 + rest is the whole sum, and log1p(rest) keeps its precision when one token is nearly
 certain. Where nothing was seen yet, or only -inf: m = -inf, rest = t = 0. A NaN makes m NaN. All
