@@ -446,7 +446,11 @@ def _groups(
         raise ValueError(f"num_generations, group_ids: expected exactly one of the two, got {got}")
     if num_generations is not None:
         why = " completions per prompt, since a group of one has advantage 0 and nothing trains"
-        _check_int("num_generations", num_generations, fewest, why if num_generations == 1 else "")
+        given: Any = num_generations
+        of_rows = isinstance(given, Tensor | Sequence) and not isinstance(given, str)
+        hint = "; pass group ids as group_ids=" if of_rows else ""
+        why = why if type(given) is int and given == 1 else ""
+        _check_int("num_generations", given, fewest, why, hint)
     sizes, start = [rows], 0
     if process_group is not None:
         sizes = gather_stacked(torch.tensor(rows, device=device), process_group).tolist()
@@ -517,15 +521,15 @@ def _weighted_sum(table: Tensor, weights: Tensor) -> Tensor:
 def _reward_table(
     rewards: Tensor,
     reward_weights: Tensor | Sequence[float] | None,
-    num_generations: Any = None,
+    num_generations: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return rewards as (B, F) and weights as (F,), both widened."""
     check_tensor("rewards", rewards)
     if rewards.dim() not in (1, 2) or rewards.shape[1:] == (0,):
         raise ValueError(f"rewards: expected shape (B,) or (B, F), got {tuple(rewards.shape)}")
-    if num_generations is not None and not isinstance(num_generations, int):
-        _check_int("num_generations", num_generations, 1)
-    if reward_weights is None and rewards.shape[1:] == (num_generations,) != (1,):
+    # a wrong kind of num_generations is refused by `_groups`
+    columns = num_generations if isinstance(num_generations, int) else 1
+    if reward_weights is None and rewards.shape[1:] == (columns,) != (1,):
         warn_once(
             f"rewards: shape {tuple(rewards.shape)} is read as one column per reward function, but "
             "it has num_generations columns. If each row holds one prompt's completions, pass "
@@ -627,10 +631,8 @@ def _check_shape(name: str, x: Tensor, letters: str, shape: Sequence[int]) -> No
     check_shape(name, x, (letters, tuple(shape)))
 
 
-def _check_int(name: str, value: Any, lowest: int, why: str = "") -> None:
+def _check_int(name: str, value: Any, lowest: int, why: str = "", hint: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        of_rows = name == "num_generations" and not isinstance(value, bool | float | str)
-        hint = "; pass group ids as group_ids=" if of_rows else ""
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}{hint}")
     if value < lowest:
         raise ValueError(f"{name}: expected at least {lowest}{why}, got {value}")

@@ -259,7 +259,8 @@ class Job:
 
     @property
     def main_is_divergence(self) -> bool:
-        """True if a row's main number is its divergence, not its log-probability."""
+        """True if a row's main number is its divergence, not its log-probability. Not asked of a
+        loss with a reference, which depends on both."""
         return self.reference_dtype is not None or isinstance(self.rows.top_k, TopKTeacher)
 
     def main(self, coefficients: Coefficients) -> Tensor | None:

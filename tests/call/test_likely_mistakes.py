@@ -199,13 +199,13 @@ def test_names_that_are_almost_right(call: Callable[[], Any], message: str) -> N
         call()
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_log_ratios_in_the_place_of_ratios(packed: bool) -> None:
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_log_ratios_in_the_place_of_ratios(per_sequence: bool) -> None:
     mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
     ratio = torch.where(mask == 0, -1.0, 1.0)  # masked values are never read
     for call in (loss, given_loss):
         assert call(completion_mask=mask, importance_sampling_ratio=ratio).loss.isfinite()
-        wrong = -ratio[:, 0] if packed else -ratio
+        wrong = -ratio[:, 0] if per_sequence else -ratio
         message = r"^importance_sampling_ratio: expected ratios >= 0 .*, got -1: take the exponen"
         with pytest.raises(ValueError, match=message):
             call(completion_mask=mask, importance_sampling_ratio=wrong)
