@@ -87,16 +87,16 @@ def fused_kernel(
         logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
     )
     source = (row_ptrs, bias_ptr, inner, outer)  # see `row_pointers`
-    ids = tl.load(ids_ptr + rows)
-    ids = tl.where(ids < V, ids, -1)  # negative if invalid: one number to keep, not two
-    x_target = load_at(source, ids, ids >= 0, ROUNDED_TO)
-    z_target = tl.reshape(scaled(x_target, source, HAS_SOFTCAP), ids.shape)
     wanted = (True, False, False, False)  # of (t, squares, total, top_id), see `reduce`
     m, rest, t, _squares, _total, _top_id = reduce_rows(
         source, V, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
     )
+    ids = tl.load(ids_ptr + rows)
+    is_id = (ids >= 0) & (ids < V)
+    x_target = load_at(source, ids, is_id, ROUNDED_TO)
+    z_target = tl.reshape(scaled(x_target, source, HAS_SOFTCAP), ids.shape)
     rest, log_sum, entropy = finish(m, rest, t)
-    logp = tl.where(ids < 0, float("nan"), target_logp(m, rest, z_target))
+    logp = tl.where(is_id, target_logp(m, rest, z_target), float("nan"))
 
     weight = tl.load(weights_ptr + rows)
     if old_ptr is None:  # on-policy: `SURROGATE` takes the policy term's derivative as advantage
@@ -126,8 +126,8 @@ def fused_kernel(
         loss += beta * weight * kl
         d_logp += beta * weight * d_kl
         tl.store(kl_ptr + rows, kl, mask=is_row)
-    d_logp = tl.where(ids < 0, float("nan"), d_logp)  # on-policy nothing else makes it NaN
-    loss = tl.where(ids < 0, float("nan"), loss)
+    d_logp = tl.where(is_id, d_logp, float("nan"))  # on-policy nothing else makes it NaN
+    loss = tl.where(is_id, loss, float("nan"))
 
     tl.store(logps_ptr + rows, logp, mask=is_row)
     tl.store(max_logit_ptr + rows, m, mask=is_row)
@@ -161,4 +161,4 @@ def fused_kernel(
         )  # fmt: skip
         # overwrites what `write_tile` wrote: it begins with a barrier
         d_target = of_raw(d_target, x_target, source, HAS_SOFTCAP)
-        store_target(out_ptrs, ids, (ids >= 0) & is_row, d_target)
+        store_target(out_ptrs, ids, is_id & is_row, d_target)
