@@ -177,7 +177,7 @@ def draw(data: dict[str, Any]) -> Figure:
     with equal rewards. To be read on a phone too: one panel, few words."""
     trainers = {name: named(data, name) for name in (STOCK, DEFAULTS)}
     count = len(trainers[DEFAULTS][0]["steps"])
-    figure = Figure(figsize=(8, 5.2), dpi=150, layout="constrained")
+    figure = Figure(figsize=(8, 4.2), dpi=150, layout="constrained")
     axis = figure.subplots()
     axis.set_title("Forward and backward, CPU seconds per step", loc="left", weight="bold", size=18)
 

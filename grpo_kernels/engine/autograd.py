@@ -24,8 +24,9 @@ from torch import Tensor
 from grpo_kernels.backends.interface import RowBackend, RowStats
 from grpo_kernels.backends.token_loss import TOPK_LOGPS, Coefficients
 from grpo_kernels.base.checks import is_one, warn_once
-from grpo_kernels.base.tensors import is_nonzero, map_tensors, quantile_of_numbers, take
+from grpo_kernels.base.tensors import is_nonzero, map_tensors, take
 from grpo_kernels.engine.plan import Job, Objective
+from grpo_kernels.engine.remainder import check_remainder, ratio_at, split_off
 from grpo_kernels.engine.slices import sweep_slices
 from grpo_kernels.engine.sweep import FirstPass, first_pass, gradient_work, indices_of, sweep
 from grpo_kernels.engine.workspace import device_of
@@ -33,8 +34,6 @@ from grpo_kernels.head import Tensors
 from grpo_kernels.results import Scores
 
 F = TypeVar("F", bound=type[torch.autograd.Function])
-# remainder over upstream; beyond this, more than three bits would cancel in d weight
-FAR_TOO_LARGE = 8.0
 _NO_STATS: Any = RowStats(*[None] * 3)  # type: ignore[arg-type]
 OF_ROWS = ("hidden", "lora_u")  # the head's tensors with a row for each position
 
@@ -127,12 +126,12 @@ class LossWithGradient(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         job, (tensors, reference, first) = ctx.job, _saved(ctx)
         if job.when != "later":
-            stored = _input_gradients(first.grads, ctx.shapes, job, first.grad_rows, d_loss)
+            stored = _input_gradients(first.grads, ctx.specs, job, first.grad_rows, d_loss)
             return None, None, None, None, *stored
         coefficients = map_tensors(d_loss.mul, first.coefficients)
         with job.gather():
             grads, indices = second_pass(job, tensors, reference, first.stats, coefficients)
-        return None, None, None, None, *_input_gradients(grads, ctx.shapes, job, indices)
+        return None, None, None, None, *_input_gradients(grads, ctx.specs, job, indices)
 
 
 @first_order
@@ -143,7 +142,7 @@ class LinearLogprob(torch.autograd.Function):
     divergences (N,) or None, and the extras, of which the log-probabilities of more ids (N, K) are
     differentiable too. If the gradient for expected coefficients is stored, the backward scales it
     by s. A second pass then adds the gradient of the remainder, upstream - s * expected, in the
-    rows where the remainder exceeds rounding (`split_off`).
+    rows where the remainder exceeds rounding (`remainder.py`).
     """
 
     @staticmethod
@@ -178,7 +177,7 @@ class LinearLogprob(torch.autograd.Function):
             d_topk = dict(zip(ctx.job.extras, d_extras, strict=True)).get(TOPK_LOGPS)
             upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk)
             tensors, reference, first = _saved(ctx)
-            grads = _gradient(ctx.job, ctx.shapes, tensors, reference, first, upstream)
+            grads = _gradient(ctx.job, ctx.specs, tensors, reference, first, upstream)
             return None, None, None, *grads
 
 
@@ -205,7 +204,7 @@ def scored(
 
 
 def _save(ctx: Any, job: Job, tensors: Tensors, needed: Any) -> None:
-    ctx.job, ctx.shapes = job, tensors.map(lambda x: (x.shape, x.dtype))
+    ctx.job, ctx.specs = job, tensors.map(lambda x: (x.shape, x.dtype))
     # saved as a flat list, without statistics that no backward reads
     saved: list[Tensor] = []
     place = torch.empty(0)
@@ -278,7 +277,7 @@ def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
 
 def _gradient(
     job: Job,
-    shapes: Tensors,
+    specs: Tensors,
     tensors: Tensors,
     reference: Tensors | None,
     first: FirstPass,
@@ -292,17 +291,17 @@ def _gradient(
         return second_pass(job, tensors, reference, stats, coefficients)
 
     upstream = map_tensors(lambda x: x[rows.positions].to(job.accumulator), upstream)
-    main = job.main(upstream)
-    if main is None:
-        main = stats.logps.new_zeros(len(rows))
-        upstream = job.with_main(main, upstream)
+    d_score = job.d_score(upstream)
+    if d_score is None:
+        d_score = stats.logps.new_zeros(len(rows))
+        upstream = job.with_d_score(d_score, upstream)
     if stored is None or grad_rows is None:
         total, indices = again(upstream)
-        return _input_gradients(total, shapes, job, indices)
+        return _input_gradients(total, specs, job, indices)
     if job.engine == "frozen":
-        factor = main[grad_rows, None]
-        remainder = job.with_main(main.index_fill(0, grad_rows, 0.0), upstream)
-        alone = all(x is None or x is main for x in upstream)
+        factor = d_score[grad_rows, None]
+        remainder = job.with_d_score(d_score.index_fill(0, grad_rows, 0.0), upstream)
+        alone = all(x is None or x is d_score for x in upstream)
         complete = alone and grad_rows.shape[0] == len(rows)  # then nothing waits for the device
         any_left = not complete and check_remainder(remainder, upstream)[0]
     else:
@@ -311,17 +310,17 @@ def _gradient(
         if far:  # stored and remainder are far larger than their sum, and would cancel
             warn_once(WRONG_EXPECTATION)
             total, indices = again(upstream)
-            return _input_gradients(total, shapes, job, indices)
+            return _input_gradients(total, specs, job, indices)
     if not any_left:
-        return _input_gradients(stored, shapes, job, grad_rows, factor)
+        return _input_gradients(stored, specs, job, grad_rows, factor)
     more, indices = again(remainder)
     if job.engine == "one_pass" and 2 * len(indices) > len(rows):
         warn_once(WRONG_EXPECTATION)
     scaled = map_tensors(lambda x: _times(x, factor, x.dtype, job.backend), stored)
-    ratio = _ratio(upstream, remainder, indices)
+    ratio = ratio_at(upstream, remainder, indices)
     total = _merge(scaled, grad_rows, more, indices, len(rows), ratio)
     every = torch.arange(len(rows), device=rows.positions.device)
-    return _input_gradients(total, shapes, job, every)
+    return _input_gradients(total, specs, job, every)
 
 
 WRONG_EXPECTATION = (
@@ -329,15 +328,6 @@ WRONG_EXPECTATION = (
     "logits were computed again. The result is right, but costs 1.5 times as much as two passes: "
     "pass the coefficients of the loss as expected= (or, to linear_logprob, none)"
 )
-
-
-def _ratio(upstream: Coefficients, remainder: Coefficients, indices: Tensor) -> Tensor:
-    """Return upstream over remainder, (m,) at `indices`; NaN in rows with several coefficients."""
-    both = zip(upstream, remainder, strict=True)
-    pairs = [(torch.zeros_like(y) if x is None else x, y) for x, y in both if y is not None]
-    x, y = (torch.stack(column)[:, indices] for column in zip(*pairs, strict=True))  # (k, m)
-    is_one = ((x != 0) | (y != 0)).sum(dim=0) == 1
-    return torch.where(is_one, x.sum(dim=0) / y.sum(dim=0), torch.nan)
 
 
 def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBackend) -> Tensor:
@@ -384,12 +374,13 @@ def _merge(
 
 
 def _input_gradients(
-    grads: Tensors, shapes: Tensors, job: Job, indices: Tensor, factor: Tensor | None = None
+    grads: Tensors, specs: Tensors, job: Job, indices: Tensor, factor: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients times `factor`, () or (m, 1), in the given `shapes`, each rounded once.
+    """Return the gradients times `factor`, () or (m, 1), each rounded once.
 
-    Their rows are at `indices` among the call's rows. With a sharded head, a row's gradients from
-    the ranks' columns are summed over the ranks.
+    `specs` has the (shape, dtype) of each of the head's tensors. The gradients' rows are at
+    `indices` among the call's rows. With a sharded head, a row's gradients from the ranks' columns
+    are summed over the ranks.
     """
     rows, shard, backend = job.rows, job.shard, job.backend
 
@@ -403,13 +394,13 @@ def _input_gradients(
         return _spread(_times(x, factor, dtype, backend), positions, shape[0])
 
     returned: list[Tensor | None] = []
-    for name, x, like in zip(Tensors._fields, grads, shapes, strict=True):
-        if x is None or like is None:
+    for name, x, spec in zip(Tensors._fields, grads, specs, strict=True):
+        if x is None or spec is None:
             returned.append(None)
         elif name in OF_ROWS:
-            returned.append(row_by_row(x, *like))
+            returned.append(row_by_row(x, *spec))
         else:
-            returned.append(_times(x, factor, like[1], backend))
+            returned.append(_times(x, factor, spec[1], backend))
     return tuple(returned)
 
 
@@ -427,54 +418,3 @@ def _graph_is_kept() -> bool:
     """True if this backward may be called again (``retain_graph``)."""
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if ask is None else bool(ask())
-
-
-def check_remainder(remainder: Coefficients, upstream: Coefficients) -> tuple[bool, bool]:
-    """Return two flags: there is a remainder to compute; it is far larger than the upstream
-    gradients.
-
-    Waits for the device.
-    """
-    parts = [x for x in remainder if x is not None]
-    wanted = torch.stack([_largest(x) for x in upstream if x is not None]).amax()
-    largest = torch.stack([_largest(x) for x in parts]).amax()
-    nonzero = torch.stack([(x != 0).any() for x in parts]).any()
-    any_left, far = torch.stack([nonzero, largest > FAR_TOO_LARGE * wanted]).tolist()
-    return any_left, far
-
-
-def split_off(upstream: Coefficients, expected: Coefficients) -> tuple[Tensor, Coefficients]:
-    """Return the median ratio s, and the remainders (n,), `upstream` - s * `expected`.
-
-    A remainder is 0 where it is only rounding, and None if both are None. s is the median ratio,
-    which fits most rows if any value does. A row fits if s times its expectation is its upstream
-    gradient up to rounding: eight units in the last place of the largest of both and of the rows'
-    upper quartile. (A trainer's gradient of a token is a sum of terms that may nearly cancel.)
-    Non-finite values never fit.
-    """
-    pairs = list(zip(upstream, expected, strict=True))
-    # nan or inf if y = 0
-    ratios = torch.cat([x / y for x, y in pairs if x is not None and y is not None])
-    finite_ratios = torch.where(torch.isfinite(ratios), ratios, torch.nan)
-    s = torch.nan_to_num(quantile_of_numbers(finite_ratios, 0.5), nan=0.0)
-
-    def remainder(x: Tensor, y: Tensor) -> Tensor:
-        fit, eps = s * y, torch.finfo(x.dtype).eps
-        finite, size = torch.isfinite(x), x.abs()
-        sizes = torch.where(finite & (size > 0), size, torch.nan)
-        typical = torch.nan_to_num(quantile_of_numbers(sizes, 0.75), nan=0.0)
-        rounding = 8 * eps * torch.maximum(torch.maximum(size, fit.abs()), typical)
-        return torch.where(finite & ((x - fit).abs() <= rounding), 0.0, x - fit)
-
-    def remainder_or_none(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-        if x is None and y is None:
-            return None
-        zeros = torch.zeros_like(ratios[: len(x if x is not None else y)])  # type: ignore[arg-type]
-        return remainder(zeros if x is None else x, zeros if y is None else y)
-
-    return s, Coefficients(*(remainder_or_none(x, y) for x, y in pairs))
-
-
-def _largest(x: Tensor) -> Tensor:
-    # of finite elements: others never fit, and reach the gradient
-    return torch.cat([torch.where(torch.isfinite(x), x.abs(), 0.0), x.new_zeros(1)]).amax()

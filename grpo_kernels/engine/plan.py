@@ -258,18 +258,18 @@ class Job:
         return hasattr(backend, "fused") and (alone or backend.fuses_teacher)
 
     @property
-    def main_is_divergence(self) -> bool:
-        """True if a row's main number is its divergence, not its log-probability. Not asked of a
-        loss with a reference, which depends on both."""
+    def score_is_divergence(self) -> bool:
+        """True if what a row is scored by is its divergence, not its log-probability. Not asked of
+        a loss with a reference, which depends on both."""
         return self.reference_dtype is not None or isinstance(self.rows.top_k, TopKTeacher)
 
-    def main(self, coefficients: Coefficients) -> Tensor | None:
-        """Return the coefficient of the rows' main number."""
-        return coefficients.d_divergence if self.main_is_divergence else coefficients.d_logp
+    def d_score(self, coefficients: Coefficients) -> Tensor | None:
+        """Return the coefficient of the rows' score."""
+        return coefficients.d_divergence if self.score_is_divergence else coefficients.d_logp
 
-    def with_main(self, value: Tensor, others: Coefficients = _NONE) -> Coefficients:
-        """Return `others` with `value` (n,) in place of `main`."""
-        return others._replace(**{"d_divergence" if self.main_is_divergence else "d_logp": value})
+    def with_d_score(self, value: Tensor, others: Coefficients = _NONE) -> Coefficients:
+        """Return `others` with `value` (n,) as the coefficient of the rows' score."""
+        return others._replace(**{"d_divergence" if self.score_is_divergence else "d_logp": value})
 
     def products(self, weight: Tensor, dtype: torch.dtype | None = None) -> Products:
         """Return the products with `weight`, which may be a part of the head."""

@@ -82,14 +82,19 @@ def first_pass(
         grad_rows = every if live is None else indices_of(live)
         fuses = job.engine == "one_pass" and job.fuses
         token_loss = objective.token_loss() if fuses else None
-        guess = _Guess(n)
+        # for the backward to compare: a caller's function may not return the same twice
+        guessed: dict[str, Tensor] = {}
 
         def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
             if job.engine == "frozen":
-                return job.with_main(torch.ones_like(stats.logps))
+                return job.with_d_score(torch.ones_like(stats.logps))
             rows = grad_rows[at]
             found = objective.coefficients_at(rows, stats)
-            return guess.noted(rows, found) if objective.is_guess else found
+            if objective.is_guess:
+                for name, x in found._asdict().items():
+                    if x is not None:
+                        guessed.setdefault(name, x.new_zeros(n))[rows] = x
+            return found
 
         # the rows with gradient, then those without
         grad_job, grad_loss = job, token_loss
@@ -107,29 +112,12 @@ def first_pass(
         if not objective.is_guess or job.engine == "frozen":
             # a loss gets its coefficients from its evaluation, a frozen head's backward reads none
             return FirstPass(stats, grads, grad_rows)
-        guessed = guess.coefficients()
+        expected = Coefficients(**guessed)
         if token_loss is not None:  # then it is made of numbers, not of what a function returns
-            guessed = objective.coefficients_at(every, stats)
-        if job.main(guessed) is None:
-            guessed = job.with_main(stats.logps.new_zeros(n), guessed)
-        return FirstPass(stats, grads, grad_rows, guessed)
-
-
-class _Guess:
-    """The coefficients of n rows that a caller expects, for the backward to compare: a caller's
-    function may not return them twice."""
-
-    def __init__(self, n: int) -> None:
-        self._n, self._noted = n, dict[str, Tensor]()
-
-    def noted(self, rows: Tensor, found: Coefficients) -> Coefficients:
-        for name, x in found._asdict().items():
-            if x is not None:
-                self._noted.setdefault(name, x.new_zeros(self._n))[rows] = x
-        return found
-
-    def coefficients(self) -> Coefficients:
-        return Coefficients(**self._noted)
+            expected = objective.coefficients_at(every, stats)
+        if job.d_score(expected) is None:
+            expected = job.with_d_score(stats.logps.new_zeros(n), expected)
+        return FirstPass(stats, grads, grad_rows, expected)
 
 
 def _with_rest(
@@ -297,7 +285,7 @@ def concatenated(
         entropy=job.entropy or token_loss is not None,
         extras=() if token_loss is not None else job.extras,
         terms=() if token_loss is None else token_loss.terms,
-        divergence=job.main_is_divergence,
+        divergence=job.score_is_divergence,
     )
     if isinstance(job.rows.top_k, TopKLogps):
         stats.extras[TOPK_LOGPS] = stats.logps.new_empty(0, job.rows.top_k.given)
