@@ -362,7 +362,7 @@ def _check_reference(states: Any, own: Head, hidden: Tensor, weight: Tensor, pre
         check_shape(f"{prefix}bias", own.bias, ("(V,)", (vocab,)))
 
 
-def operands(hidden: Tensor, head: Head, positions: Tensor) -> Tensors:
+def tensors_of(hidden: Tensor, head: Head, positions: Tensor) -> Tensors:
     """Return the tensors that products read: `hidden` (..., H) flattened, the adapter's at
     `positions`."""
     flat = hidden.reshape(-1, hidden.shape[-1])
@@ -372,7 +372,7 @@ def operands(hidden: Tensor, head: Head, positions: Tensor) -> Tensors:
 
 
 def gradients_wanted(hidden: Tensor, head: Head) -> Tensors:
-    """True for each of the `operands` whose gradient autograd will need."""
+    """True for each of `tensors_of` whose gradient autograd will need."""
     if not torch.is_grad_enabled():
         return Tensors(False, False)
     bias, lora = head.bias, head.lora

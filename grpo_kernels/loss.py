@@ -5,25 +5,24 @@ rounding of the logits are left out (`LogitTransform`)::
 
     a module as the head: its parameters, within its hooks, by            module.py
     `within_module`, which runs this function with tensors
-    tokens  = the positions that count                                    tokens.py
-    weights = the loss type's normalizer, one weight per token            objective/losses.py
-    engine  = the cheapest that gives this loss its exact gradient;       engine/plan.py
-              lean if memory is tight
+    tokens = the positions that count                                     tokens.py
+    w      = the loss type's normalizer, one weight per token             objective/losses.py
+    engine = the cheapest that gives this loss its exact gradient;        engine/plan.py
+             lean if memory is tight
     first_pass, before autograd knows of the call:                        engine/sweep.py
     for each chunk of rows:
         x = hidden @ weight.T                                             engine/gemm.py
-        z = (x + bias) / temperature                                      backends: `prepare_`
-        logps, entropies = log softmax(z)[id], -sum p log p               backends: `stats`
-        R = logps - old_per_token_logps                                   objective/policy.py
-        l = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL
-                                                                          backends/formulas.py
-        a, b = d loss / d logps, d loss / d entropies                     objective/policy.py
+        z = (x + bias) / temperature                                      backends: `stats`
+        logps, entropies = log softmax(z)[id], -sum p log p               the same
+        a, b = d loss / d logps, d loss / d entropies, from R             objective/policy.py
         dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)            backends: `grad`
         dx = dz / temperature, in the engine `d_logits`                   the same
     for each group of chunks, mostly of one:
         d hidden = dx @ weight                                            engine/gemm.py
         d weight += dx.T @ hidden                                         engine/sweep.py, `_Sums`
-    loss = sum(weights * l) - entropy_coef * mean entropy                 objective/policy.py
+    R = logps - old_per_token_logps                                       objective/policy.py
+    l = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL backends/formulas.py
+    loss = sum(w * l) - entropy_coef * mean entropy                       objective/policy.py
     LossWithGradient attaches the gradient to the loss                    engine/autograd.py
     metrics = means over the tokens or sequences                          objective/metrics.py
 
@@ -31,18 +30,18 @@ and of its backward, with g the gradient that arrives for the loss::
 
     one pass:   d hidden and d weight are stored                          engine/autograd.py
     two passes: g a, g b (and g c); rows where all are 0 are left out;
-                `second_pass`: the loop again, to d hidden and d weight   engine/sweep.py
+                `second_pass`: `sweep` again, to d hidden and d weight    engine/autograd.py
     times g, if not yet; rounded once to the dtypes of hidden and weight (by lean, slice by slice);
     rows of tokens that do not count become 0: `_input_gradients`         engine/autograd.py
 
 The backends are backends/torch_rows.py (the formulas, readable), csrc/ops.cpp, and
 backends/triton_rows: reduce.py (`stats_kernel`), grad.py (`grad_kernel`), fused.py
-(`fused_kernel`). The last, as C++ does, goes from x to dx in one kernel, `fused`, which computes l
-too: `evaluate` then only adds the l up. torch never fuses, nor does Triton with a `reference`, and
-nobody does with a sharded head, a custom objective, a sampler's candidates, or a sampling ratio of
-this call's own log-probabilities. R, a and b are then computed between `stats` and `grad`, and l
-after the loop. In fp16 on a GPU, `fused` leaves dx to `grad`: its range needs a factor, which the
-coefficients of a whole chunk determine.
+(`fused_kernel`). torch scales x beforehand, in `prepare_`. The last kernel, as C++ does, goes from
+x to dx at once, `fused`, and computes w l too: `evaluate` then only adds these up. torch never
+fuses, nor does Triton with a `reference`, and nobody does with a sharded head, a custom objective,
+a sampler's candidates, or a sampling ratio of this call's own log-probabilities. In fp16 on a GPU,
+`fused` leaves dx to `grad`: its range needs a factor, which the coefficients of a whole chunk
+determine.
 
 The engines at these steps, by the names of functions in engine/sweep.py and engine/autograd.py:
 
@@ -80,6 +79,7 @@ vocabulary, by `LinearLogprob`; then the loss of these, by `_LossOfLogps`.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -99,9 +99,9 @@ from grpo_kernels.base.checks import (
     warn_of_ratio,
 )
 from grpo_kernels.base.choices import OnMissingSet
-from grpo_kernels.engine.autograd import LossWithGradient, first_order
+from grpo_kernels.engine.autograd import LossWithGradient, first_order, scatter
 from grpo_kernels.engine.kept import score_kept
-from grpo_kernels.engine.plan import Job, Rows, Run, begin, check_run, plan, together
+from grpo_kernels.engine.plan import Job, Rows, Run, begin, check_run, checked_on_all_ranks, plan
 from grpo_kernels.engine.sweep import first_pass, scale_frozen_
 from grpo_kernels.engine.top_k import TopKLogps, check_listed
 from grpo_kernels.engine.workspace import accumulator_of
@@ -290,14 +290,14 @@ def grpo_loss(
             and the actual value. The call raises before it does any work or changes anything. Only
             what an `objective` reads and returns is checked later, when the objective runs.
     """
-    given = {**locals()}  # the arguments by name, for the helpers below and for other ranks
-    given["config"] = config = config_with(config, fields, _OF_CALL, "grpo_loss")
+    arguments = {**locals()}  # by name, as passed, for the helpers below and for other ranks
+    arguments["config"] = config = config_with(config, fields, _CALL_ARGUMENTS, "grpo_loss")
     if reference is not None:
         reference = whole_reference(reference, hidden, head, "reference.")
     head = with_its_group(hidden, head)
-    with together("grpo_loss", head.process_group, given) as ranks:
+    with checked_on_all_ranks("grpo_loss", head.process_group, arguments) as ranks:
         # heads and ids
-        _check_loss(config, given, has_reference=reference is not None)
+        _check_loss(config, arguments, has_reference=reference is not None)
         if reference is not None and not config.needs_reference_head:  # beta is 0
             read_reference(reference, head, "reference.")
             reference = None
@@ -313,40 +313,41 @@ def grpo_loss(
         job = begin(hidden, head, run, reference, backend=None if sets is None else "torch")
 
         # the tokens that count, and their loss
-        tokens = _tokens(completion_ids, completion_mask, advantages, job.accumulator, given)
+        dtype = job.accumulator_dtype
+        tokens = _tokens(completion_ids, completion_mask, advantages, dtype, arguments)
         rows = Rows(tokens.layout.positions, tokens.ids, 1.0 / config.temperature)
         if sampling_topk_ids is not None:
             rows, tokens = _with_candidates(rows, tokens, sampling_topk_ids, sampling_topk_logps)
             job = replace(job, extras=(TOPK_LOGPS,))
-        policy_objective = _objective(config, given, tokens)  # `objective` is the user's function
+        row_objective = _row_objective(config, arguments, tokens)  # `objective` is the caller's
 
         # which engine; over kept sets there is none
         job, head_tensors, reference_tensors = plan(
-            job, hidden, head, rows, run, ranks, policy_objective if sets is None else None,
+            job, hidden, head, rows, run, ranks, row_objective if sets is None else None,
             reference=reference, names=("completion_ids", "sampling_topk_ids"),
         )  # fmt: skip
     if sets is not None:
-        return _loss_over_sets(policy_objective, tokens, given, job, head_tensors, sets)
+        return _loss_over_sets(row_objective, tokens, arguments, job, head_tensors, sets)
 
-    # the loop over the rows, the loss, its gradient
-    first = first_pass(job, head_tensors, reference_tensors, policy_objective)
+    # the loop over the rows; in one_pass and frozen it computes d hidden and d weight too
+    first = first_pass(job, head_tensors, reference_tensors, row_objective)
     with torch.no_grad():
-        evaluation = policy_objective.evaluate(first.stats)
+        evaluation = row_objective.evaluate(first.stats)  # the loss
         if job.engine == "frozen":
             scale_frozen_(first, evaluation.d_logp)
-        first = first._replace(coefficients=evaluation.coefficients)  # for a second pass
-    loss, *results = LossWithGradient.apply(
-        job, evaluation.loss, first, reference_tensors, *head_tensors
-    )
-    logps, entropies = (x.view(tokens.layout.shape) for x in results)
-    has_gradient = _tokens_with_gradient(job, policy_objective, evaluation)
-    stats = first.stats.logps, first.entropies
-    metrics = _metrics(given, tokens, *stats, evaluation, has_gradient)
+        if job.when == "later":
+            first = first._replace(coefficients=evaluation.coefficients)
+        results = first.stats.logps, first.entropies
+        has_gradient = _tokens_with_gradient(job, row_objective, evaluation)
+        metrics = _metrics(arguments, tokens, *results, evaluation, has_gradient)
+        shape = tokens.layout.shape
+        logps, entropies = (scatter(x, job.rows, math.prod(shape)).view(shape) for x in results)
+    loss = LossWithGradient.apply(job, evaluation.loss, first, reference_tensors, *head_tensors)
     return LossOutput(loss, logps, entropies, metrics, job.engine, job.backend.name)
 
 
-_OF_CALL = [name for name in inspect.signature(grpo_loss).parameters if name != "fields"]
-_OF_MODULE = ("config", "objective", "run", "fields")  # arguments of `GRPOLoss` itself
+_CALL_ARGUMENTS = [name for name in inspect.signature(grpo_loss).parameters if name != "fields"]
+_MODULE_ARGUMENTS = ("config", "objective", "run", "fields")  # arguments of `GRPOLoss` itself
 
 
 class GRPOLoss(nn.Module):
@@ -385,7 +386,7 @@ class GRPOLoss(nn.Module):
         config = LossConfig() if config is None else config
         check_config(config)
         elsewhere = "an argument of the module's call"
-        check_names(fields, "a field of LossConfig", FIELDS, elsewhere, _OF_CALL)
+        check_names(fields, "a field of LossConfig", FIELDS, elsewhere, _CALL_ARGUMENTS)
         self.config = replace(config, **fields)
         check_objective(self.config, objective)
         check_run(Run() if run is None else run)
@@ -404,7 +405,7 @@ class GRPOLoss(nn.Module):
         check_names(
             inputs,
             "an argument of the module's call",
-            _OF_CALL,
+            _CALL_ARGUMENTS,
             "a field, as in GRPOLoss(...)",
             FIELDS,
         )
@@ -417,7 +418,7 @@ class GRPOLoss(nn.Module):
         + [
             x
             for name, x in inspect.signature(grpo_loss).parameters.items()
-            if name not in _OF_MODULE
+            if name not in _MODULE_ARGUMENTS
         ],
         return_annotation="LossOutput",
     )
@@ -481,9 +482,11 @@ def policy_loss_from_logps(
         TypeError, ValueError: a wrong argument; the message names it.
         RuntimeError: the loss was differentiated twice.
     """
-    given = {**locals()}
-    given["config"] = config = config_with(config, fields, _OF_LOGPS, "policy_loss_from_logps")
-    _check_loss(config, given)
+    arguments = {**locals()}
+    arguments["config"] = config = config_with(
+        config, fields, _LOGPS_ARGUMENTS, "policy_loss_from_logps"
+    )
+    _check_loss(config, arguments)
     check_tensor("logps", logps, floating=True)
     if logps.dim() != (2 if cu_seqlens is None else 1):
         written = "(B, T)" if cu_seqlens is None else "(N,) with cu_seqlens"
@@ -491,12 +494,14 @@ def policy_loss_from_logps(
     check_tensor("entropies", entropies, like=logps, floating=True)
     check_shape("entropies", entropies, ("logps.shape", tuple(logps.shape)))
     no_ids, dtype = torch.zeros_like(logps, dtype=torch.long), accumulator_of(logps.dtype)
-    tokens = _tokens(no_ids, completion_mask, advantages, dtype, given)
-    policy_objective = _objective(config, given, tokens)
-    return _loss_of_logps(policy_objective, tokens, given, logps, entropies, "given")
+    tokens = _tokens(no_ids, completion_mask, advantages, dtype, arguments)
+    row_objective = _row_objective(config, arguments, tokens)
+    return _loss_of_logps(row_objective, tokens, arguments, logps, entropies, "given")
 
 
-_OF_LOGPS = [x for x in inspect.signature(policy_loss_from_logps).parameters if x != "fields"]
+_LOGPS_ARGUMENTS = [
+    name for name in inspect.signature(policy_loss_from_logps).parameters if name != "fields"
+]
 
 
 @hints_names
@@ -532,42 +537,43 @@ def policy_expectation(
     Raises:
         TypeError, ValueError: a wrong argument; the message names it.
     """
-    given = {**locals()}
+    arguments = {**locals()}
     check_config(config)
-    _check_loss(config, given, has_reference=config.needs_reference_head)
+    _check_loss(config, arguments, has_reference=config.needs_reference_head)
     check_tensor("completion_mask", completion_mask)
     if completion_mask.dim() != 2:
         got = tuple(completion_mask.shape)
         raise ValueError(f"completion_mask: expected shape (B, T), got {got}")
     no_ids = torch.zeros_like(completion_mask, dtype=torch.long)
-    inputs = {name: given[name] for name in _INPUTS if name in given}
+    inputs = {name: arguments[name] for name in _TOKEN_INPUTS if name in arguments}
     tokens = read_tokens(no_ids, completion_mask, advantages, torch.float32, **inputs)
-    return expectation_of(_objective(config, given, tokens), tokens)
+    return expectation_of(_row_objective(config, arguments, tokens), tokens)
 
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
-_INPUTS = (*LOGPS, "importance_sampling_ratio", "sampling_topk_logps", "cu_seqlens")
-# In the helpers below, `given` holds the arguments of a public call by name; None if absent.
+_TOKEN_INPUTS = (*LOGPS, "importance_sampling_ratio", "sampling_topk_logps", "cu_seqlens")
+# In the helpers below, `arguments` holds those of a public call by name, as passed; some calls lack
+# some of them.
 
 
 def _check_loss(
-    config: LossConfig, given: Mapping[str, Any], *, has_reference: bool = False
+    config: LossConfig, arguments: Mapping[str, Any], *, has_reference: bool = False
 ) -> None:
     """Raise if an input that the loss reads is missing; `read_tokens` checks shapes."""
     check_config(config)
-    objective, logps = given.get("objective"), given["sampling_per_token_logps"]
-    check_terms(config, given["ref_per_token_logps"], objective, has_reference=has_reference)
-    check_sampling(config, logps, given["importance_sampling_ratio"])
-    check_num_items(given["num_items_in_batch"])
-    if given.get("kept_ids") is not None and config.needs_reference_head:
+    objective, logps = arguments.get("objective"), arguments["sampling_per_token_logps"]
+    check_terms(config, arguments["ref_per_token_logps"], objective, has_reference=has_reference)
+    check_sampling(config, logps, arguments["importance_sampling_ratio"])
+    check_num_items(arguments["num_items_in_batch"])
+    if arguments.get("kept_ids") is not None and config.needs_reference_head:
         raise ValueError(
             "kl_estimator: expected 'k1', 'k2' or 'k3' with kept_ids, which truncate the "
             "policy, got 'full', the divergence over the whole vocabulary"
         )
-    if given.get("kept_ids") is None and "on_missing_set" in given:
-        check_on_missing_set(given["on_missing_set"])
-    if "sampling_topk_ids" in given:
-        check_centering(config, objective, given)
+    if arguments.get("kept_ids") is None and "on_missing_set" in arguments:
+        check_on_missing_set(arguments["on_missing_set"])
+    if "sampling_topk_ids" in arguments:
+        check_centering(config, objective, arguments)
 
 
 def _tokens(
@@ -575,35 +581,35 @@ def _tokens(
     completion_mask: Tensor | None,
     advantages: Tensor,
     dtype: torch.dtype,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> Tokens:
     """Check and return the tokens that count; warn of inputs that nothing reads."""
-    inputs = {name: given[name] for name in _INPUTS if name in given}
+    inputs = {name: arguments[name] for name in _TOKEN_INPUTS if name in arguments}
     tokens = read_tokens(ids, completion_mask, advantages, dtype, **inputs)
     for name in LOGPS:
         check_logps(name, getattr(tokens, name))
     check_ratios("importance_sampling_ratio", tokens.importance_sampling_ratio)
-    warn_of_length(given["config"], tokens.layout)
+    warn_of_length(arguments["config"], tokens.layout)
     warn_of_inputs(
-        given["config"],
-        given["objective"],
-        num_items_in_batch=given["num_items_in_batch"],
-        old_per_token_logps=given["old_per_token_logps"],
-        sampling_per_token_logps=given["sampling_per_token_logps"],
+        arguments["config"],
+        arguments["objective"],
+        num_items_in_batch=arguments["num_items_in_batch"],
+        old_per_token_logps=arguments["old_per_token_logps"],
+        sampling_per_token_logps=arguments["sampling_per_token_logps"],
     )
     return tokens
 
 
-def _objective(
-    config: LossConfig, given: Mapping[str, Any], tokens: Tokens
+def _row_objective(
+    config: LossConfig, arguments: Mapping[str, Any], tokens: Tokens
 ) -> PolicyObjective | CustomObjective:
     """The loss that `config` describes, or the custom one."""
-    items = given["num_items_in_batch"]
-    weights = token_weights(config, tokens.layout, items, tokens.advantages.dtype)
-    of_config = PolicyObjective(config, tokens, weights)
-    if given.get("objective") is None:
+    items = arguments["num_items_in_batch"]
+    w = token_weights(config, tokens.layout, items, tokens.advantages.dtype)
+    of_config = PolicyObjective(config, tokens, w)
+    if arguments.get("objective") is None:
         return of_config
-    return CustomObjective(given["objective"], tokens, of_config)
+    return CustomObjective(arguments["objective"], tokens, of_config)
 
 
 def _with_candidates(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tuple[Rows, Tokens]:
@@ -615,19 +621,19 @@ def _with_candidates(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tup
 
 
 def _tokens_with_gradient(
-    job: Job, policy_objective: PolicyObjective | CustomObjective, evaluation: Evaluation
+    job: Job, row_objective: PolicyObjective | CustomObjective, evaluation: Evaluation
 ) -> Tensor:
     """Return (n,) bool: the tokens whose gradient is, or will be, computed."""
     chosen = evaluation.has_gradient if job.when == "later" else None
     if job.when == "now":
-        chosen = policy_objective.live
+        chosen = row_objective.live
     if chosen is None:  # all of the tokens, or none
         chosen = torch.full_like(job.rows.ids, job.when == "now", dtype=torch.bool)
     return chosen
 
 
 def _metrics(
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     tokens: Tokens,
     logps: Tensor,
     entropies: Tensor,
@@ -637,18 +643,18 @@ def _metrics(
     """Return the metrics of a loss; warn of ratios that are far from 1."""
     if tokens.old_per_token_logps is not None and evaluation.metric_inputs is not None:
         warn_of_ratio(evaluation.metric_inputs.token_log_ratio)
-    if tokens.ref_per_token_logps is not None and given["config"].estimates_kl:
+    if tokens.ref_per_token_logps is not None and arguments["config"].estimates_kl:
         warn_of_ratio(logps - tokens.ref_per_token_logps, "ref_per_token_logps")
-    config, has_items = given["config"], given["num_items_in_batch"] is not None
+    config, has_items = arguments["config"], arguments["num_items_in_batch"] is not None
     return loss_metrics(
         config, tokens, entropies, evaluation, has_gradient.sum(), num_items=has_items
     )
 
 
 def _loss_of_logps(
-    policy_objective: PolicyObjective | CustomObjective,
+    row_objective: PolicyObjective | CustomObjective,
     tokens: Tokens,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     logps: Tensor,
     entropies: Tensor,
     engine: str,
@@ -656,31 +662,31 @@ def _loss_of_logps(
     """The loss, differentiable in `logps` and `entropies`, both (B, T) or (N,)."""
     layout, dtype = tokens.layout, tokens.advantages.dtype
     rows = [x.detach().reshape(-1)[layout.positions].to(dtype) for x in (logps, entropies)]
-    evaluation = policy_objective.evaluate(stats_of_logps(*rows))
+    evaluation = row_objective.evaluate(stats_of_logps(*rows))
     loss = _LossOfLogps.apply(logps, entropies, evaluation, layout)
-    metrics = _metrics(given, tokens, rows[0], rows[1], evaluation, evaluation.has_gradient)
+    metrics = _metrics(arguments, tokens, rows[0], rows[1], evaluation, evaluation.has_gradient)
     per_token, per_entropy = map(layout.scatter, rows)
     return LossOutput(loss, per_token, per_entropy, metrics, engine, "torch")
 
 
 def _loss_over_sets(
-    policy_objective: PolicyObjective | CustomObjective,
+    row_objective: PolicyObjective | CustomObjective,
     tokens: Tokens,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     job: Job,
     head: Tensors,
     sets: KeptIds,
 ) -> LossOutput:
     """The loss of log-probabilities over the sampler's kept sets."""
-    ids, on_missing_set = given["completion_ids"], given["on_missing_set"]
-    expected = expectation_of(policy_objective, tokens) if on_missing_set == "full" else None
+    ids, on_missing_set = arguments["completion_ids"], arguments["on_missing_set"]
+    expected = expectation_of(row_objective, tokens) if on_missing_set == "full" else None
     scores, metrics = score_kept(
-        job, head, given["run"], sets, ids, on_missing_set,
-        lambda at: read_expected(expected, ids, at, job.accumulator, entropy=True),
-        others={name: given[name] for name in LOGPS},
+        job, head, arguments["run"], sets, ids, on_missing_set,
+        lambda at: read_expected(expected, ids, at, job.accumulator_dtype, entropy=True),
+        others={name: arguments[name] for name in LOGPS},
     )  # fmt: skip
     out = _loss_of_logps(
-        policy_objective, tokens, given, scores.logps, scores.entropies, "kept_sets"
+        row_objective, tokens, arguments, scores.logps, scores.entropies, "kept_sets"
     )
     return replace(out, metrics=out.metrics.joined(metrics))
 

@@ -77,7 +77,7 @@ from grpo_kernels.base.choices import (
 )
 from grpo_kernels.engine.autograd import scored
 from grpo_kernels.engine.kept import score_kept
-from grpo_kernels.engine.plan import Job, Rows, Run, begin, plan, together
+from grpo_kernels.engine.plan import Job, Rows, Run, begin, checked_on_all_ranks, plan
 from grpo_kernels.engine.top_k import TopKLogps, TopKTeacher, check_listed
 from grpo_kernels.head import (
     Head,
@@ -185,7 +185,7 @@ def linear_logprob(
             in [0, V), and that each set contains the sampled id. On other devices, the results of a
             wrong position are NaN.
     """
-    given = {**locals()}
+    arguments = {**locals()}
     if kept_ids is None:
         check_on_missing_set(on_missing_set)
         if not isinstance(entropy, bool):
@@ -199,7 +199,7 @@ def linear_logprob(
             if x is not None:
                 raise ValueError(f"{name}: expected None with topk_ids, got {type(x).__name__}")
     head = with_its_group(hidden, head)
-    with together("linear_logprob", head.process_group, given) as ranks:
+    with checked_on_all_ranks("linear_logprob", head.process_group, arguments) as ranks:
         hidden, head, _ = read_heads(hidden, head)
         check_ids("completion_ids", completion_ids, hidden)
         if unknown := {*extras} - {*STATISTICS}:
@@ -210,7 +210,7 @@ def linear_logprob(
         rows = _read_rows(job, completion_ids, completion_mask, temperature)
 
         def expected_at(positions: Tensor) -> ExpectedGradient:
-            at = positions, job.accumulator
+            at = positions, job.accumulator_dtype
             return read_expected(expected, completion_ids, *at, entropy=bool(entropy))
 
         gradient = expected_at(rows.positions)  # even if few rows, or none, will need it
@@ -297,12 +297,12 @@ def linear_divergence(
     Without a mask, you can capture the call in a CUDA graph; a head that trains then takes two
     passes.
     """
-    given, jsd_beta = {**locals()}, _beta_of(divergence, beta)
+    arguments, jsd_beta = {**locals()}, _beta_of(divergence, beta)
     both: Any = whole_reference(teacher, hidden, head, "teacher.")
     head = with_its_group(hidden, head)
     if head.process_group is None:
         head, both = _over_common_ids(head, both)
-    with together("linear_divergence", head.process_group, given) as ranks:
+    with checked_on_all_ranks("linear_divergence", head.process_group, arguments) as ranks:
         if teacher is None:
             raise TypeError("teacher: expected (hidden, head), got NoneType")
         hidden, head, both = read_heads(hidden, head, both, prefix="teacher.")
@@ -313,7 +313,7 @@ def linear_divergence(
         ids = _no_ids(hidden) if completion_ids is None else completion_ids
         rows = _read_rows(job, ids, completion_mask, temperature)
         gradient = expected_divergence(
-            expected, hidden, completion_ids, rows.positions, job.accumulator, entropy=entropy
+            expected, hidden, completion_ids, rows.positions, job.accumulator_dtype, entropy=entropy
         )
         job, tensors, reference = plan(
             job, hidden, head, rows, run, ranks, gradient, reference=both, prefix="teacher."
@@ -382,15 +382,15 @@ def topk_divergence(
             done. On a CPU, the call also checks that every id is -1 or in [0, V). On other devices,
             the results of a wrong position are NaN.
     """
-    given, head = {**locals()}, with_its_group(hidden, head)
+    arguments, head = {**locals()}, with_its_group(hidden, head)
     measured = (divergence, tail, log_prob_min_clamp, loss_max_clamp)
-    with together("topk_divergence", head.process_group, given) as ranks:
+    with checked_on_all_ranks("topk_divergence", head.process_group, arguments) as ranks:
         hidden, head, _ = read_heads(hidden, head)
         check_listed("teacher_ids", teacher_ids, hidden, teacher_logps)
         job = replace(begin(hidden, head, run), entropy=False, extras=("student_mass",))
         rows, dtype = (
             _read_rows(job, _no_ids(hidden), completion_mask, temperature),
-            job.accumulator,
+            job.accumulator_dtype,
         )
         weights = divergence_weights("expected", expected, hidden, rows.positions, dtype)
         measure = _measure_of(*measured, dtype, teacher_logps.dtype)
@@ -423,7 +423,7 @@ def _read_rows(job: Job, ids: Tensor, mask: Tensor | None, temperature: float | 
     else:
         check_tensor("temperature", temperature, like=ids, floating=True)
         check_shape("temperature", temperature, ("of the tokens", tuple(ids.shape)))
-        rows = temperature.detach().reshape(-1)[positions].to(job.accumulator)
+        rows = temperature.detach().reshape(-1)[positions].to(job.accumulator_dtype)
         bad = ~((rows > 0) & torch.isfinite(rows))
         if rows.device.type == "cpu" and bool(bad.any()):
             got = rows[bad][0].item()

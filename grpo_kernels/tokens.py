@@ -81,13 +81,13 @@ class Tokens:
     importance_sampling_ratio: Tensor | None = None
     sampling_topk_logps: Tensor | None = None
     # (B,): importance_sampling_ratio, if the caller passed one per sequence
-    sequence_ratio: Tensor | None = None
+    sampling_ratio_per_sequence: Tensor | None = None
     advantages_per_sequence: bool = False  # True if the caller passed (B,)
 
     def at(self, index: Tensor) -> Tokens:
         """Return the tokens at `index` (m,), for computations token by token; other fields stay
         whole."""
-        whole = ("layout", "sequence_ratio", "advantages_per_sequence")
+        whole = ("layout", "sampling_ratio_per_sequence", "advantages_per_sequence")
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return Tokens(
             **{name: x if x is None or name in whole else x[index] for name, x in values.items()}
@@ -101,11 +101,10 @@ class Tokens:
         return replace(self, sampling_topk_logps=logps)
 
     @property
-    def unexpanded_ratio(self) -> Tensor | None:
+    def unexpanded_sampling_ratio(self) -> Tensor | None:
         """The importance sampling ratio, (n,), or (B,) if it is per sequence."""
-        return (
-            self.importance_sampling_ratio if self.sequence_ratio is None else self.sequence_ratio
-        )
+        of_sequences = self.sampling_ratio_per_sequence
+        return self.importance_sampling_ratio if of_sequences is None else of_sequences
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -205,9 +204,9 @@ def read_tokens(
     def either(x: Tensor) -> Tensor:
         return rows(x, layout.sequence if per_sequence(x) else positions)
 
-    sequence_ratio = topk = None
+    sampling_ratio_per_sequence = topk = None
     if ratio is not None and per_sequence(ratio):
-        sequence_ratio = ratio.detach().reshape(-1).to(dtype)
+        sampling_ratio_per_sequence = ratio.detach().reshape(-1).to(dtype)
     if sampling_topk_logps is not None:
         topk = sampling_topk_logps.detach().flatten(0, -2)[positions].to(dtype)
     return Tokens(
@@ -216,7 +215,7 @@ def read_tokens(
         advantages=either(advantages),
         advantages_per_sequence=per_sequence(advantages),
         importance_sampling_ratio=None if ratio is None else either(ratio),
-        sequence_ratio=sequence_ratio,
+        sampling_ratio_per_sequence=sampling_ratio_per_sequence,
         sampling_topk_logps=topk,
         **{name: None if x is None else rows(x, positions) for name, x in logps.items()},
     )

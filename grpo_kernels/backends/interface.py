@@ -38,7 +38,7 @@ class LogitTransform:
     bias: Tensor | None = None  # (V,), contiguous, in the accumulator's dtype
     rounded_to: torch.dtype | None = None  # a 16-bit dtype that x + bias is rounded to
 
-    def of_rows(
+    def with_temperature_and_bias(
         self, inv_temperature: float | Tensor, bias: Tensor | None = None
     ) -> LogitTransform:
         """Return the same transform with this temperature and bias (V,)."""
@@ -107,7 +107,7 @@ class RowStats:
     log_sum: Tensor  # log sum_j exp(z_j - max_logit)
     entropies: Tensor | None = None  # -sum_j p_j log p_j
     extras: dict[str, Tensor] = field(default_factory=dict)  # by names of STATISTICS
-    terms: dict[str, Tensor] = field(default_factory=dict)  # a fused loss's, see `TokenLoss`
+    loss_terms: dict[str, Tensor] = field(default_factory=dict)  # of `fused`, see `TokenLoss`
     divergence: DivergenceStats | None = None  # of rows that have a teacher
 
     @staticmethod
@@ -122,7 +122,7 @@ class RowStats:
         *,
         entropy: bool,
         extras: tuple[str, ...],
-        terms: tuple[str, ...] = (),
+        loss_terms: tuple[str, ...] = (),
         divergence: bool = False,
     ) -> RowStats:
         """Return the statistics of no rows, on the device of `like`."""
@@ -133,7 +133,7 @@ class RowStats:
             none,
             none if entropy else None,
             {name: flags if name == "is_top1" else none for name in extras},
-            dict.fromkeys(terms, none),
+            dict.fromkeys(loss_terms, none),
             DivergenceStats(none, none, none, none) if divergence else None,
         )
 
@@ -143,8 +143,8 @@ class DivergenceStats(NamedTuple):
 
     value: Tensor  # D >= 0
     sum_k: Tensor  # sum of k over the vocabulary; `grad` subtracts p times it from k
-    max_logit: Tensor  # the teacher's
-    log_sum: Tensor  # the teacher's
+    teacher_max_logit: Tensor
+    teacher_log_sum: Tensor
 
 
 def _joined(parts: list[Any]) -> Any:
@@ -178,7 +178,9 @@ class RowBackend(Protocol):
         ...
 
     @abstractmethod
-    def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
+    def diverge(
+        self, chunk: Chunk, stats: RowStats, teacher_stats: RowStats
+    ) -> tuple[Tensor, Tensor]:
         """Return `DivergenceStats.value` and ``.sum_k`` (n,) of a chunk with a teacher.
 
         If the columns are a part of the vocabulary, pass the statistics of the whole; the parts'
@@ -220,8 +222,8 @@ class FusedRowBackend(RowBackend, Protocol):
 
     @abstractmethod
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
-        """Do the work of `stats`, compute each row's loss as `terms`, and do the work of `grad` if
-        `out` is given.
+        """Do the work of `stats`, compute each row's loss (`RowStats.loss_terms`), and do the work
+        of `grad` if `out` is given.
 
         For a chunk with a teacher, `TokenLoss.kl` is ``"full"``: the divergence is computed too. An
         id outside of [0, V) is invalid: the row's log-probability, loss and d_logp are NaN.

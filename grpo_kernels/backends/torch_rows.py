@@ -39,7 +39,8 @@ BLOCK_ELEMENTS = 2**21  # small enough to stay in the caches, large enough to ke
 FEW_ELEMENTS = 2**12  # one block, for any share of the chunk
 LEAST_BLOCK_ROWS = 3
 ROUNDED_ROWS = 16  # rows at a time, where logits are rounded
-TERM_ROWS = 16  # temporaries of the size of a block while a divergence's terms are computed
+# temporaries of the size of a block while the terms of a divergence are computed
+DIVERGENCE_TEMPORARIES = 16
 LOWEST = -1e4  # exp(LOWEST) is 0 in every dtype, and so is 0 * LOWEST, unlike 0 * -inf
 
 
@@ -58,7 +59,8 @@ class TorchRows(RowBackend):
     name = "torch"
 
     def scratch_rows(self, n: int, vocab: int, *, teacher: bool = False) -> int:
-        return max(2 * _block_rows(n, vocab), TERM_ROWS * _term_rows(n, vocab) if teacher else 0)
+        of_divergence = DIVERGENCE_TEMPORARIES * _divergence_rows(n, vocab) if teacher else 0
+        return max(2 * _block_rows(n, vocab), of_divergence)
 
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
         cap, inv_t = transform.softcap, transform.inv_temperature
@@ -86,20 +88,22 @@ class TorchRows(RowBackend):
             shifted, exps = scratch[:, : block.stop - block.start]
             of_block = {name: x[block] for name, x in out.items()}
             _block_stats(logits[block], chunk.ids[block, None], shifted, exps, of_block)
-        more = {name: out.pop(name) for name in extras}
-        return RowStats(**out, extras=more)
+        extra_stats = {name: out.pop(name) for name in extras}
+        return RowStats(**out, extras=extra_stats)
 
-    def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
+    def diverge(
+        self, chunk: Chunk, stats: RowStats, teacher_stats: RowStats
+    ) -> tuple[Tensor, Tensor]:
         assert chunk.teacher is not None
         unread = stats.logps
-        normalisers = DivergenceStats(unread, unread, teacher.max_logit, teacher.log_sum)
+        of_teacher = DivergenceStats(unread, unread, teacher_stats.max_logit, teacher_stats.log_sum)
         value, sum_k = torch.empty_like(stats.logps), torch.empty_like(stats.logps)
-        for block in _blocks(len(chunk.logits), _term_rows(*chunk.logits.shape)):
-            block_stats = replace(take(stats, block), divergence=take(normalisers, block))
-            terms, k = _terms(chunk.logits[block], chunk.teacher, block, block_stats)
+        for block in _blocks(len(chunk.logits), _divergence_rows(*chunk.logits.shape)):
+            block_stats = replace(take(stats, block), divergence=take(of_teacher, block))
+            terms, k = _divergence_terms(chunk.logits[block], chunk.teacher, block, block_stats)
             value[block], sum_k[block] = terms.sum(dim=1), k.sum(dim=1)
         # NaN if a row of the teacher has no finite logit, or has NaN
-        odd = _offset(stats, normalisers) * 0.0
+        odd = _offset(stats, of_teacher) * 0.0
         return value + odd, sum_k + odd
 
     def grad(
@@ -117,7 +121,7 @@ class TorchRows(RowBackend):
         logits, transform = chunk.logits, chunk.transform
         n, vocab = logits.shape
         columns = chunk.ids - chunk.first_id
-        # d raw = d z * dz/draw: the part that a whole row shares goes into the coefficients
+        # dx = dz * (dz/dx): the part that a whole row shares goes into the coefficients
         inv_t = transform.inv_temperature
         row_factor = transform.scale * (inv_t[:, 0] if isinstance(inv_t, Tensor) else inv_t)
         d_logp = d_logp * row_factor
@@ -152,19 +156,20 @@ class TorchRows(RowBackend):
         assert chunk.teacher is not None
         assert stats.divergence is not None
         logits, transform, inv_t = chunk.logits, chunk.transform, chunk.transform.inv_temperature
-        for block in _blocks(len(logits), _term_rows(*logits.shape)):
+        for block in _blocks(len(logits), _divergence_rows(*logits.shape)):
             z, block_stats = logits[block], take(stats, block)
             assert block_stats.divergence is not None
-            more = _terms(z, chunk.teacher, block, block_stats)[1]
+            added = _divergence_terms(z, chunk.teacher, block, block_stats)[1]
             p = torch.exp(z - block_stats.max_logit[:, None]).mul_(
                 torch.exp(-block_stats.log_sum)[:, None]
             )
-            more.sub_(p.mul_(block_stats.divergence.sum_k[:, None])).mul_(d_divergence[block, None])
+            p.mul_(block_stats.divergence.sum_k[:, None])
+            added.sub_(p).mul_(d_divergence[block, None])
             rows_inv_t = inv_t[block] if isinstance(inv_t, Tensor) else inv_t
             factor = transform.scale * rows_inv_t
             if transform.softcap is not None:
                 factor = factor * (1.0 - (z / (transform.softcap * rows_inv_t)).square())
-            more.mul_(factor)
+            added.mul_(factor)
             plain = replace(chunk, logits=z, ids=chunk.ids[block], teacher=None)
             plain = replace(plain, transform=replace(transform, inv_temperature=rows_inv_t))
             self.grad(
@@ -174,17 +179,21 @@ class TorchRows(RowBackend):
                 None if d_entropy is None else d_entropy[block],
                 z,
             )
-            z.add_(more)
+            z.add_(added)
         if out is not logits:
             out.copy_(logits)
 
 
-def _offset(stats: RowStats, teacher: DivergenceStats) -> Tensor:
+def _offset(stats: RowStats, divergence: DivergenceStats) -> Tensor:
     """Return (z - y) - (log p - log q), (n,)."""
-    return (stats.max_logit - teacher.max_logit) + (stats.log_sum - teacher.log_sum)
+    return (stats.max_logit - divergence.teacher_max_logit) + (
+        stats.log_sum - divergence.teacher_log_sum
+    )
 
 
-def _terms(z: Tensor, teacher: Teacher, block: slice, stats: RowStats) -> tuple[Tensor, Tensor]:
+def _divergence_terms(
+    z: Tensor, teacher: Teacher, block: slice, stats: RowStats
+) -> tuple[Tensor, Tensor]:
     """Return the divergence's terms and k, (r, V) each, for the rows `block` with logits z (r,
     V)."""
     y, divergence = teacher.logits[block], stats.divergence
@@ -193,14 +202,10 @@ def _terms(z: Tensor, teacher: Teacher, block: slice, stats: RowStats) -> tuple[
     # p = q = 0; else the offset is NaN
     d = torch.where(torch.isnan(d), 0.0, d - _offset(stats, divergence)[:, None])
     ahead = d >= 0.0
-    lead = torch.where(
-        ahead, z - stats.max_logit[:, None], y - divergence.max_logit[:, None]
-    ).exp_()
-    lead.mul_(
-        torch.where(
-            ahead, torch.exp(-stats.log_sum)[:, None], torch.exp(-divergence.log_sum)[:, None]
-        )
-    )
+    ours, its = stats.max_logit, divergence.teacher_max_logit
+    lead = torch.where(ahead, z - ours[:, None], y - its[:, None]).exp_()
+    ours, its = torch.exp(-stats.log_sum), torch.exp(-divergence.teacher_log_sum)
+    lead.mul_(torch.where(ahead, ours[:, None], its[:, None]))
     return terms_of(teacher.jsd_beta)(d, lead, teacher.jsd_beta)
 
 
@@ -280,9 +285,9 @@ def _block_rows(n: int, vocab: int) -> int:
     return min(n, max(least, min(BLOCK_ELEMENTS // vocab, n // 8)))
 
 
-def _term_rows(n: int, vocab: int) -> int:
-    """Rows at a time, for work with `TERM_ROWS` temporaries per row."""
-    return max(min(n, LEAST_BLOCK_ROWS), _block_rows(n, vocab) * 2 // TERM_ROWS)
+def _divergence_rows(n: int, vocab: int) -> int:
+    """Rows at a time, for work with `DIVERGENCE_TEMPORARIES` temporaries per row."""
+    return max(min(n, LEAST_BLOCK_ROWS), _block_rows(n, vocab) * 2 // DIVERGENCE_TEMPORARIES)
 
 
 def _blocks(n: int, most: int) -> Iterator[slice]:

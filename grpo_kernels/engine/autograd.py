@@ -28,7 +28,14 @@ from grpo_kernels.base.tensors import is_nonzero, map_tensors, take
 from grpo_kernels.engine.plan import Job, Objective
 from grpo_kernels.engine.remainder import check_remainder, ratio_at, split_off
 from grpo_kernels.engine.slices import sweep_slices
-from grpo_kernels.engine.sweep import FirstPass, first_pass, gradient_work, indices_of, sweep
+from grpo_kernels.engine.sweep import (
+    FirstPass,
+    first_pass,
+    gradient_work,
+    indices_of,
+    indices_of_false,
+    sweep,
+)
 from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import Tensors
 from grpo_kernels.results import Scores
@@ -52,8 +59,8 @@ def first_order(function: F) -> F:
 
     @functools.wraps(backward)
     def once(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        given, vmap = [x for x in upstream if x is not None], torch._C._functorch
-        if any(vmap.is_legacy_batchedtensor(x) or vmap.is_batchedtensor(x) for x in given):
+        arrived, vmap = [x for x in upstream if x is not None], torch._C._functorch
+        if any(vmap.is_legacy_batchedtensor(x) or vmap.is_batchedtensor(x) for x in arrived):
             raise RuntimeError(
                 "grpo_kernels: several gradients at once (is_grads_batched=True, vectorize=True, "
                 "vmap over a backward) are not supported: compute one after the other"
@@ -63,7 +70,7 @@ def first_order(function: F) -> F:
             gradients = backward(ctx, *upstream)
         if not differentiable:
             return gradients
-        ties = [x for x in (ctx.tie, *given) if x is not None and x.requires_grad]
+        ties = [x for x in (ctx.tie, *arrived) if x is not None and x.requires_grad]
         return tuple(None if x is None else _Refusal.apply(x, *ties) for x in gradients)
 
     function.forward, function.backward = staticmethod(tied), staticmethod(once)  # type: ignore[method-assign]
@@ -102,28 +109,25 @@ def _refuse() -> tuple[Tensor | None, ...]:
 class LossWithGradient(torch.autograd.Function):
     """A scalar loss of all rows' log-probabilities and entropies.
 
-    ``forward(ctx, job, loss, first, reference, *tensors)`` -> loss (), logps (N,), entropies (N,),
-    where `reference` and `tensors` belong to the heads. `loss` and the first pass's result `first`,
-    with the loss's coefficients, are computed already; here the loss gets its gradient.
+    ``forward(ctx, job, loss, first, reference, *tensors)`` -> loss (), where `reference` and
+    `tensors` belong to the heads. `loss` and the first pass's result `first`, with what a backward
+    needs of it, are computed already; here the loss gets its gradient.
     """
 
     @staticmethod
     def forward(
         ctx: Any, job: Job, loss: Tensor, first: FirstPass, reference: Tensors | None, *inputs: Any
-    ) -> tuple[Tensor, ...]:
-        tensors, stats = Tensors(*inputs), first.stats
+    ) -> Tensor:
+        tensors = Tensors(*inputs)
         if job.when == "later":
             _save(ctx, job, tensors, (tensors, reference, first))
         else:
             stored = FirstPass(_NO_STATS, first.grads, first.grad_rows)
             _save(ctx, job, tensors, (None, None, stored))
-        n = tensors.hidden.shape[0]
-        logps, entropies = scatter(stats.logps, job.rows, n), scatter(first.entropies, job.rows, n)
-        ctx.mark_non_differentiable(logps, entropies)
-        return loss.clone(), logps, entropies  # the copy joins the graph, `loss` must not
+        return loss.clone()  # the copy joins the graph, `loss` must not
 
     @staticmethod
-    def backward(ctx: Any, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         job, (tensors, reference, first) = ctx.job, _saved(ctx)
         if job.when != "later":
             stored = _input_gradients(first.grads, ctx.specs, job, first.grad_rows, d_loss)
@@ -215,7 +219,7 @@ def _save(ctx: Any, job: Job, tensors: Tensors, needed: Any) -> None:
 
     if needed is not None:
         first = needed[2]
-        needed = (*needed[:2], first._replace(stats=replace(first.stats, extras={}, terms={})))
+        needed = (*needed[:2], first._replace(stats=replace(first.stats, extras={}, loss_terms={})))
     ctx.needed = map_tensors(save, needed)
     ctx.save_for_backward(*saved)
 
@@ -272,7 +276,7 @@ def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
     count, *counts = torch.stack([any_nonzero.sum(), *(x.sum() for x in present)]).tolist()
     next_count = iter(counts)
     kept = (x if x is not None and next(next_count) else None for x in coefficients)
-    return (~any_nonzero).to(torch.uint8).argsort(stable=True)[:count], Coefficients(*kept)
+    return indices_of_false(~any_nonzero, count), Coefficients(*kept)
 
 
 def _gradient(
@@ -290,7 +294,7 @@ def _gradient(
     def again(coefficients: Coefficients) -> tuple[Tensors, Tensor]:
         return second_pass(job, tensors, reference, stats, coefficients)
 
-    upstream = map_tensors(lambda x: x[rows.positions].to(job.accumulator), upstream)
+    upstream = map_tensors(lambda x: x[rows.positions].to(job.accumulator_dtype), upstream)
     d_score = job.d_score(upstream)
     if d_score is None:
         d_score = stats.logps.new_zeros(len(rows))

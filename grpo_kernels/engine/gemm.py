@@ -32,19 +32,24 @@ class Products:
     Args:
         weight: (V, H), of any floating dtype.
         compute_dtype: dtype that the operands are rounded to.
-        accumulator: the dtype of the results.
+        accumulator_dtype: the dtype of the results.
         slice_bytes: bytes of the weight to convert at a time, if it must be converted.
     """
 
     def __init__(
-        self, weight: Tensor, compute_dtype: torch.dtype, accumulator: torch.dtype, slice_bytes: int
+        self,
+        weight: Tensor,
+        compute_dtype: torch.dtype,
+        accumulator_dtype: torch.dtype,
+        slice_bytes: int,
     ) -> None:
-        self.weight, self.compute_dtype, self.accumulator = weight, compute_dtype, accumulator
-        narrow = (compute_dtype.itemsize, accumulator.itemsize) == (2, 4)
+        self.weight, self.compute_dtype = weight, compute_dtype
+        self.accumulator_dtype = accumulator_dtype
+        narrow = (compute_dtype.itemsize, accumulator_dtype.itemsize) == (2, 4)
         mixed = narrow and device_of(weight.device).mixed_products
         if mixed:
             _check_accumulation(compute_dtype)
-        self._operand = compute_dtype if mixed else accumulator
+        self._operand = compute_dtype if mixed else accumulator_dtype
         # bytes copied per element of the weight
         copied = 0 if weight.dtype == compute_dtype else compute_dtype.itemsize
         copied += 0 if self._operand == compute_dtype else self._operand.itemsize
@@ -54,7 +59,7 @@ class Products:
         self.slice_bytes = self._slice_rows * width * copied  # 0: the weight needs no copy
 
     @property
-    def gradient_dtype(self) -> torch.dtype:
+    def d_logits_dtype(self) -> torch.dtype:
         """Dtype that d logits are rounded to for the backward products."""
         return self._operand
 
@@ -69,7 +74,7 @@ class Products:
     @property
     def scales_gradient(self) -> bool:
         """True if d logits carry a factor that `with_fp16_scale` chooses."""
-        return self.gradient_dtype == torch.float16
+        return self.d_logits_dtype == torch.float16
 
     def with_fp16_scale(
         self,

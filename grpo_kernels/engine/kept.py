@@ -66,20 +66,20 @@ class Survey(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptSets:
-    """A call's rows and their sets.
+    """A call's rows and their sets, planned.
 
     A set with a single id is in no block: its log-probability and entropy are 0, and so is their
     gradient.
 
     Attributes:
         job: the call, with rows whose ids are counted from this rank's first.
-        kept: all entries, and the bounds of each position's entries; -1 is padding.
+        kept_ids: all entries, and the bounds of each position's entries; -1 is padding.
         projected: (n,) bool, rows whose set is projected, on any rank.
         order: (m,) index of the rows with ids on this rank, the largest sets first.
     """
 
     job: Job
-    kept: KeptIds
+    kept_ids: KeptIds
     projected: Tensor
     order: Tensor
     spans: list[Span]
@@ -87,14 +87,15 @@ class KeptSets:
     def transform(self, at: Tensor) -> LogitTransform:
         """Return the transform of the rows `at` (r,), without bias."""
         inv_t = self.job.rows.inv_temperature
-        return self.job.transform.of_rows(inv_t[at] if isinstance(inv_t, Tensor) else inv_t)
+        inv_t = inv_t[at] if isinstance(inv_t, Tensor) else inv_t
+        return self.job.transform.with_temperature_and_bias(inv_t)
 
 
 def score_kept(
     job: Job,
     tensors: Tensors,
     run: Run | None,
-    sets: KeptIds,
+    kept_ids: KeptIds,
     ids: Tensor,
     on_missing_set: OnMissingSet,
     objective_at: Callable[[Tensor], Objective],
@@ -117,38 +118,38 @@ def score_kept(
     budget = WORKSPACE_BYTES if run.workspace_bytes is None else run.workspace_bytes
     over_sets = replace(job, workspace_bytes=budget, entropy=entropy is True)
     rows_here = tensors.weight.shape[0]
-    survey = survey_sets(over_sets, rows_here, sets, ids, on_missing_set, others or {})
-    planned, any_without = plan_sets(over_sets, tensors, sets, survey)
-    whole, in_full, shape = None, entropy == "full", ids.shape
+    survey = survey_sets(over_sets, rows_here, kept_ids, ids, on_missing_set, others or {})
+    planned, any_without = plan_sets(over_sets, tensors, kept_ids, survey)
+    whole_vocab, in_full, shape = None, entropy == "full", ids.shape
     if any_without or in_full:
         vocab = rows_here if job.shard is None else job.shard.vocab
         rows = job.rows if in_full else take(job.rows, survey.without.nonzero()[:, 0])
-        gradient = objective_at(rows.positions)
-        whole = replace(
+        objective = objective_at(rows.positions)
+        whole_vocab = replace(
             job,
             rows=in_range(rows, ("completion_ids", ""), vocab, job.first_id),
             backend=choose_backend(run.backend, ids.device, job.dtype)[0],
             entropy=bool(entropy),
         )
-        whole = replace(whole, engine=choose_engine(run.engine, whole, gradient))
+        whole_vocab = replace(whole_vocab, engine=choose_engine(run.engine, whole_vocab, objective))
     logps, entropies = KeptSetLogprob.apply(planned, *tensors)
     logps, entropies = logps.view(shape), None if entropies is None else entropies.view(shape)
-    if whole is not None:
+    if whole_vocab is not None:
         without = scatter(survey.without, job.rows, shape.numel()).view(shape)
-        full = scored(whole, tensors, None, gradient, shape)
+        full = scored(whole_vocab, tensors, None, objective, shape)
         logps = torch.where(without, full.logps, logps)
         if entropies is not None:
             entropies = torch.where(without, full.entropies, entropies)
         elif in_full:
             entropies = full.entropies
     scores = Scores(logps=logps) if entropies is None else Scores(logps=logps, entropies=entropies)
-    return scores, survey.metrics(job.accumulator)
+    return scores, survey.metrics(job.accumulator_dtype)
 
 
 def survey_sets(
     job: Job,
     rows_here: int,
-    sets: KeptIds,
+    kept_ids: KeptIds,
     ids: Tensor,
     on_missing_set: str,
     others: Mapping[str, Tensor | None],
@@ -163,12 +164,12 @@ def survey_sets(
     rows, sampled = job.rows, ids.detach().reshape(-1)
     vocab, first = rows_here if job.shard is None else job.shard.vocab, job.first_id
     # per position: ids, ids among this rank's rows, ids that do not exist, the sampled id
-    counts = sets.offsets.new_zeros(4, sampled.shape[0])
+    counts = kept_ids.offsets.new_zeros(4, sampled.shape[0])
     step = max(1, job.workspace_bytes // ENTRY_BYTES)
-    for start in range(0, sets.ids.shape[0], step):
-        some = sets.ids[start : start + step]
+    for start in range(0, kept_ids.ids.shape[0], step):
+        some = kept_ids.ids[start : start + step]
         place = torch.arange(start, start + some.shape[0], device=some.device)
-        owner = torch.searchsorted(sets.offsets, place, right=True) - 1
+        owner = torch.searchsorted(kept_ids.offsets, place, right=True) - 1
         exists = (some >= 0) & (some < vocab)
         flags = (
             exists,
@@ -186,7 +187,7 @@ def survey_sets(
     if bool(invalid.any()):
         i = int(invalid.nonzero()[0])
         at = rows.positions[i]
-        raise ValueError(_wrong(sets, ids, at, int(sizes[i]), int(outside[i]), vocab))
+        raise ValueError(_wrong(kept_ids, ids, at, int(sizes[i]), int(outside[i]), vocab))
     _check_others(others, rows.positions[(sizes == 1) & ~missing])
     return Survey(sizes, local, missing, None)
 
@@ -207,7 +208,7 @@ def _check_others(others: Mapping[str, Tensor | None], alone: Tensor) -> None:
 
 
 def _wrong(
-    sets: KeptIds,
+    kept_ids: KeptIds,
     ids: Tensor,
     position: Tensor,
     size: int,
@@ -217,7 +218,9 @@ def _wrong(
     """Return the message about a wrong set at a position."""
     at = tuple(int(x) for x in torch.unravel_index(position, ids.shape))
     if outside:
-        entries = sets.ids[int(sets.offsets[position]) : int(sets.offsets[position + 1])]
+        entries = kept_ids.ids[
+            int(kept_ids.offsets[position]) : int(kept_ids.offsets[position + 1])
+        ]
         bad = entries[(entries < -1) | (entries >= vocab)][0].item()
         return f"kept_ids: expected ids in [0, V) = [0, {vocab}) or -1, got {bad} at position {at}"
     way_out = "; on_missing_set='full' scores such positions over the whole vocabulary"
@@ -230,19 +233,21 @@ def _wrong(
     )
 
 
-def plan_sets(job: Job, tensors: Tensors, sets: KeptIds, survey: Survey) -> tuple[KeptSets, bool]:
+def plan_sets(
+    job: Job, tensors: Tensors, kept_ids: KeptIds, survey: Survey
+) -> tuple[KeptSets, bool]:
     """Plan the work; also return True if any position has no set. Waits for the sets' sizes."""
     rows = job.rows
     projected = (survey.sizes > 1) & ~survey.without
     local, order = torch.where(projected, survey.local, 0).sort(descending=True, stable=True)
-    longest = sets.offsets.diff()[rows.positions][order]
+    longest = kept_ids.offsets.diff()[rows.positions][order]
     sizes, lists, without = torch.stack([local, longest, survey.without.long()]).tolist()
     count = bisect.bisect_left(sizes, 0, key=operator.neg)
-    row_bytes = 2 * job.accumulator.itemsize * sum(x.shape[1] for _, x in tensors.factors())
+    row_bytes = 2 * job.accumulator_dtype.itemsize * sum(x.shape[1] for _, x in tensors.factors())
     budget, head_bytes = job.workspace_bytes, entry_bytes(tensors, job)
     spans = plan_spans(sizes[:count], lists[:count], budget, head_bytes, row_bytes)
     own = replace(rows, ids=rows.ids - job.first_id, invalid=survey.invalid)
-    planned = KeptSets(replace(job, rows=own), sets, projected, order[:count], spans)
+    planned = KeptSets(replace(job, rows=own), kept_ids, projected, order[:count], spans)
     return planned, any(without)
 
 
@@ -277,58 +282,61 @@ def plan_spans(
 class KeptSetLogprob(torch.autograd.Function):
     """Log-probabilities (N,) and entropies (N,) or None over kept sets.
 
-    ``forward(ctx, sets, *tensors)``, with the tensors of a `Tensors`.
+    ``forward(ctx, planned, *tensors)``, with the tensors of a `Tensors`.
     """
 
     @staticmethod
-    def forward(ctx: Any, sets: KeptSets, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, planned: KeptSets, *inputs: Any) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        tensors, shard = Tensors(*inputs), sets.job.shard
-        zeros = sets.job.rows.positions.new_zeros(len(sets.job.rows), dtype=sets.job.accumulator)
+        tensors, shard = Tensors(*inputs), planned.job.shard
+        positions, dtype = planned.job.rows.positions, planned.job.accumulator_dtype
+        zeros = positions.new_zeros(len(positions), dtype=dtype)
         nothing = torch.full_like(zeros, -torch.inf)  # for rows without an id on this rank
-        stats = RowStats(zeros, nothing, zeros.clone(), zeros.clone() if sets.job.entropy else None)
+        stats = RowStats(
+            zeros, nothing, zeros.clone(), zeros.clone() if planned.job.entropy else None
+        )
         blocks: list[Tensor] = []
         with torch.autocast(tensors.hidden.device.type, enabled=False):
-            factors = _factors(tensors, sets)
-            for span in sets.spans:
-                at = sets.order[span[0]]
-                kept, target = _in_order(sets, at, span, tensors.weight.shape[0])
-                logits = _logits(factors, tensors, sets, at, kept)
-                chunk = Chunk(logits, target.clamp(min=0), sets.transform(at))
-                of_block = _ROWS.stats(chunk, entropy=sets.job.entropy)
+            factors = _factors(tensors, planned)
+            for span in planned.spans:
+                at = planned.order[span[0]]
+                kept, target = _in_order(planned, at, span, tensors.weight.shape[0])
+                logits = _logits(factors, tensors, planned, at, kept)
+                chunk = Chunk(logits, target.clamp(min=0), planned.transform(at))
+                of_block = _ROWS.stats(chunk, entropy=planned.job.entropy)
                 for x, part in zip(_numbers(stats), _numbers(of_block), strict=True):
                     if x is not None and part is not None:
                         x[at] = part
-                if any(sets.job.needs):
+                if any(planned.job.needs):
                     blocks += [kept, logits, target]
             if shard is not None:
-                stats = shard.joined(stats, sets.job.rows.ids, LogitTransform())
-        ctx.sets, ctx.count = sets, len(tensors)
+                stats = shard.joined(stats, planned.job.rows.ids, LogitTransform())
+        ctx.planned, ctx.count = planned, len(tensors)
         ctx.save_for_backward(*tensors, *_numbers(stats), *blocks)
-        entropies = None if stats.entropies is None else _result(stats.entropies, sets, tensors)
-        return _result(stats.logps, sets, tensors), entropies
+        entropies = None if stats.entropies is None else _result(stats.entropies, planned, tensors)
+        return _result(stats.logps, planned, tensors), entropies
 
     @staticmethod
     def backward(
         ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        sets: KeptSets = ctx.sets
-        with sets.job.gather(), torch.autocast(sets.kept.ids.device.type, enabled=False):
+        planned: KeptSets = ctx.planned
+        with planned.job.gather(), torch.autocast(planned.kept_ids.ids.device.type, enabled=False):
             saved = iter(ctx.saved_tensors)
             tensors = Tensors(*itertools.islice(saved, ctx.count))
             stats = RowStats(*itertools.islice(saved, 4))
             upstream = [x for x in (d_logps, d_entropies) if x is not None]
             if not upstream:
                 return None, *(None for _ in tensors)
-            sums, factors = _GradientSums(tensors, sets), _factors(tensors, sets)
-            for rows, *_ in sets.spans:
-                at, block = sets.order[rows], tuple(itertools.islice(saved, 3))
-                positions = sets.job.rows.positions[at]
+            sums, factors = _GradientSums(tensors, planned), _factors(tensors, planned)
+            for rows, *_ in planned.spans:
+                at, block = planned.order[rows], tuple(itertools.islice(saved, 3))
+                positions = planned.job.rows.positions[at]
                 has_gradient = torch.stack([x[positions] != 0 for x in upstream]).any(dim=0)
                 index = has_gradient.nonzero()[:, 0]
                 if len(index):
                     at, block = at[index], take(block, index)
-                    d_raw = _d_raw(block, sets, at, stats, d_logps, d_entropies)
+                    d_raw = _d_raw(block, planned, at, stats, d_logps, d_entropies)
                     sums.add(factors, block[0], d_raw, at)
         return None, *sums.gradients()
 
@@ -338,39 +346,42 @@ def _numbers(stats: RowStats) -> tuple[Tensor | None, ...]:
     return stats.logps, stats.max_logit, stats.log_sum, stats.entropies
 
 
-def _factors(tensors: Tensors, sets: KeptSets) -> list[_Gathered]:
+def _factors(tensors: Tensors, planned: KeptSets) -> list[_Gathered]:
     """Return memory for each factor's gathered rows, for as many entries as the workspace holds."""
-    job = sets.job
-    largest = max(((rows.stop - rows.start) * width for rows, width, _ in sets.spans), default=0)
+    job = planned.job
+    largest = max(((rows.stop - rows.start) * width for rows, width, _ in planned.spans), default=0)
     entries = min(max(1, job.workspace_bytes // entry_bytes(tensors, job)), largest)
     pairs = zip(tensors.factors(), job.operand_dtypes(tensors), strict=True)
-    return [_Gathered(matrix, dtype, job.accumulator, entries) for (_, matrix), dtype in pairs]
+    wide = job.accumulator_dtype
+    return [_Gathered(matrix, dtype, wide, entries) for (_, matrix), dtype in pairs]
 
 
-def _result(x: Tensor, sets: KeptSets, tensors: Tensors) -> Tensor:
+def _result(x: Tensor, planned: KeptSets, tensors: Tensors) -> Tensor:
     """(n,) -> (N,): 0 if no set is projected, NaN if the row is invalid."""
-    x = torch.where(sets.projected, x, 0.0)
-    if sets.job.rows.invalid is not None:
-        x.masked_fill_(sets.job.rows.invalid, torch.nan)
-    return scatter(x, sets.job.rows, tensors.hidden.shape[0])
+    x = torch.where(planned.projected, x, 0.0)
+    if planned.job.rows.invalid is not None:
+        x.masked_fill_(planned.job.rows.invalid, torch.nan)
+    return scatter(x, planned.job.rows, tensors.hidden.shape[0])
 
 
-def _in_order(sets: KeptSets, at: Tensor, span: Span, vocab: int) -> tuple[Tensor, Tensor]:
+def _in_order(planned: KeptSets, at: Tensor, span: Span, vocab: int) -> tuple[Tensor, Tensor]:
     """Return the ids (r, w) and the target (r,) of a `_Block`, on a rank with `vocab` ids.
 
     Padding and repetitions become the row's first id, so NaN in a position's hidden state cannot
     reach the gradient of an id outside its set.
     """
-    positions, (_, width, longest) = sets.job.rows.positions[at], span
-    place = sets.kept.offsets[positions][:, None] + torch.arange(longest, device=positions.device)
-    inside = place < sets.kept.offsets[positions + 1][:, None]
-    kept = sets.kept.ids[torch.where(inside, place, 0)].long() - sets.job.first_id
+    positions, (_, width, longest) = planned.job.rows.positions[at], span
+    place = planned.kept_ids.offsets[positions][:, None] + torch.arange(
+        longest, device=positions.device
+    )
+    inside = place < planned.kept_ids.offsets[positions + 1][:, None]
+    kept = planned.kept_ids.ids[torch.where(inside, place, 0)].long() - planned.job.first_id
     kept = torch.where(inside & (kept >= 0) & (kept < vocab), kept, -1).to(torch.int32)
     kept = kept.sort(dim=1, descending=True).values[:, :width]
     padding = kept < 0
     padding[:, 1:] |= kept[:, 1:] == kept[:, :-1]
     kept = torch.where(padding, kept[:, :1], kept)
-    is_target = kept == sets.job.rows.ids[at, None]
+    is_target = kept == planned.job.rows.ids[at, None]
     return kept, torch.where(is_target.any(dim=1), is_target.to(torch.uint8).argmax(dim=1), -1)
 
 
@@ -381,23 +392,23 @@ def _padding(kept: Tensor) -> Tensor:
 
 
 def _logits(
-    factors: list[_Gathered], tensors: Tensors, sets: KeptSets, at: Tensor, kept: Tensor
+    factors: list[_Gathered], tensors: Tensors, planned: KeptSets, at: Tensor, kept: Tensor
 ) -> Tensor:
     """Return the logits (r, w) of the ids `kept`, -inf in the padding."""
-    positions = sets.job.rows.positions[at]
-    z = tensors.hidden.new_zeros(kept.shape, dtype=sets.job.accumulator)
+    positions = planned.job.rows.positions[at]
+    z = tensors.hidden.new_zeros(kept.shape, dtype=planned.job.accumulator_dtype)
     for factor, (x, _) in zip(factors, tensors.factors(), strict=True):
         states = factor.operand(x[positions])
         for columns in factor.pieces(*kept.shape):
             z[:, columns] += torch.bmm(factor.of(kept[:, columns]), states[:, :, None])[..., 0]
     bias = None if tensors.bias is None else tensors.bias.detach()[kept].to(z.dtype)
-    _ROWS.prepare_(z, replace(sets.transform(at), bias=bias))
+    _ROWS.prepare_(z, replace(planned.transform(at), bias=bias))
     return z.masked_fill_(_padding(kept), -torch.inf)
 
 
 def _d_raw(
     block: _Block,
-    sets: KeptSets,
+    planned: KeptSets,
     at: Tensor,
     stats: RowStats,
     d_logps: Tensor | None,
@@ -405,31 +416,32 @@ def _d_raw(
 ) -> Tensor:
     """D loss / d (raw projection), (r, w), from statistics (n,) and upstream (N,)."""
     kept, logits, target = block
-    positions, stats = sets.job.rows.positions[at], take(stats, at)
+    positions, stats = planned.job.rows.positions[at], take(stats, at)
+    dtype = planned.job.accumulator_dtype
     d_logp, d_entropy = (
-        None if x is None else x[positions].to(sets.job.accumulator) for x in (d_logps, d_entropies)
+        None if x is None else x[positions].to(dtype) for x in (d_logps, d_entropies)
     )
     d_logp = torch.zeros_like(stats.logps) if d_logp is None else d_logp
-    _ROWS.grad(Chunk(logits, target, sets.transform(at)), stats, d_logp, d_entropy, logits)
+    _ROWS.grad(Chunk(logits, target, planned.transform(at)), stats, d_logp, d_entropy, logits)
     return logits.masked_fill_(_padding(kept), 0.0)
 
 
 class _GradientSums:
     """The gradients of the head's tensors, summed over blocks."""
 
-    def __init__(self, tensors: Tensors, sets: KeptSets) -> None:
-        self._tensors, self._sets, dtype = tensors, sets, sets.job.accumulator
+    def __init__(self, tensors: Tensors, planned: KeptSets) -> None:
+        self._tensors, self._sets, dtype = tensors, planned, planned.job.accumulator_dtype
         # with a sharded head, d hidden is a sum over the ranks, rounded afterwards
-        divided = sets.job.shard is not None
+        divided = planned.job.shard is not None
         self._rows: list[Tensor | None] = []
         self._matrices: list[Tensor | None] = []
-        pairs = zip(tensors.factors(), sets.job.needs.factors(), strict=False)
+        pairs = zip(tensors.factors(), planned.job.needs.factors(), strict=False)
         for (x, matrix), (rows, whole) in pairs:
             of_rows = dtype if divided else x.dtype
             self._rows.append(torch.zeros_like(x, dtype=of_rows) if rows else None)
             self._matrices.append(torch.zeros_like(matrix, dtype=dtype) if whole else None)
         self._bias = None
-        if tensors.bias is not None and sets.job.needs.bias:
+        if tensors.bias is not None and planned.job.needs.bias:
             self._bias = torch.zeros_like(tensors.bias, dtype=dtype)
 
     def add(self, factors: list[_Gathered], kept: Tensor, d_raw: Tensor, at: Tensor) -> None:
@@ -468,9 +480,12 @@ class _GradientSums:
 
 def entry_bytes(tensors: Tensors, job: Job) -> int:
     """Return the bytes of one entry's gathered rows."""
-    pairs = zip(tensors.factors(), job.operand_dtypes(tensors), strict=True)
+    pairs, wide = (
+        zip(tensors.factors(), job.operand_dtypes(tensors), strict=True),
+        job.accumulator_dtype,
+    )
     return sum(
-        matrix.shape[1] * sum(x.itemsize for x in _stages(matrix.dtype, dtype, job.accumulator))
+        matrix.shape[1] * sum(x.itemsize for x in _stages(matrix.dtype, dtype, wide))
         for (_, matrix), dtype in pairs
     )
 

@@ -63,8 +63,8 @@ from grpo_kernels.head import (
     Tensors,
     first_ids,
     gradients_wanted,
-    operands,
     products_dtype,
+    tensors_of,
 )
 
 _AS_IT_IS, _NONE = LogitTransform(), Coefficients()
@@ -143,21 +143,22 @@ class Objective(Protocol):
 
     Attributes:
         known: when the coefficients of a row are known.
-        is_guess: True for what a caller expects; the backward compares it with the gradient that
+        is_expected: True for what a caller expects; the backward compares it with the gradient that
             arrives, and computes what is missing.
         live: (n,) bool, rows that may have a coefficient other than 0; None: all.
-        one_number: True if the loss depends on a single number of each row. Read only if the head
-            is frozen, since it may evaluate a user's function.
+        score_alone: True if the loss depends on each row's score alone, its log-probability or
+            divergence (`Job.d_score`). Read only if the head is frozen, since it may evaluate a
+            user's function.
     """
 
-    is_guess: bool
+    is_expected: bool
 
     @property
     def known(self) -> Known: ...
     @property
     def live(self) -> Tensor | None: ...
     @property
-    def one_number(self) -> bool: ...
+    def score_alone(self) -> bool: ...
 
     def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
         """Return the coefficients of the rows at `index` (m,), from their statistics."""
@@ -244,7 +245,7 @@ class Job:
         return replace(self, rows=take(self.rows, index))
 
     @property
-    def accumulator(self) -> torch.dtype:
+    def accumulator_dtype(self) -> torch.dtype:
         """Dtype of logits, statistics, and gradients before their one rounding."""
         return accumulator_of(self.dtype)
 
@@ -274,7 +275,7 @@ class Job:
     def products(self, weight: Tensor, dtype: torch.dtype | None = None) -> Products:
         """Return the products with `weight`, which may be a part of the head."""
         slice_bytes = min(SLICE_BYTES, self.workspace_bytes // 8)
-        return Products(weight, dtype or self.dtype, self.accumulator, slice_bytes)
+        return Products(weight, dtype or self.dtype, self.accumulator_dtype, slice_bytes)
 
     def operand_dtypes(self, head: Tensors) -> list[torch.dtype]:
         """Return the operands' dtype for each of `Tensors.factors`; an adapter keeps its own."""
@@ -304,7 +305,9 @@ def _converted(head: Tensors, dtype: torch.dtype) -> Tensors:
 
 
 @contextmanager
-def together(call: str, group: Any, arguments: Mapping[str, Any]) -> Iterator[Ranks | None]:
+def checked_on_all_ranks(
+    call: str, group: Any, arguments: Mapping[str, Any]
+) -> Iterator[Ranks | None]:
     """Context for a public call's checks and plan; yields its `Ranks`, or None without a group.
 
     If one rank raises inside it before `Ranks.compare`, all ranks raise: each sends the same number
@@ -405,10 +408,10 @@ def plan(
     job = replace(job, memory=memory, shard=shard, workspace_bytes=workspace_bytes)
     rows = rows if objective is None else in_range(rows, names, vocab, job.first_id)
     job = replace(job, rows=rows)
-    tensors, reference_tensors = operands(hidden, head, rows.positions), None
+    tensors, reference_tensors = tensors_of(hidden, head, rows.positions), None
     if reference is not None:
         states, own = reference
-        reference_tensors = operands(states, own, rows.positions).map(Tensor.detach)
+        reference_tensors = tensors_of(states, own, rows.positions).map(Tensor.detach)
     if objective is not None:
         job = replace(job, engine=choose_engine(run.engine, job, objective))
     return job, tensors, reference_tensors
@@ -421,7 +424,7 @@ def choose_engine(name: str, job: Job, objective: Objective) -> str:
         ValueError: the engine `name` cannot give this gradient.
     """
     needs, known = job.needs, objective.known
-    if objective.is_guess and device_of(job.rows.positions.device).is_capturing():
+    if objective.is_expected and device_of(job.rows.positions.device).is_capturing():
         known = "all_rows"  # in a CUDA graph, the comparison would wait
     head_trains, no_gradient = any(needs[1:]), not any(needs)
     if name == "auto" and job.memory.tight and head_trains:
@@ -432,7 +435,7 @@ def choose_engine(name: str, job: Job, objective: Objective) -> str:
             not head_trains
             and not isinstance(job.rows.top_k, TopKLogps)
             # without a gradient, a user's function is not evaluated for this
-            and ((no_gradient and job.reference_dtype is None) or objective.one_number)
+            and ((no_gradient and job.reference_dtype is None) or objective.score_alone)
         ),
         "one_pass": lambda: known in ("before", "own_row"),
         "two_pass": lambda: True,

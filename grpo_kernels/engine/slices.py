@@ -38,9 +38,9 @@ def sweep_slices(
 
     It equals the gradient of `sweep`, but d weight and d lora_b have their own dtype, rounded once.
     """
-    rows, needs, dtype = job.rows, job.needs, job.accumulator
+    rows, needs, dtype = job.rows, job.needs, job.accumulator_dtype
     bias = row_bias(tensors.bias, slice(None), dtype)
-    transform = job.transform.of_rows(rows.inv_temperature, bias)
+    transform = job.transform.with_temperature_and_bias(rows.inv_temperature, bias)
     # one factor for all rows and slices, since the gradients are summed over both
     coefficients, fp16_scale = job.products(tensors.weight).with_fp16_scale(
         coefficients, stats, transform
@@ -79,9 +79,9 @@ def sweep_slices(
         write_gradient(job, chunk, rows, stats, coefficients, d_logits)
         d_logits[count:] = 0.0
         products = zip(projection.products, operands[0], d_rows, parts, strict=True)
-        for product, x, of_rows, part in products:
-            if of_rows is not None:
-                product.d_hidden(d_logits, of_rows[place], add=columns.start > 0)
+        for product, x, d_x, part in products:
+            if d_x is not None:
+                product.d_hidden(d_logits, d_x[place], add=columns.start > 0)
             if part is not None:
                 product.d_weight(d_logits, x, part, add=place.start > 0)
         if d_bias is not None:
@@ -143,21 +143,21 @@ def plan_slices(job: Job, tensors: Tensors, reference: Tensors | None) -> tuple[
     (and of d lora_b) if that is summed apart. A row and column together need logits, d logits and
     the backend's scratch. The result is at least a tile of rows and `SLICE_MULTIPLE` columns.
     """
-    rows, vocab, size = job.rows, tensors.weight.shape[0], job.accumulator.itemsize
+    rows, vocab, size = job.rows, tensors.weight.shape[0], job.accumulator_dtype.itemsize
     budget = job.workspace_bytes
     tile, least = device_of(tensors.weight.device).fewest_rows, min(vocab, SLICE_MULTIPLE)
     factors = job.all_products(tensors)
-    dtype = factors[0].gradient_dtype
-    logit_bytes = size + (0 if dtype == job.accumulator else dtype.itemsize)
+    dtype = factors[0].d_logits_dtype
+    logit_bytes = size + (0 if dtype == job.accumulator_dtype else dtype.itemsize)
     row_bytes = 0 if rows.top_k is None else rows.top_k.row_bytes()
     column_bytes = padding_bytes = 0
     triples = zip(factors, tensors.factors(), job.needs.factors(), strict=False)
     for p, (x, matrix), (_, wanted) in triples:
         # for an adapter more precise than d logits
-        converted = 0 if p.gradient_dtype == dtype else dtype.itemsize
+        converted = 0 if p.d_logits_dtype == dtype else dtype.itemsize
         row_bytes += p.hidden_bytes() + x.shape[1] * (_copied_bytes(x, p) + converted)
         column_bytes += x.shape[1] * (
-            converted + (size if wanted and matrix.dtype != job.accumulator else 0)
+            converted + (size if wanted and matrix.dtype != job.accumulator_dtype else 0)
         )
         padding_bytes += tile * x.shape[1] * size  # for d hidden
     if reference is not None:
@@ -187,5 +187,5 @@ def plan_slices(job: Job, tensors: Tensors, reference: Tensors | None) -> tuple[
 def _copied_bytes(x: Tensor, products: Products) -> int:
     """Return the bytes per element of `x`, besides its operand, while it is converted to the
     operand."""
-    steps = [x.dtype, products.compute_dtype, products.gradient_dtype]
+    steps = [x.dtype, products.compute_dtype, products.d_logits_dtype]
     return sum(before.itemsize for before, after in itertools.pairwise(steps) if before != after)

@@ -48,10 +48,12 @@ CoefficientsOf = Callable[[Index, RowStats], Coefficients]
 
 
 class FirstPass(NamedTuple):
-    """Results of a first pass: statistics (n,) of all rows and, if computed now, a gradient.
+    """Results of a first pass: the statistics (n,) of all rows and, if due now, a gradient.
 
-    `grads` are the gradients of the rows `grad_rows` (m,), for `coefficients` (n,), in the
-    accumulator's dtype.
+    `grads` is the gradient from the rows `grad_rows` (m,), in the accumulator's dtype: of the loss
+    in one_pass, of the sum of the rows' scores in frozen, and None if it is computed later.
+    `coefficients` (n,) are what a backward needs: those of the loss if it computes the gradient,
+    those that a caller expected if it compares them.
     """
 
     stats: RowStats
@@ -82,19 +84,19 @@ def first_pass(
         grad_rows = every if live is None else indices_of(live)
         fuses = job.engine == "one_pass" and job.fuses
         token_loss = objective.token_loss() if fuses else None
-        # for the backward to compare: a caller's function may not return the same twice
-        guessed: dict[str, Tensor] = {}
+        # noted for the backward: a caller's function may not return the same twice
+        expected: dict[str, Tensor] = {}
 
         def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
             if job.engine == "frozen":
                 return job.with_d_score(torch.ones_like(stats.logps))
             rows = grad_rows[at]
-            found = objective.coefficients_at(rows, stats)
-            if objective.is_guess:
-                for name, x in found._asdict().items():
+            coefficients = objective.coefficients_at(rows, stats)
+            if objective.is_expected:
+                for name, x in coefficients._asdict().items():
                     if x is not None:
-                        guessed.setdefault(name, x.new_zeros(n))[rows] = x
-            return found
+                        expected.setdefault(name, x.new_zeros(n))[rows] = x
+            return coefficients
 
         # the rows with gradient, then those without
         grad_job, grad_loss = job, token_loss
@@ -107,17 +109,17 @@ def first_pass(
             work = gradient_work(grad_job, tensors, coefficients_of, work)
         stats, grads = sweep(grad_job, tensors, reference, work, job.needs, grad_loss)
         if live is not None and grad_rows.shape[0] < n:
-            rest = live.to(torch.uint8).argsort(stable=True)[: n - grad_rows.shape[0]]
+            rest = indices_of_false(live, n - grad_rows.shape[0])
             stats = _with_rest(job, tensors, reference, token_loss, (grad_rows, stats), rest)
-        if not objective.is_guess or job.engine == "frozen":
+        if not objective.is_expected or job.engine == "frozen":
             # a loss gets its coefficients from its evaluation, a frozen head's backward reads none
             return FirstPass(stats, grads, grad_rows)
-        expected = Coefficients(**guessed)
+        coefficients = Coefficients(**expected)
         if token_loss is not None:  # then it is made of numbers, not of what a function returns
-            expected = objective.coefficients_at(every, stats)
-        if job.d_score(expected) is None:
-            expected = job.with_d_score(stats.logps.new_zeros(n), expected)
-        return FirstPass(stats, grads, grad_rows, expected)
+            coefficients = objective.coefficients_at(every, stats)
+        if job.d_score(coefficients) is None:
+            coefficients = job.with_d_score(stats.logps.new_zeros(n), coefficients)
+        return FirstPass(stats, grads, grad_rows, coefficients)
 
 
 def _with_rest(
@@ -178,12 +180,12 @@ def gradient_work(
     def work(
         chunk: Chunk, rows: Rows, at: Index, out: Tensor | None
     ) -> tuple[RowStats | None, Tensor | None]:
-        found, _ = statistics_by(chunk, rows, at, None)
-        assert found is not None and out is not None
-        given = coefficients_of(at, found)
-        scaled, fp16_scale = products.with_fp16_scale(given, found, chunk.transform)
-        write_gradient(job, chunk, rows, found, scaled, out)
-        return found if keeps else None, fp16_scale
+        stats, _ = statistics_by(chunk, rows, at, None)
+        assert stats is not None and out is not None
+        coefficients = coefficients_of(at, stats)
+        scaled, fp16_scale = products.with_fp16_scale(coefficients, stats, chunk.transform)
+        write_gradient(job, chunk, rows, stats, scaled, out)
+        return stats if keeps else None, fp16_scale
 
     return work
 
@@ -200,13 +202,13 @@ def statistics(job: Job, chunk: Chunk, rows: Rows) -> RowStats:
     of_backend = tuple(x for x in job.extras if x in STATISTICS)
     stats = of_head(chunk, entropy=job.entropy, extras=of_backend)
     if chunk.teacher is not None:
-        teacher = of_head(chunk.of_teacher(), entropy=False, extras=())
-        value, sum_k = job.backend.diverge(chunk, stats, teacher)
+        teacher_stats = of_head(chunk.of_teacher(), entropy=False, extras=())
+        value, sum_k = job.backend.diverge(chunk, stats, teacher_stats)
         if job.shard is not None:
             parts = gather_stacked(torch.stack([value, sum_k]), job.shard.process_group)
             value, sum_k = parts.sum(dim=0).unbind()
-        divergence = DivergenceStats(value, sum_k, teacher.max_logit, teacher.log_sum)
-        stats = replace(stats, divergence=divergence)
+        of_teacher = teacher_stats.max_logit, teacher_stats.log_sum
+        stats = replace(stats, divergence=DivergenceStats(value, sum_k, *of_teacher))
     if rows.invalid is not None:
         stats.logps.masked_fill_(rows.invalid, torch.nan)
     return stats if rows.top_k is None else rows.top_k.completed(stats, job.shard)
@@ -238,11 +240,9 @@ def sweep(
     for, in the accumulator's dtype; gradients of rows are those of the job's rows alone.
     `token_loss` is that of a fused `work`: without a row, it tells which statistics are returned.
     """
-    rows, found = job.rows, []
-    groups, projection = (
-        plan_groups(job, tensors, reference, needs),
-        Projection(job, tensors, reference),
-    )
+    rows, parts = job.rows, []
+    groups = plan_groups(job, tensors, reference, needs)
+    projection = Projection(job, tensors, reference)
     sums = None if needs is None else _Sums(job, tensors, groups, needs)
     with torch.autocast(tensors.hidden.device.type, enabled=False), torch.no_grad():
         most = max((group.chunk_rows for group in groups), default=0)
@@ -255,21 +255,21 @@ def sweep(
             for span in group.chunks:  # a slice of the group's rows
                 at, m = _part(index, span), span.stop - span.start
                 memory = logits[:m], None if reference_logits is None else reference_logits[:m]
-                chunk, chunk_rows = projection.project(operands, span, rows, at, memory)
+                chunk, rows_of_chunk = projection.project(operands, span, rows, at, memory)
                 # allocated only once the first product is under way
                 if sums is not None and d_logits is None:
-                    d_logits = projection.new_d_logits(max(group.rows for group in groups))
+                    d_logits = projection.new_d_logits(max(group.padded_rows for group in groups))
                 # in place of the logits, or with a scale, a group is one chunk (`_costs`)
                 out = None if sums is None or d_logits is None else d_logits[span]
-                stats, fp16_scale = work(chunk, chunk_rows, at, out)
+                stats, fp16_scale = work(chunk, rows_of_chunk, at, out)
                 if stats is not None:  # of rows before the padding; none if all are padding
-                    found.append(take(stats, slice(max(0, group.n - span.start))))
+                    parts.append(take(stats, slice(max(0, group.n - span.start))))
             if sums is not None and d_logits is not None:
-                if group.n < group.rows:
-                    d_logits[group.n : group.rows] = 0.0
-                d_rows = d_logits[: group.rows]
+                if group.n < group.padded_rows:
+                    d_logits[group.n : group.padded_rows] = 0.0
+                d_rows = d_logits[: group.padded_rows]
                 sums.add(group, projection.products, operands[0], d_rows, fp16_scale)
-        stats = concatenated(job, found, tensors.hidden, token_loss)
+        stats = concatenated(job, parts, tensors.hidden, token_loss)
         return stats, None if sums is None else sums.gradients()
 
 
@@ -281,10 +281,10 @@ def concatenated(
         return parts[0] if len(parts) == 1 else RowStats.concatenate(parts)
     stats = RowStats.empty(
         like,
-        job.accumulator,
+        job.accumulator_dtype,
         entropy=job.entropy or token_loss is not None,
         extras=() if token_loss is not None else job.extras,
-        terms=() if token_loss is None else token_loss.terms,
+        loss_terms=() if token_loss is None else token_loss.terms,
         divergence=job.score_is_divergence,
     )
     if isinstance(job.rows.top_k, TopKLogps):
@@ -298,6 +298,11 @@ def indices_of(chosen: Tensor) -> Tensor:
     if device_of(chosen.device).is_capturing():
         return torch.arange(chosen.shape[0], device=chosen.device)
     return chosen.nonzero()[:, 0]
+
+
+def indices_of_false(x: Tensor, count: int) -> Tensor:
+    """Return the indices where `x` (n,) is False; without a wait, since their `count` is known."""
+    return x.to(torch.uint8).argsort(stable=True)[:count]
 
 
 def plan_groups(
@@ -319,7 +324,7 @@ def planned_bytes(
     return max(
         (
             group.chunk_rows * costs["chunk_row_bytes"]
-            + group.rows * costs["group_row_bytes"]
+            + group.padded_rows * costs["group_row_bytes"]
             + costs["scratch_bytes"](group.chunk_rows)
             for group in plan_groups(job, tensors, reference, needs)
         ),
@@ -338,8 +343,8 @@ def _costs(
     products = job.products(tensors.weight if whole else widest_part(tensors.weight, job.shard))
     vocab = products.weight.shape[0]
     width = device_of(tensors.weight.device).row_width(vocab)
-    row_bytes = width * job.accumulator.itemsize
-    separate = needs is not None and products.gradient_dtype != job.accumulator
+    row_bytes = width * job.accumulator_dtype.itemsize
+    separate = needs is not None and products.d_logits_dtype != job.accumulator_dtype
     chunk_row_bytes, slice_bytes = row_bytes, products.slice_bytes
     if job.rows.top_k is not None:
         chunk_row_bytes += job.rows.top_k.row_bytes()
@@ -348,7 +353,7 @@ def _costs(
         other = job.products(weight, job.reference_dtype)
         chunk_row_bytes = 2 * row_bytes + other.hidden_bytes()
         slice_bytes = max(slice_bytes, other.slice_bytes)
-    d_logits = width * products.gradient_dtype.itemsize if separate else 0
+    d_logits = width * products.d_logits_dtype.itemsize if separate else 0
 
     def scratch_bytes(m: int) -> int:  # products and row work never run at the same time
         scratch = job.backend.scratch_rows(m, vocab, teacher=reference is not None) * row_bytes
@@ -365,9 +370,9 @@ def _costs(
 
 def _index(group: Group, rows: Rows) -> Index:
     """Return the index of a group's rows among all rows. Padding repeats the group's first row."""
-    if group.n == group.rows:
+    if group.n == group.padded_rows:
         return slice(group.start, group.stop)
-    index = torch.arange(group.start, group.start + group.rows, device=rows.positions.device)
+    index = torch.arange(group.start, group.start + group.padded_rows, device=rows.positions.device)
     index[group.n :] = group.start
     return index
 
@@ -397,17 +402,17 @@ class Projection:
         self._job, self.first_id = job, columns.start or 0
         self._hidden = [x for x, _ in tensors.factors()]
         self.products = job.all_products(tensors, columns)
-        self._bias = row_bias(tensors.bias, columns, job.accumulator)
+        self._bias = row_bias(tensors.bias, columns, job.accumulator_dtype)
         self._reference = reference
         if reference is not None:
             weight = reference.weight[columns]
             self._reference_products = job.products(weight, job.reference_dtype)
-            self._reference_bias = row_bias(reference.bias, columns, job.accumulator)
+            self._reference_bias = row_bias(reference.bias, columns, job.accumulator_dtype)
 
     @property
     def in_place(self) -> bool:
         """True if d logits take the place of the logits."""
-        return self.products[0].gradient_dtype == self._job.accumulator
+        return self.products[0].d_logits_dtype == self._job.accumulator_dtype
 
     def operands(self, positions: Index) -> tuple[list[Tensor], Tensor | None]:
         """Return the operands of m positions, (m, K) per product, and the reference's, (m, H')."""
@@ -419,12 +424,12 @@ class Projection:
     def new_logits(self, rows: int) -> tuple[Tensor, Tensor | None]:
         """Return memory for the logits of this many rows, and for the reference's if there is
         one."""
-        dtype = self._job.accumulator
-        of_rows = self._new(rows, dtype)
-        return of_rows, None if self._reference is None else self._new(rows, dtype)
+        dtype = self._job.accumulator_dtype
+        logits = self._new(rows, dtype)
+        return logits, None if self._reference is None else self._new(rows, dtype)
 
     def new_d_logits(self, rows: int) -> Tensor:
-        return self._new(rows, self.products[0].gradient_dtype)
+        return self._new(rows, self.products[0].d_logits_dtype)
 
     def _new(self, rows: int, dtype: torch.dtype) -> Tensor:
         like, columns = self._hidden[0], self.products[0].weight.shape[0]
@@ -447,17 +452,19 @@ class Projection:
             rows, at: the rows of the sweep, and the index of the chunk's rows among them.
             memory: for the logits, and for the reference's.
         """
-        (of_rows, of_reference), (logits, reference_logits), job = operands, memory, self._job
-        for i, (product, x) in enumerate(zip(self.products, of_rows, strict=True)):
+        (hidden, of_reference), (logits, reference_logits), job = operands, memory, self._job
+        for i, (product, x) in enumerate(zip(self.products, hidden, strict=True)):
             product.logits(x[span], logits, add=i > 0)
         rows, teacher = take(rows, at), None
         inv_t = rows.inv_temperature
-        transform = job.transform.of_rows(inv_t, self._bias)
+        transform = job.transform.with_temperature_and_bias(inv_t, self._bias)
         if of_reference is not None and reference_logits is not None:
             self._reference_products.logits(
                 self._reference_products.operand(of_reference[span]), reference_logits
             )
-            its_transform = job.reference_transform.of_rows(inv_t, self._reference_bias)
+            its_transform = job.reference_transform.with_temperature_and_bias(
+                inv_t, self._reference_bias
+            )
             job.backend.prepare_(reference_logits, its_transform)
             teacher = Teacher(reference_logits, its_transform, job.jsd_beta)
         if rows.top_k is not None:
@@ -476,7 +483,7 @@ class _Sums:
 
     def __init__(self, job: Job, tensors: Tensors, groups: list[Group], needs: Tensors) -> None:
         self._job, self._tensors, self._needs = job, tensors, needs
-        self._padded = max((group.start + group.rows for group in groups), default=0)
+        self._padded = max((group.start + group.padded_rows for group in groups), default=0)
         # per factor: (n, K), and padding, which the next group overwrites
         self._d_rows: list[Tensor | None] = []
         self._d_matrices: list[Tensor | None] = []  # (V, K)
@@ -486,7 +493,7 @@ class _Sums:
 
     def _allocate(self) -> None:
         # called only once the first group's d logits are under way
-        new, dtype, needs = self._tensors.hidden, self._job.accumulator, self._needs
+        new, dtype, needs = self._tensors.hidden, self._job.accumulator_dtype, self._needs
         # the first group's product writes the matrices; without a group they are 0
         new_matrix = new.new_empty if len(self._job.rows) > 0 else new.new_zeros
         pairs = zip(self._tensors.factors(), needs.factors(), strict=False)
@@ -515,7 +522,7 @@ class _Sums:
         sums = zip(products, operands, self._d_rows, self._d_matrices, strict=True)
         for product, x, d_rows, d_matrix in sums:
             if d_rows is not None:
-                product.d_hidden(d_logits, d_rows[group.start : group.start + group.rows])
+                product.d_hidden(d_logits, d_rows[group.start : group.start + group.padded_rows])
                 if fp16_scale is not None:
                     d_rows[group.start : group.stop].div_(fp16_scale)
             if d_matrix is not None:

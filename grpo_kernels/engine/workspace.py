@@ -243,7 +243,7 @@ class Group(NamedTuple):
 
     start: int
     stop: int
-    rows: int  # stop - start, padded
+    padded_rows: int  # stop - start, and padding
     chunks: tuple[slice, ...]  # of those rows
 
     @property

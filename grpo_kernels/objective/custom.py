@@ -159,7 +159,7 @@ def _declared(function: Any, name: str, default: bool) -> bool:
 class CustomObjective:
     """A user's function in place of `PolicyObjective`."""
 
-    is_guess = False
+    is_expected = False
     live = None  # any token may have a gradient
 
     def __init__(
@@ -187,7 +187,7 @@ class CustomObjective:
         return self.evaluate(stats_of_logps(nothing, nothing)).coefficients.d_entropy is not None
 
     @property
-    def one_number(self) -> bool:
+    def score_alone(self) -> bool:
         return not self.has_entropy_gradient
 
     def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
@@ -207,7 +207,7 @@ class CustomObjective:
         Raises:
             ValueError: the function does not return a per-token loss.
         """
-        logps, entropies, weights = stats.logps, stats.entropies, self.of_config.weights
+        logps, entropies, weights = stats.logps, stats.entropies, self.of_config.token_weights
         assert entropies is not None
         if torch.is_inference_mode_enabled():  # no gradient can follow
             per_token, metric_inputs = self._call(logps, entropies)

@@ -75,23 +75,23 @@ class ExpectedGradient:
         compute: a function from the index (m,) of rows and their statistics to coefficients; None:
             not known row by row.
         live: (n,) bool, rows that may have a coefficient other than 0; None: all.
-        one_number: True if each row has a single coefficient.
+        score_alone: True if each row has a single coefficient.
         coefficients: (n,), if known before the forward.
     """
 
-    is_guess = True
+    is_expected = True
 
     def __init__(
         self,
         compute: CoefficientsOf | None = None,
         live: Tensor | None = None,
         *,
-        one_number: bool = True,
+        score_alone: bool = True,
         coefficients: Coefficients | None = None,
     ) -> None:
         if coefficients is not None:
             compute = lambda index, _: take(coefficients, index)  # noqa: E731
-        self.compute, self.live, self.one_number = compute, live, one_number
+        self.compute, self.live, self.score_alone = compute, live, score_alone
         self.coefficients = coefficients
         self.known: Literal["before", "own_row", "all_rows", "backward"] = "own_row"
         if compute is None and live is None:
@@ -165,8 +165,8 @@ def expected_divergence(
         for name, x in zip(("expected", "expected[1]"), pair, strict=False)
     ]
     coefficients = Coefficients(None if len(weights) == 1 else weights[1], None, weights[0])
-    one_number = len(weights) == 1
-    return ExpectedGradient(coefficients=coefficients, one_number=one_number)
+    score_alone = len(weights) == 1
+    return ExpectedGradient(coefficients=coefficients, score_alone=score_alone)
 
 
 def read_expected(
@@ -211,13 +211,13 @@ def read_expected(
         b = None if b is None else usable(rows("expected[1]", b))
         nonzero = (a != 0) if b is None else (a != 0) | (b != 0)
         both = Coefficients(a, b)
-        return ExpectedGradient(lambda index, _: take(both, index), nonzero, one_number=b is None)
+        return ExpectedGradient(lambda index, _: take(both, index), nonzero, score_alone=b is None)
 
     graded, function = expected.graded, expected.coefficients
     live = None if graded is None else rows("expected.graded", graded).bool()
-    one_number = not (expected.has_entropy_gradient or divergence)
+    score_alone = not (expected.has_entropy_gradient or divergence)
     if function is None:
-        return ExpectedGradient(None, live, one_number=one_number)
+        return ExpectedGradient(None, live, score_alone=score_alone)
 
     def compute(index: Tensor, stats: RowStats) -> Coefficients:
         answer = function(positions[index], stats.logps, stats.entropies)
@@ -230,4 +230,4 @@ def read_expected(
                 check_shape(name, x, ("index.shape", tuple(index.shape)))
         return Coefficients(*(None if x is None else usable(x) for x in given))
 
-    return ExpectedGradient(compute, live, one_number=one_number)
+    return ExpectedGradient(compute, live, score_alone=score_alone)

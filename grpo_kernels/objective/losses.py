@@ -91,8 +91,8 @@ def sequence_log_weight(tokens: Tokens, token_log_ratio: Tensor) -> Tensor:
     summed."""
     low, high = _LOWEST_LOG_WEIGHT, _HIGHEST_LOG_WEIGHT
     log_weight = tokens.layout.sequence_sum(token_log_ratio.clamp(-high, high))
-    if tokens.sequence_ratio is not None:
-        log_weight = log_weight + tokens.sequence_ratio.log().clamp(low, high)
+    if tokens.sampling_ratio_per_sequence is not None:
+        log_weight = log_weight + tokens.sampling_ratio_per_sequence.log().clamp(low, high)
     elif tokens.importance_sampling_ratio is not None:
         log_is = tokens.importance_sampling_ratio.log().clamp(low, high)
         log_weight = log_weight + tokens.layout.sequence_sum(log_is)

@@ -69,7 +69,8 @@ def loss_metrics(
     over_tokens("advantages/zero", tokens.advantages == 0)
     pairs["rows/projected"] = (number(n), number(math.prod(layout.shape)))
     pairs["rows/gradient"] = (gradient_count.to(entropies.dtype), number(n))
-    ratio, per_sequence = tokens.unexpanded_ratio, tokens.sequence_ratio is not None
+    ratio = tokens.unexpanded_sampling_ratio
+    per_sequence = tokens.sampling_ratio_per_sequence is not None
     difference = None if inputs is None else inputs.sampling_difference
     if inputs is not None and inputs.kl is not None:
         over_tokens("kl", inputs.kl)
@@ -79,8 +80,8 @@ def loss_metrics(
         per_sequence = config.sampling_ratio_is_per_sequence
     if ratio is not None:
         (over_sequences if per_sequence else over_tokens)("importance_sampling_ratio", ratio)
-    if inputs is not None and inputs.on_policy_keep is not None:
-        over_tokens("off_policy_masked", ~inputs.on_policy_keep)
+    if inputs is not None and inputs.near_policy is not None:
+        over_tokens("off_policy_masked", ~inputs.near_policy)
     if tokens.sampling_per_token_logps is not None:
         over_tokens("sampling_unscored", torch.isnan(tokens.sampling_per_token_logps))
     if difference is not None and ratio is not None:

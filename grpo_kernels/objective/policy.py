@@ -80,7 +80,7 @@ class MetricInputs:
     token_log_ratio: Tensor
     kl: Tensor | None = None
     phi: Tensor | None = None
-    on_policy_keep: Tensor | None = None  # bool: not dropped by the off-policy mask
+    near_policy: Tensor | None = None  # bool: not dropped by the off-policy mask
     importance_sampling_ratio: Tensor | None = None  # (n,), or (B,) if it is one per sequence
     sampling_difference: Tensor | None = None  # old - sampling logp, if the ratio comes from it
 
@@ -143,24 +143,25 @@ class PolicyObjective:
 
     Attributes:
         on_policy: True without old log-probabilities: R is 0, and the policy term's gradient is
-            known unless `lacks_ratio`.
+            known unless `lacks_sampling_ratio`.
         is_centered: True with a sampler's candidates.
-        lacks_ratio: True if the importance sampling ratio must be computed from this call's
-            log-probabilities.
+        lacks_sampling_ratio: True if the importance sampling ratio must be computed from this
+            call's log-probabilities.
         known: when a token's gradient is known: ``"before"`` any log-probability, from the token's
             own numbers (``"own_row"``), or only with other tokens' numbers (``"all_rows"``).
         has_entropy_gradient: True if the loss depends on the entropies.
     """
 
-    is_guess = False
+    is_expected = False
 
-    def __init__(self, config: LossConfig, tokens: Tokens, weights: Tensor) -> None:
+    def __init__(self, config: LossConfig, tokens: Tokens, token_weights: Tensor) -> None:
         old, sampled = tokens.old_per_token_logps, tokens.sampling_per_token_logps is not None
         self.on_policy = old is None
-        self.lacks_ratio = config.corrects_sampling and tokens.importance_sampling_ratio is None
-        if self.lacks_ratio and old is not None:  # old and sampling logps determine it
-            tokens, self.lacks_ratio = _with_sampling_ratio(config, tokens, old), False
-        self.config, self.tokens, self.weights = config, tokens, weights
+        lacks_ratio = config.corrects_sampling and tokens.importance_sampling_ratio is None
+        if lacks_ratio and old is not None:  # old and sampling logps determine it
+            tokens, lacks_ratio = _with_sampling_ratio(config, tokens, old), False
+        self.lacks_sampling_ratio = lacks_ratio
+        self.config, self.tokens, self.token_weights = config, tokens, token_weights
         self.loss_type = loss_type_of(config)
         self.is_centered = tokens.sampling_topk_logps is not None
         self.known: Literal["before", "own_row", "all_rows"] = "own_row"
@@ -180,14 +181,15 @@ class PolicyObjective:
             only_policy = replace(config, beta=0.0, entropy_coef=0.0)
         nothing = torch.zeros_like(self.tokens.advantages)
         tokens = replace(self.tokens, sampling_topk_logps=None)
-        return PolicyObjective(only_policy, tokens, self.weights).evaluate(
+        return PolicyObjective(only_policy, tokens, self.token_weights).evaluate(
             stats_of_logps(nothing, nothing)
         )
 
     @property
-    def one_number(self) -> bool:
-        """True if the loss depends on the log-probabilities alone."""
-        return not (self.has_entropy_gradient or self.config.needs_reference_head)
+    def score_alone(self) -> bool:
+        """True if the loss depends on the tokens' log-probabilities alone."""
+        reads_more = self.has_entropy_gradient or self.config.needs_reference_head
+        return not (reads_more or self.is_centered)
 
     @cached_property
     def live(self) -> Tensor | None:
@@ -210,7 +212,7 @@ class PolicyObjective:
         """Return the coefficients at `index` (m,) from these tokens' statistics alone; only if
         tokens are not coupled."""
         logps = stats.logps
-        if self.on_policy and not self.lacks_ratio:
+        if self.on_policy and not self.lacks_sampling_ratio:
             d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one.d_logp[index])
             if self.config.estimates_kl:
                 at_one = LogRatio(None, torch.zeros_like(logps))
@@ -225,10 +227,12 @@ class PolicyObjective:
 
     def at(self, index: Tensor) -> PolicyObjective:
         """Return the loss of the tokens at `index` (m,), with the ratios that they have here."""
-        return PolicyObjective(self.config, self.tokens.at(index), self.weights[index])
+        return PolicyObjective(self.config, self.tokens.at(index), self.token_weights[index])
 
     def _d_divergence(self, index: Tensor | slice = slice(None)) -> Tensor | None:
-        return self.config.beta * self.weights[index] if self.config.needs_reference_head else None
+        if not self.config.needs_reference_head:
+            return None
+        return self.config.beta * self.token_weights[index]
 
     @property
     def _d_entropy(self) -> float:
@@ -242,7 +246,7 @@ class PolicyObjective:
     def token_loss(self) -> TokenLoss | None:
         """Return the loss that a row kernel can compute by itself; None if tokens are coupled or
         lack their ratio."""
-        if self.known == "all_rows" or self.lacks_ratio or self.is_centered:
+        if self.known == "all_rows" or self.lacks_sampling_ratio or self.is_centered:
             return None
         config, tokens = self.config, self.tokens
         on_policy_surrogate = "linear" if self.loss_type.is_linear else "constant"
@@ -253,7 +257,7 @@ class PolicyObjective:
             corrects_kl=config.corrects_kl,
             advantages=None if self.on_policy else tokens.advantages,
             d_policy=self._at_ratio_one.d_logp if self.on_policy else None,
-            weights=self.weights,
+            weights=self.token_weights,
             old=tokens.old_per_token_logps,
             ref=tokens.ref_per_token_logps if config.estimates_kl else None,
             gate=None if self.on_policy else self._gate(None, None),
@@ -267,8 +271,8 @@ class PolicyObjective:
         divergences (with a second head) and the log-probabilities (n, K) of a sampler's
         candidates."""
         entropies: Any = stats.entropies
-        if stats.terms:
-            return self._assembled(stats.terms, entropies)
+        if stats.loss_terms:
+            return self._assembled(stats.loss_terms, entropies)
         divergences = None if stats.divergence is None else stats.divergence.value
         keep = _keep_high_entropy(self.config, entropies)
         loss, d_logp, metric_inputs = self._per_token(stats.logps, keep, divergences)
@@ -276,7 +280,7 @@ class PolicyObjective:
         if self.is_centered:
             centering, d_topk = self._centering(stats.extras[TOPK_LOGPS], stats.logps, keep)
             loss = loss + centering
-        policy_loss = (self.weights * loss).sum()
+        policy_loss = (self.token_weights * loss).sum()
         return self._with_bonus(policy_loss, d_logp, entropies, keep, metric_inputs, d_topk)
 
     def token_losses(
@@ -308,7 +312,7 @@ class PolicyObjective:
             if not self.loss_type.is_linear:
                 policy_loss = policy_loss + self._at_ratio_one.policy_loss
         both = terms["log_ratio"], terms["log_ratio"], terms.get("kl")
-        of_one = (None, None) if at_one is None else (at_one.phi, at_one.on_policy_keep)
+        of_one = (None, None) if at_one is None else (at_one.phi, at_one.near_policy)
         metric_inputs = MetricInputs(*both, *of_one, *self._sampling_terms(None))
         return self._with_bonus(policy_loss, terms["d_logp"], entropies, None, metric_inputs)
 
@@ -317,7 +321,7 @@ class PolicyObjective:
     ) -> tuple[Tensor, Tensor]:
         """Return A_t sum_H c_v log p_v, and d loss / d log p_v (n, K)."""
         factor = self.tokens.advantages
-        for keep in (_keep_on_policy(self.config, self.tokens, logps), keep_entropy):
+        for keep in (_near_policy(self.config, self.tokens, logps), keep_entropy):
             factor = factor if keep is None else torch.where(keep, factor, 0.0)
         sampled: Any = self.tokens.sampling_topk_logps
         value, d_topk = torch.empty_like(factor), torch.empty_like(sampled)
@@ -326,7 +330,7 @@ class PolicyObjective:
             logp = topk_logps[rows].double()
             c = _centering_weights(self.config, logp, sampled[rows].double())
             value[rows], d_topk[rows] = times(logp, c).sum(dim=1), c
-        weights = (self.weights * factor)[:, None]
+        weights = (self.token_weights * factor)[:, None]
         return times(value, factor), times(d_topk, weights)
 
     def _with_bonus(
@@ -355,9 +359,9 @@ class PolicyObjective:
 
         Without `divergences` l_t lacks beta D_t; a_t never includes it.
         """
-        config, tokens, weights = self.config, self.tokens, self.weights
+        config, tokens, weights = self.config, self.tokens, self.token_weights
         loss_type, constants = self.loss_type, self._constants
-        if self.lacks_ratio:
+        if self.lacks_sampling_ratio:
             complete = PolicyObjective(config, _with_sampling_ratio(config, tokens, logps), weights)
             return complete._per_token(logps, keep_entropy, divergences)
         old = tokens.old_per_token_logps
@@ -365,15 +369,16 @@ class PolicyObjective:
             torch.where(torch.isnan(logps), logps, 0.0) if old is None else logps - old
         )
         log_ratio = loss_type.log_ratio(config, tokens, token_log_ratio, keep_entropy)
-        x = log_ratio.value
+        argument, advantages, phi = log_ratio.value, tokens.advantages, None
         if loss_type.argument is not None:
-            x = loss_type.argument(tokens, token_log_ratio)
-        phi = None if loss_type.phi is None else loss_type.phi(x, tokens.advantages, *constants)
+            argument = loss_type.argument(tokens, token_log_ratio)
+        if loss_type.phi is not None:
+            phi = loss_type.phi(argument, advantages, *constants)
         surrogate = SURROGATES[loss_type.surrogate]
-        loss, d_log_ratio, d_logps = surrogate(x, tokens.advantages, logps, *constants)
+        loss, d_log_ratio, d_logps = surrogate(argument, advantages, logps, *constants)
 
-        on_policy_keep = _keep_on_policy(config, tokens, logps)
-        gate = self._gate(on_policy_keep, keep_entropy)
+        near_policy = _near_policy(config, tokens, logps)
+        gate = self._gate(near_policy, keep_entropy)
         if gate is not None:
             loss, d_log_ratio, d_logps = (times(x, gate) for x in (loss, d_log_ratio, d_logps))
         if old is None:
@@ -388,28 +393,25 @@ class PolicyObjective:
         if kl is not None:
             loss = loss + config.beta * kl
         sampling = self._sampling_terms(logps)
-        return (
-            loss,
-            a,
-            MetricInputs(log_ratio.value, token_log_ratio, kl, phi, on_policy_keep, *sampling),
-        )
+        inputs = log_ratio.value, token_log_ratio, kl, phi, near_policy, *sampling
+        return loss, a, MetricInputs(*inputs)
 
     def _sampling_terms(self, logps: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return the importance sampling ratio; and old - sampling logps, NaN included, if the
         ratio comes from them."""
         tokens = self.tokens
         if not self.config.corrects_sampling:
-            return tokens.unexpanded_ratio, None
+            return tokens.unexpanded_sampling_ratio, None
         old: Any = logps if tokens.old_per_token_logps is None else tokens.old_per_token_logps
-        return tokens.unexpanded_ratio, old - tokens.sampling_per_token_logps
+        return tokens.unexpanded_sampling_ratio, old - tokens.sampling_per_token_logps
 
-    def _gate(self, on_policy_keep: Tensor | None, keep_entropy: Tensor | None) -> Tensor | None:
+    def _gate(self, near_policy: Tensor | None, keep_entropy: Tensor | None) -> Tensor | None:
         """Return the factor (n,) on the policy term: 0 if a mask drops the token, else the
         importance sampling ratio. None if it is 1 everywhere."""
         tokens, gate = self.tokens, None
         if self.config.multiplies_by_importance_ratio:
             gate = tokens.importance_sampling_ratio
-        for keep in (on_policy_keep, keep_entropy):
+        for keep in (near_policy, keep_entropy):
             if keep is not None and self.loss_type.masks:
                 kept = torch.ones_like(tokens.advantages) if gate is None else gate
                 gate = torch.where(keep, kept, 0.0)
@@ -418,7 +420,7 @@ class PolicyObjective:
     def _estimated_kl(self, log_ratio: LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
         """Return the KL estimate per token, without beta, and its part of a = d loss / d logp, with
         beta."""
-        config, weights = self.config, self.config.beta * self.weights
+        config, weights = self.config, self.config.beta * self.token_weights
         ref: Any = self.tokens.ref_per_token_logps
         kl, d_kl, d_corrected = ESTIMATORS[config.kl_estimator](logps, ref)
         if not config.corrects_kl:
@@ -485,7 +487,7 @@ def _keep_high_entropy(config: LossConfig, entropies: Tensor) -> Tensor | None:
     return entropies >= quantile(entropies, 1 - config.top_entropy_quantile)
 
 
-def _keep_on_policy(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tensor | None:
+def _near_policy(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tensor | None:
     """(n,) bool: the tokens that the off-policy mask does not drop; None: all.
 
     Source: https://arxiv.org/abs/2512.02556
@@ -537,4 +539,8 @@ def _with_sampling_ratio(config: LossConfig, tokens: Tokens, logps: Tensor) -> T
     if not config.sampling_ratio_is_per_sequence:
         return replace(tokens, importance_sampling_ratio=bounded_ratio(config, difference))
     ratio = bounded_ratio(config, layout.sequence_sum(difference))
-    return replace(tokens, importance_sampling_ratio=ratio[layout.sequence], sequence_ratio=ratio)
+    return replace(
+        tokens,
+        importance_sampling_ratio=ratio[layout.sequence],
+        sampling_ratio_per_sequence=ratio,
+    )

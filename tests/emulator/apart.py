@@ -28,8 +28,10 @@ class RowsApart(TritonRows):
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
         return super().stats(_apart(chunk), entropy=entropy, extras=extras)
 
-    def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
-        return super().diverge(_apart(chunk), stats, teacher)
+    def diverge(
+        self, chunk: Chunk, stats: RowStats, teacher_stats: RowStats
+    ) -> tuple[Tensor, Tensor]:
+        return super().diverge(_apart(chunk), stats, teacher_stats)
 
     def grad(
         self,

@@ -101,9 +101,11 @@ def compared(
     if kernel == "fused":
         loss = make_loss(stats.logps, 9)
         fused = kernels.fused(chunk, loss, out)
-        for term, (want, size) in loss_terms(loss, fused.logps, fused.terms["log_ratio"]).items():
-            yield term, fused.terms[term], want, 8 * U * size
-        a, b = fused.terms["d_logp"], torch.full_like(a, loss.d_entropy)
+        for term, (want, size) in loss_terms(
+            loss, fused.logps, fused.loss_terms["log_ratio"]
+        ).items():
+            yield term, fused.loss_terms[term], want, 8 * U * size
+        a, b = fused.loss_terms["d_logp"], torch.full_like(a, loss.d_entropy)
     elif kernel == "grad":
         kernels.grad(chunk, stats, a, b, out)
     else:

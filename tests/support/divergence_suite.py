@@ -262,7 +262,9 @@ class DivergenceSuite:
         stats, (a, b, c) = self.stats(whole), self.randn(3, 6)
         known = stats.divergence
         assert known is not None
-        teacher = RowStats(known.value, known.max_logit, known.log_sum)  # the last two count
+        teacher = RowStats(
+            known.value, known.teacher_max_logit, known.teacher_log_sum
+        )  # the last two count
         parts = []
         for start, stop in ((0, 1), (1, 100), (100, self.wide)):
             chunk = self.chunk(raw[:, start:stop], other[:, start:stop], beta, ids)

@@ -178,7 +178,9 @@ class NotedRows:
         self._tape.rows("stats", chunk.logits, None)
         return self._statistics(chunk.logits, extras)
 
-    def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
+    def diverge(
+        self, chunk: Chunk, stats: RowStats, teacher_stats: RowStats
+    ) -> tuple[Tensor, Tensor]:
         self._tape.rows("diverge", chunk.logits, None)
         return stats.logps, stats.logps
 
@@ -195,13 +197,13 @@ class NotedRows:
 
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
         self._tape.rows("fused", chunk.logits, out, reads=1 if out is None else 2)
-        return self._statistics(chunk.logits, terms=token_loss.terms)
+        return self._statistics(chunk.logits, loss_terms=token_loss.terms)
 
     def _statistics(
-        self, logits: Tensor, extras: tuple[str, ...] = (), terms: tuple[str, ...] = ()
+        self, logits: Tensor, extras: tuple[str, ...] = (), loss_terms: tuple[str, ...] = ()
     ) -> RowStats:
         new = lambda: pretend_gpu.OnGPU(torch.zeros(logits.shape[0]))  # noqa: E731
-        more = ({name: new() for name in names} for names in (extras, terms))
+        more = ({name: new() for name in names} for names in (extras, loss_terms))
         return RowStats(new(), new(), new(), new(), *more)
 
 

@@ -92,7 +92,7 @@ def tensors_of(stats: RowStats) -> dict[str, Tensor]:
     found = {x: getattr(stats, x) for x in FIELDS if getattr(stats, x) is not None}
     of_pair = {} if stats.divergence is None else stats.divergence._asdict()
     diverged = {f"divergence {field}": x for field, x in of_pair.items()}
-    return found | stats.extras | stats.terms | diverged
+    return found | stats.extras | stats.loss_terms | diverged
 
 
 def same(x: Tensor, y: Tensor) -> bool:

@@ -60,12 +60,17 @@ def check_kernels(
     loss, out = make_loss(stats.logps, kind), torch.empty_like(out)
     fused = kernels.fused(chunk, loss, out)
     assert_same(fused, stats, name)
-    assert set(fused.terms) == set(loss.terms)
-    for term, (of_loss, size) in loss_terms(loss, fused.logps, fused.terms["log_ratio"]).items():
+    assert set(fused.loss_terms) == set(loss.terms)
+    for term, (of_loss, size) in loss_terms(
+        loss, fused.logps, fused.loss_terms["log_ratio"]
+    ).items():
         check(
-            f"{name}: {loss.surrogate} {loss.kl} {term}", fused.terms[term], of_loss, 8 * U * size
+            f"{name}: {loss.surrogate} {loss.kl} {term}",
+            fused.loss_terms[term],
+            of_loss,
+            8 * U * size,
         )
-    d, bound = gradient(at, ids, fused.terms["d_logp"], torch.full_like(a, loss.d_entropy))
+    d, bound = gradient(at, ids, fused.loss_terms["d_logp"], torch.full_like(a, loss.d_entropy))
     check(f"{name}: d raw, fused", out, d, bound + rounding(d, dtype))
 
 
@@ -195,7 +200,7 @@ class SpecialSuite:
         fused = self.kernels.fused(chunk, loss, out)
         assert_same(fused, stats)
         b = torch.full_like(a, loss.d_entropy)
-        self.kernels.grad(chunk, stats, fused.terms["d_logp"], b, by_grad)
+        self.kernels.grad(chunk, stats, fused.loss_terms["d_logp"], b, by_grad)
         assert torch.equal(out.nan_to_num(), by_grad.nan_to_num())
         return stats
 
@@ -339,7 +344,7 @@ class SpecialSuite:
         for kind in range(5):
             loss, out = make_loss(-torch.ones_like(raw[:, 0]), kind), torch.empty_like(raw)
             fused = self.kernels.fused(Chunk(raw, ids, PLAIN), loss, out)
-            for x in (fused.logps, fused.terms["loss"], fused.terms["d_logp"], out[:, 7]):
+            for x in (fused.logps, fused.loss_terms["loss"], fused.loss_terms["d_logp"], out[:, 7]):
                 assert x.isnan().tolist() == [False, True, False, True, True, True]
             assert fused.entropies is not None
             assert fused.entropies.isfinite().all()

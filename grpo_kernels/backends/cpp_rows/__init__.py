@@ -69,13 +69,15 @@ class CppRows(FusedRowBackend):
         )
         return RowStats(**found, entropies=entropies, extras=more)
 
-    def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
+    def diverge(
+        self, chunk: Chunk, stats: RowStats, teacher_stats: RowStats
+    ) -> tuple[Tensor, Tensor]:
         new = _columns(chunk.logits)
         value, sum_k = new(), new()
         torch.ops.grpo_kernels_cpp.diverge(
             *_rows(chunk),
             *_teacher(chunk),
-            stats.max_logit, stats.log_sum, teacher.max_logit, teacher.log_sum,
+            stats.max_logit, stats.log_sum, teacher_stats.max_logit, teacher_stats.log_sum,
             value=value, sum_k=sum_k,
         )  # fmt: skip
         return value, sum_k
@@ -122,11 +124,11 @@ class CppRows(FusedRowBackend):
             **found,
             **dict.fromkeys(LOSS_TERMS) | terms,
             sum_k=diverged and diverged.sum_k,
-            teacher_max_logit=diverged and diverged.max_logit,
-            teacher_log_sum=diverged and diverged.log_sum,
+            teacher_max_logit=diverged and diverged.teacher_max_logit,
+            teacher_log_sum=diverged and diverged.teacher_log_sum,
             out=out,
         )  # fmt: skip
-        return RowStats(**found, terms=terms, divergence=diverged)
+        return RowStats(**found, loss_terms=terms, divergence=diverged)
 
 
 def _columns(logits: Tensor) -> Callable[..., Tensor]:

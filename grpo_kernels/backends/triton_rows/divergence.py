@@ -94,19 +94,19 @@ def teacher_arguments(teacher: Teacher, diverged: DivergenceStats) -> dict[str, 
         **{("TEACHER_" if name.isupper() else "teacher_") + name: x for name, x in of_head},
         "jsd_beta": teacher.jsd_beta,
         "DIVERGENCE": _TERMS[divergence.terms_of(teacher.jsd_beta)],
-        "teacher_max_logit_ptr": diverged.max_logit,
-        "teacher_log_sum_ptr": diverged.log_sum,
+        "teacher_max_logit_ptr": diverged.teacher_max_logit,
+        "teacher_log_sum_ptr": diverged.teacher_log_sum,
         "sum_k_ptr": diverged.sum_k,
     }
 
 
 def launch_diverge(
-    chunk: Chunk, stats: RowStats, teacher: RowStats, config: RowConfig
+    chunk: Chunk, stats: RowStats, teacher_stats: RowStats, config: RowConfig
 ) -> tuple[Tensor, Tensor]:
     """The divergence and the sum of k (n,) of a chunk with a teacher."""
     assert chunk.teacher is not None
     (n, vocab), new = chunk.logits.shape, chunk.logits.new_empty
-    diverged = DivergenceStats(new(n), new(n), teacher.max_logit, teacher.log_sum)
+    diverged = DivergenceStats(new(n), new(n), teacher_stats.max_logit, teacher_stats.log_sum)
     diverge_kernel[(triton.cdiv(n, config.block_n),)](
         n=n,
         V=vocab,

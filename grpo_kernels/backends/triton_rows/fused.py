@@ -59,7 +59,7 @@ def launch_fused(
         out_ptr=out, stride_out_n=0 if out is None else out.stride(0),
         **config.arguments(),
     )  # fmt: skip
-    return RowStats(**found, terms=terms)
+    return RowStats(**found, loss_terms=terms)
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=PER_ROW)

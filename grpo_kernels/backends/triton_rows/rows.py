@@ -31,10 +31,12 @@ class TritonRows(FusedRowBackend):
         with on(chunk.logits.device):
             return launch_stats(chunk, config, entropy=entropy, extras=extras)
 
-    def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
+    def diverge(
+        self, chunk: Chunk, stats: RowStats, teacher_stats: RowStats
+    ) -> tuple[Tensor, Tensor]:
         config = self._config("stats", chunk)
         with on(chunk.logits.device):
-            return launch_diverge(chunk, stats, teacher, config)
+            return launch_diverge(chunk, stats, teacher_stats, config)
 
     def grad(
         self,

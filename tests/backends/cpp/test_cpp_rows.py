@@ -81,15 +81,17 @@ class TestDivergence(DivergenceSuite):
             assert_same(self.kernels.fused(chunk, loss, None), want)
             found = self.kernels.fused(chunk, loss, out)
             assert_same(found, want)
-            assert set(found.terms) == {"loss", "d_logp", "log_ratio", "kl"}
-            assert same(found.terms["kl"], want.divergence.value)
-            terms = loss_terms(loss, found.logps, found.terms["log_ratio"])
+            assert set(found.loss_terms) == {"loss", "d_logp", "log_ratio", "kl"}
+            assert same(found.loss_terms["kl"], want.divergence.value)
+            terms = loss_terms(loss, found.logps, found.loss_terms["log_ratio"])
             added = loss.beta * loss.weights.double() * want.divergence.value
             policy, size = terms["loss"]
-            check("loss", found.terms["loss"], policy + added, 8 * U * (size + added))
-            check("d_logp", found.terms["d_logp"], terms["d_logp"][0], 8 * U * terms["d_logp"][1])
+            check("loss", found.loss_terms["loss"], policy + added, 8 * U * (size + added))
+            check(
+                "d_logp", found.loss_terms["d_logp"], terms["d_logp"][0], 8 * U * terms["d_logp"][1]
+            )
             b, c = torch.full_like(loss.weights, loss.d_entropy), loss.beta * loss.weights
-            d = self.grad(chunk, want, found.terms["d_logp"], b if loss.d_entropy else None, c)
+            d = self.grad(chunk, want, found.loss_terms["d_logp"], b if loss.d_entropy else None, c)
             assert torch.equal(out, d)
             self.kernels.fused(chunk, loss, chunk.logits)
             assert torch.equal(chunk.logits, out)
@@ -102,7 +104,7 @@ class TestDivergence(DivergenceSuite):
             out = torch.empty_like(chunk.logits)
             loss = full_loss(-torch.ones_like(out[:, 0]), kind)
             found = self.kernels.fused(chunk, loss, out)
-            for x in (found.logps, found.terms["loss"], found.terms["d_logp"], out[:, 7]):
+            for x in (found.logps, found.loss_terms["loss"], found.loss_terms["d_logp"], out[:, 7]):
                 assert x.isnan().tolist() == [False, True, False]
             assert found.divergence is not None
             assert (found.divergence.value > 0).all()
@@ -155,7 +157,7 @@ def outcomes(chunk: Chunk, kind: int = 3) -> dict[str, Tensor]:
     CPP.grad(replace(chunk, logits=found["in place"]), stats, a, b, found["in place"], c)
     fused = CPP.fused(chunk, loss, found["d fused"])
     assert_same(fused, stats, nan=True)
-    return found | tensors_of(stats) | fused.terms
+    return found | tensors_of(stats) | fused.loss_terms
 
 
 def assert_all_same(got: dict[str, Tensor], want: dict[str, Tensor], name: object) -> None:

@@ -46,9 +46,9 @@ class TestCpp(SurrogateSuite):
         logps = fused(logps).logps
         old = torch.where(logps.isinf(), 0.0, logps) - log_ratio
         stats = fused(logps, surrogate=name, constants=constants, advantages=advantages, old=old)
-        assert same(stats.terms["log_ratio"], stats.logps - old)
-        loss_and_slope = torch.stack([stats.terms["loss"], stats.terms["d_logp"]])
-        return loss_and_slope, [stats.terms["log_ratio"], advantages, stats.logps]
+        assert same(stats.loss_terms["log_ratio"], stats.logps - old)
+        loss_and_slope = torch.stack([stats.loss_terms["loss"], stats.loss_terms["d_logp"]])
+        return loss_and_slope, [stats.loss_terms["log_ratio"], advantages, stats.logps]
 
     def seen(self, terms: Tensor) -> Tensor:
         """The loss, and its derivative in logp where R = logp - old."""
@@ -60,8 +60,8 @@ class TestCpp(SurrogateSuite):
         logps = fused(logps).logps
         clipped = {"surrogate": "clipped", "constants": (0.8, 1.28, INF), "old": logps - log_ratio}
         stats = fused(logps, **clipped, kl=name, ref=d + logps, corrects_kl=corrects)
-        got = torch.stack([stats.terms[x] for x in ("kl", "loss", "d_logp")])
-        return got, [stats.logps, d + logps, stats.terms["log_ratio"]]
+        got = torch.stack([stats.loss_terms[x] for x in ("kl", "loss", "d_logp")])
+        return got, [stats.logps, d + logps, stats.loss_terms["log_ratio"]]
 
 
 @each_dtype
@@ -73,10 +73,10 @@ def test_known_losses(dtype: torch.dtype) -> None:
     logps, a = logps.to(dtype), a.to(dtype).contiguous()
     for name in ON_POLICY:
         found = fused(logps, surrogate=name, d_policy=a, weights=torch.full_like(a, 7.0))
-        assert not found.terms["log_ratio"].any()
+        assert not found.loss_terms["log_ratio"].any()
         loss = times(found.logps, a) if name == "linear" else torch.zeros_like(a)
-        assert same(found.terms["loss"], loss + (found.logps - found.logps))
-        assert same(found.terms["d_logp"], a)
+        assert same(found.loss_terms["loss"], loss + (found.logps - found.logps))
+        assert same(found.loss_terms["d_logp"], a)
 
 
 def test_no_log_probability() -> None:
@@ -84,7 +84,7 @@ def test_no_log_probability() -> None:
     logps = torch.tensor([NAN, -1.0])
     for name, constants in [*EACH, *((name, ()) for name in ON_POLICY)]:
         old = None if name in ON_POLICY else torch.zeros(2)
-        terms = fused(logps, surrogate=name, constants=constants, old=old).terms
+        terms = fused(logps, surrogate=name, constants=constants, old=old).loss_terms
         for x in (terms["loss"], terms["d_logp"]):
             assert x.isnan().tolist() == [True, False]
 

@@ -81,7 +81,7 @@ def check(seed: int) -> None:
     stats = kernels.stats(chunk, entropy=True, extras=EXTRAS)
     fused = kernels.fused(chunk, make_loss(stats.logps, kind), out)
     kernels.grad(chunk, stats, stats.logps, stats.logps, out)
-    for x in (fused.logps, *stats.extras.values(), *fused.terms.values()):
+    for x in (fused.logps, *stats.extras.values(), *fused.loss_terms.values()):
         assert x.shape == (0,)
 
 
@@ -156,8 +156,8 @@ class Everywhere(CppRows):
                 out.copy_(to)
             assert same(to.contiguous(), out.contiguous())
             spoiled = super().fused(replace(chunk, ids=odd), token_loss, to)
-            for name, term in spoiled.terms.items():
-                assert same(term[~bad], results[0].terms[name][~bad]), name
+            for name, term in spoiled.loss_terms.items():
+                assert same(term[~bad], results[0].loss_terms[name][~bad]), name
                 assert term[bad].isnan().all(), name
             assert same(to[~bad], out[~bad])
             assert to[bad].isnan().all()

@@ -123,7 +123,7 @@ def test_offsets_beyond_32_bits(before: int, layout: str, emulation: Emulation) 
         stats = backend.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
         fused = backend.fused(Chunk(x, ids, transform), make_loss(torch.zeros(len(ids)), 9), x)
         backend.grad(Chunk(y, ids, transform), stats, a, b, y)
-        return [stats.logps, stats.entropies, fused.terms["loss"], x, y]
+        return [stats.logps, stats.entropies, fused.loss_terms["loss"], x, y]
 
     torch.manual_seed(1)
     want = everything()
