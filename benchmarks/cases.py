@@ -163,7 +163,7 @@ def make_inputs(case: BenchCase, device: torch.device) -> Inputs:
     weight = _weight(case.h, case.v, spread, weight_dtype, device)
     hidden = normal(case.n, case.h)
     if case.peaked:
-        hidden += _favourites(case, weight, spread, normal(case.n), g)
+        hidden += _favorites(case, weight, spread, normal(case.n), g)
     hidden = hidden.to(torch.bfloat16).to(dtype)
     ids, logps = _sample(case, hidden, weight.to(dtype), g)
     advantages = normal(batch)
@@ -233,14 +233,14 @@ def _weight(h: int, v: int, spread: float, dtype: torch.dtype, device: torch.dev
     return weight
 
 
-def _favourites(
+def _favorites(
     case: BenchCase, weight: Tensor, spread: float, noise: Tensor, g: torch.Generator
 ) -> Tensor:
     """(N, H), added to hidden states: it lifts the logit of one token a row above the log-sum-exp
     of all others, by 8 +- 5. Entropies then have a median of some 0.005 nats and an 80th percentile
     of some 0.4: those of trained models."""
-    favourite = torch.randint(case.v, (case.n,), generator=g, device=weight.device)
-    rows = weight[favourite].float()
+    favorite = torch.randint(case.v, (case.n,), generator=g, device=weight.device)
+    rows = weight[favorite].float()
     lift = math.log(case.v) + spread**2 / 2 + 8.0 + 5.0 * noise
     return lift[:, None] * rows / rows.square().sum(dim=1, keepdim=True)
 

@@ -79,7 +79,7 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
 def errors(outcome: Outcome, inputs: Inputs, want: Reference) -> dict[str, float]:
     """How far a step's results are off, on the tokens that count: absolute for loss,
     log-probabilities and entropies, relative in norm for gradients; ``ratio_off``, the share of
-    ratios to the true policy that are off by more than 1 %."""
+    ratios to the true policy that are off by more than 1%."""
     found: dict[str, float] = {}
     counted = inputs.mask.reshape(-1).bool()
     if outcome.loss is not None:

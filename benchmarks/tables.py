@@ -92,7 +92,7 @@ def _step(data: dict[str, Any]) -> str:
 
 
 def _time(data: dict[str, Any]) -> str:
-    """The first main case, and those in which a peer is faster than ours by over 2 %."""
+    """The first main case, and those in which a peer is faster than ours by over 2%."""
     cases = figures.of_part(data, "main")
     main = next((x for x in cases.values() if not x.get("score") and figures.median(x, OURS)), {})
     over = figures.over(main, "trl", OURS)
@@ -151,7 +151,7 @@ def _timed(cases: dict[str, Case]) -> list[str]:
             limit = figures.over(case, name, PRODUCTS)
             rows.append({
                 "case": "" if i else title, "provider": f"`{name}`", unit: middle,
-                "20 to 80 %": " to ".join(ends) if all(ends) else "",
+                "20 to 80%": " to ".join(ends) if all(ends) else "",
                 "/ ours": _over_ours(case, name),
                 "/ products": NOISE if limit is not None and limit < 1 else times(limit),
                 "FLOPs, NVH": number(x.get("flops_nvh")),
@@ -340,7 +340,7 @@ def multiple(value: float) -> str:
 
 
 def share(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.3g} %"
+    return "" if value is None else f"{100 * value:.3g}%"
 
 
 def with_range(over: tuple[float, float, float], form: Callable[[float], str] = times) -> str:

@@ -108,7 +108,7 @@ def order(names: Sequence[str], i: int) -> list[str]:
 
 
 def quantiles(samples: list[float]) -> dict[str, Any]:
-    """Median and 20 and 80 % quantiles of milliseconds."""
+    """Median and 20% and 80% quantiles of milliseconds."""
     if not samples:
         return {"samples": 0}
     at = sorted(samples)

@@ -230,7 +230,7 @@ def text_of(table: list[Entry]) -> str:
 def entries(
     part: Sequence[str], winners: dict[int, RowConfig], device: torch.device
 ) -> list[Entry]:
-    """The winners by vocabulary: neighbours that agree as one entry, the last without a bound."""
+    """The winners by vocabulary: neighbors that agree as one entry, the last without a bound."""
     measured: Any = False
     if not INTERPRETED:
         versions = {"torch": torch.__version__, "triton": triton.__version__}

@@ -61,7 +61,7 @@ def build_tokenizer(vocab_size: int = 64) -> PreTrainedTokenizerFast:
 def build_model(
     tokenizer: PreTrainedTokenizerFast, hidden_size: int = 64, layers: int = 2, seed: int = 0
 ) -> Qwen3ForCausalLM:
-    """A randomly initialised Qwen3 causal language model in fp32 with an untied head."""
+    """A randomly initialized Qwen3 causal language model in fp32 with an untied head."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -210,7 +210,7 @@ def hidden_states(model: Qwen3ForCausalLM, rollout: Rollout) -> Tensor:
 
 
 def take_step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """One optimiser step down the gradient of `loss`."""
+    """One optimizer step down the gradient of `loss`."""
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

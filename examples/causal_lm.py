@@ -99,7 +99,7 @@ def own_logprobs(model: Any, ids: Tensor) -> Tensor:
 
 
 def main() -> None:
-    steps = steps_of(__doc__, 40, "optimiser steps of each model, two a batch")
+    steps = steps_of(__doc__, 40, "optimizer steps of each model, two a batch")
 
     worst, rises = 0.0, []
     for name, model in build_models().items():

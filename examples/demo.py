@@ -242,7 +242,7 @@ def complaints(summary: dict[str, Any]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("build/demo"))
-    parser.add_argument("--steps", type=int, default=50, help="optimiser steps of each run")
+    parser.add_argument("--steps", type=int, default=50, help="optimizer steps of each run")
     smoke = "a few steps and a small vocabulary; the reward is not judged"
     parser.add_argument("--smoke", action="store_true", help=smoke)
     options = parser.parse_args()

@@ -91,7 +91,7 @@ def losses(trainer_class: type, steps: int) -> list[float]:
 
 
 def main() -> None:
-    steps = steps_of(__doc__, 20, "optimiser steps of each trainer")
+    steps = steps_of(__doc__, 20, "optimizer steps of each trainer")
     ours, stock = losses(FusedGKDTrainer, steps), losses(GKDTrainer, steps)
     for step in range(0, steps, max(1, steps // 4)):
         print(f"step {step:3d}  loss {ours[step]:.5f}  TRL's {stock[step]:.5f}")

@@ -6,7 +6,7 @@ r"""GRPO on GSM8K with a Qwen3 model in a plain PyTorch loop, in one file.
 
 The data: a folder of `save_to_disk`, a folder of json, jsonl or parquet files named after their
 splits, or such a file. Each step samples --group completions for each of --prompts problems,
-rewards a right answer in \boxed{} or after ####, and takes --updates optimiser steps, --micro-batch
+rewards a right answer in \boxed{} or after ####, and takes --updates optimizer steps, --micro-batch
 sequences (whole groups) at a time, against the log-probabilities of the policy that sampled. The
 model's layers compute no padding and each prompt once, and updates leave out sequences without
 gradient. The model answers --test problems before and after, and is saved in the folder --output.

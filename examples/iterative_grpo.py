@@ -2,8 +2,8 @@
 
 Each iteration refreshes the reference model from the policy. Each of its steps samples from the
 current policy, keeps that policy's log-probabilities as the old ones, scores with the reward model
-and takes mu optimiser steps on the GRPO loss with its KL penalty; then the reward model trains on,
-on these samples (labeled) and 10 % replayed history. The claim at the end: answers get right by a
+and takes mu optimizer steps on the GRPO loss with its KL penalty; then the reward model trains on,
+on these samples (labeled) and 10% replayed history. The claim at the end: answers get right by a
 reward that is learnt, which still tells right answers from wrong ones.
 """
 
@@ -39,7 +39,7 @@ class RewardModel:
         self.history: list[tuple[str, float]] = []
 
     def train(self, rollout: Rollout, steps: int, batch: int = 64, replayed: float = 0.1) -> float:
-        """Optimiser steps on `rollout`, the share `replayed` of each batch from earlier ones;
+        """Optimizer steps on `rollout`, the share `replayed` of each batch from earlier ones;
         returns the last loss."""
         texts = [
             problem.prompt + text

@@ -22,7 +22,7 @@ from grpo_kernels.advantages import group_advantages
 
 
 def main() -> None:
-    steps = steps_of(__doc__, 40, "optimiser steps, two a batch")
+    steps = steps_of(__doc__, 40, "optimizer steps, two a batch")
 
     model, tokenizer, problems = warm_model()
     head = model.lm_head.weight

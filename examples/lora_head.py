@@ -22,7 +22,7 @@ SCALING = 2.0
 
 
 def main() -> None:
-    steps = steps_of(__doc__, 60, "optimiser steps")
+    steps = steps_of(__doc__, 60, "optimizer steps")
 
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(PROMPTS, 1, H, generator=g).repeat_interleave(GENERATIONS, 0)  # (B, 1, H)

@@ -52,7 +52,7 @@ WEIGHTS = torch.tensor([1.0, 0.5, 0.25])
 
 
 def main() -> None:
-    steps = steps_of(__doc__, 30, "optimiser steps")
+    steps = steps_of(__doc__, 30, "optimizer steps")
 
     model, tokenizer, problems = warm_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)

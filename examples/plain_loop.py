@@ -1,6 +1,6 @@
 """GRPO in a plain PyTorch loop: no trainer, the loss straight from the model's hidden states.
 
-Each round samples groups of completions, scores them, and takes two optimiser steps on them: the
+Each round samples groups of completions, scores them, and takes two optimizer steps on them: the
 first on-policy, the second against the log-probabilities of the policy that sampled (kept from
 `linear_logprob` without gradient). The claim at the end: the share of right answers rises.
 """
@@ -20,7 +20,7 @@ from grpo_kernels.advantages import group_advantages
 
 
 def main() -> None:
-    steps = steps_of(__doc__, 40, "optimiser steps")
+    steps = steps_of(__doc__, 40, "optimizer steps")
 
     model, tokenizer, problems = warm_model()
     head = model.lm_head

@@ -42,7 +42,7 @@ def score_steps(rollout: Rollout) -> tuple[list[list[float]], list[list[int]]]:
 
 
 def main() -> None:
-    steps = steps_of(__doc__, 30, "optimiser steps")
+    steps = steps_of(__doc__, 30, "optimizer steps")
 
     model, tokenizer, problems = warm_model()
     before = evaluate(model, tokenizer, problems * 4)

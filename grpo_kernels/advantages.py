@@ -120,8 +120,8 @@ def group_advantages(
         if scale_rewards != "none":
             result = _divide(result, spread + eps)
     else:
-        centred, spread, _ = _moments(table, groups, correction)
-        total = _weighted_sum(_divide(centred, spread + eps), weights)
+        centered, spread, _ = _moments(table, groups, correction)
+        total = _weighted_sum(_divide(centered, spread + eps), weights)
         # z-scores sum to 0 in every group, hence in the batch: their mean is only rounding error
         _, spread, _ = _moments(total, batch, correction)
         result = _divide(total, spread + eps)
@@ -161,8 +161,8 @@ def rloo_advantages(
     check_number("eps", eps, lowest=0, inclusive=True)
     table, weights = _reward_table(rewards, reward_weights, num_generations)
     groups = _groups(table, num_generations, group_ids, process_group)
-    centred, _, n = _moments(_weighted_sum(table, weights), groups, 0)
-    result = centred * n / (n - 1)  # 0 / 0 = NaN, unscored, where n = 1
+    centered, _, n = _moments(_weighted_sum(table, weights), groups, 0)
+    result = centered * n / (n - 1)  # 0 / 0 = NaN, unscored, where n = 1
     if normalize_advantages:
         _, spread, _ = _moments(result, _one_group(table, process_group), 1)
         result = _divide(result, spread + eps)
@@ -244,11 +244,11 @@ def process_advantages(
             )
     groups = _groups(x, num_generations, group_ids, process_group, fewest=1)
     by_step = groups._replace(of_row=groups.of_row.repeat_interleave(steps))
-    centred, spread, _ = _moments(x.reshape(-1, 1), by_step, correction)
-    normalised = _divide(centred, spread + eps).nan_to_num(nan=0.0).view(batch_size, steps)
+    centered, spread, _ = _moments(x.reshape(-1, 1), by_step, correction)
+    normalized = _divide(centered, spread + eps).nan_to_num(nan=0.0).view(batch_size, steps)
     at_ends = x.new_zeros(mask.shape)
     if mask.shape[1]:
-        at_ends.scatter_add_(1, torch.where(x.isnan(), 0, ends), normalised)
+        at_ends.scatter_add_(1, torch.where(x.isnan(), 0, ends), normalized)
     return torch.where(mask, discounted_sums(at_ends, 1.0), 0.0).to(_float_dtype(table))
 
 
@@ -413,8 +413,8 @@ def whiten(
     mask = _bool_mask(completion_mask)
     _counted_values("x", x, mask)
     flat = torch.where(mask, widen(x), math.nan).reshape(-1, 1)
-    centred, spread, _ = _moments(flat, _one_group(flat, process_group), correction)
-    result = _divide(centred if shift_mean else flat, spread + eps).view(mask.shape)
+    centered, spread, _ = _moments(flat, _one_group(flat, process_group), correction)
+    result = _divide(centered if shift_mean else flat, spread + eps).view(mask.shape)
     return torch.where(mask, result, 0.0).to(_float_dtype(x))
 
 
@@ -498,10 +498,10 @@ def _moments(x: Tensor, groups: _Groups, correction: int) -> tuple[Tensor, Tenso
     weights = scored.to(x.dtype)
     count = _group_sums(weights, groups)
     mean = _group_sums(weights * shifted, groups) / torch.where(count > 0, count, 1.0)
-    centred = torch.where(scored, shifted - mean[groups.of_row], math.nan)
-    squares = _group_sums(centred.nan_to_num(nan=0.0).square(), groups)
+    centered = torch.where(scored, shifted - mean[groups.of_row], math.nan)
+    squares = _group_sums(centered.nan_to_num(nan=0.0).square(), groups)
     std = (squares / (count - correction).clamp(min=1)).sqrt()
-    return centred, std[groups.of_row], count[groups.of_row]
+    return centered, std[groups.of_row], count[groups.of_row]
 
 
 def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -559,8 +559,9 @@ def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
             return rows
         given: Any = [rows] if rows is None else rows
         rows = [row.tolist() if hasattr(row, "tolist") else row for row in given]
-        if not all(hasattr(row, "__len__") for row in rows):
-            raise TypeError(f"{name}: expected a tensor (B, S), or a list for each completion")
+        if single := [type(row).__name__ for row in rows if not hasattr(row, "__len__")]:
+            expected = "a tensor (B, S), or a list for each completion"
+            raise TypeError(f"{name}: expected {expected}, got {single[0]} in it")
         return rows
 
     step_rewards, step_ends = lists("step_rewards", step_rewards), lists("step_ends", step_ends)

@@ -112,7 +112,7 @@ CONSTANTS = ("final_logit_softcapping", "logit_scale", "logits_dtype")
 @hints_names
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A language model's head: the second argument of every call.
+    """A language model's head: the second argument of every call that takes hidden states.
 
     ::
 
@@ -123,8 +123,8 @@ class Head:
     Its logits are ``softcap(logit_scale * (hidden @ weight.T + bias))``, where ``softcap(x)`` is
     ``cap * tanh(x / cap)``.
 
-    Instead of a `Head`, every call also accepts a plain weight or the model's own head module, and
-    reads it as ``Head(weight)``. Some calls take a second head, for the reference model of a KL
+    Instead of a `Head`, these calls also accept a plain weight or the model's own head module, and
+    read it as ``Head(weight)``. Some calls take a second head, for the reference model of a KL
     term or for a teacher.
 
     Args:
@@ -136,12 +136,12 @@ class Head:
         bias: (V,), or None.
         lora: a low-rank adapter on the head, `LoRA`.
         process_group: the group of ranks that shard the head by rows of the vocabulary, in rank
-            order; the shards may be uneven. All other arguments, and the results, are the same on
-            every rank. Each rank gets the gradient of its own rows of the head, and the whole
-            gradient of the hidden states. You need no group if the weight is a DTensor with
+            order; the shards may be uneven. All other arguments must be the same on every rank, and
+            so are the results. Each rank gets the gradient of its own rows of the head, and the
+            whole gradient of the hidden states. You need no group if the weight is a DTensor with
             `Shard(0)` and the hidden states are a replicated DTensor. The ranks exchange three
-            numbers per row, or four with the entropy, and sum d hidden. They exchange no tensor of
-            the vocabulary's size.
+            numbers per row, or four with the entropy, and sum the gradient of the hidden states.
+            They exchange no tensor of the vocabulary's size.
         vocab_size: number of ids, at most the V of all shards together. The head's rows beyond this
             number are padding.
         final_logit_softcapping: the cap, > 0, or None.
@@ -293,8 +293,11 @@ def read_heads(
             reference = _local(states, own, group, prefix)
         weight = head.weight
         if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] == 0:
+            import torch.distributed as dist
+
             raise ValueError(
-                "weight: expected at least one row of the vocabulary on every rank, got none"
+                "weight: expected at least one row of the vocabulary on every rank of "
+                f"process_group, got none on rank {dist.get_rank(group)}"
             )
     elif size is not None and isinstance(head.weight, Tensor) and head.weight.dim():
         if size > head.weight.shape[0]:

@@ -164,7 +164,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 ).logps
         # ZeRO-3 shards the weight again when the trainer's own gathering context ends
         gather = gather_of(x for x in (lin_weight, bias) if x is not None)
-        if LOSSES[self.loss_type].normaliser != "num_items":
+        if LOSSES[self.loss_type].normalizer != "num_items":
             num_items_in_batch = None
         elif dist.is_available() and dist.is_initialized():
             if num_items_in_batch is None:

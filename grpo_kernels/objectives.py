@@ -423,10 +423,10 @@ def _covariance(tokens: TokenInputs) -> Tensor:
     """(A - mean A) (logp - mean logp) of every counted token, without gradient."""
     count = tokens.mask.sum().clamp(min=1)
 
-    def centred(x: Tensor) -> Tensor:
+    def centered(x: Tensor) -> Tensor:
         return x - torch.where(tokens.mask, x, 0.0).sum() / count
 
-    return centred(tokens.advantages) * centred(tokens.logps.detach())
+    return centered(tokens.advantages) * centered(tokens.logps.detach())
 
 
 def _at_places(places: Tensor, like: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from grpo_kernels.base.checks import did_you_mean, no_attribute
+from grpo_kernels.base.checks import no_attribute
 from grpo_kernels.base.tensors import extreme
 
 
@@ -18,7 +18,7 @@ class Metrics(Mapping[str, Tensor]):
     """Metrics of a loss: a mapping from names to 0-d means, each 0 if nothing was counted.
 
     Attributes:
-        pairs: name -> (sum, count), 0-d tensors each. Minima and maxima have no pair:
+        pairs: name -> (sum, count), each a 0-d tensor. Minima and maxima have no pair:
             ``clip_ratio/low_min`` and ``clip_ratio/high_max`` (over the sequences), and
             ``sampling/.../min`` and ``max``. The pair of ``policy_loss`` is (loss, 1), so summing
             pairs weights all calls equally. `merge` weights each call as the loss does.
@@ -108,8 +108,7 @@ class Metrics(Mapping[str, Tensor]):
         if name in self._extremes:
             return self._extremes[name]
         if name not in self._pairs:
-            got = f"{name!r}{did_you_mean(str(name), self)}"
-            raise KeyError(f"metrics: expected one of {', '.join(self)}; got {got}")
+            raise KeyError(f"metrics: expected one of {', '.join(self)}, got {name!r}")
         total, count = self._pairs[name]
         return total / count.clamp(min=1)
 

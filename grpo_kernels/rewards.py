@@ -148,7 +148,8 @@ def _model_rewards(model: nn.Module, tokenizer: Any, inputs: dict[str, Any]) -> 
     for row, pair in enumerate(pairs):
         if any(isinstance(part, str) != plain for part in pair):
             kind = "strings" if plain else "lists of messages"
-            raise TypeError(f"row {row}: expected {kind} as in row 0's prompt")
+            got = next(type(part).__name__ for part in pair if isinstance(part, str) != plain)
+            raise TypeError(f"row {row}: expected {kind}, as in row 0's prompt, got {got}")
     if plain:
         texts = [prompt + completion for prompt, completion in pairs]
     else:

@@ -102,7 +102,7 @@ def correct(
     weight w of a token:
 
         level "token"      exp(D_t)                         TIS, IcePop
-        level "sequence"   exp(sum of D over the sequence)  unbiased, high variance
+        level "sequence"   exp(sum of D over the sequence)  unbiased without bounds, high variance
         level "geometric"  exp(mean of D over the sequence)
         level None         1; nothing is weighted
 
@@ -246,7 +246,9 @@ def correct(
 
 def _bounds(name: str, bound: Any) -> tuple[float, float]:
     """Return (low, high) in the statistic's own unit: for k1, the logarithms of what was given."""
-    check_choice("reject", name, _STATISTICS, did_you_mean(str(name), _STATISTICS))
+    if hint := did_you_mean(str(name), _STATISTICS) if name not in _STATISTICS else "":
+        raise ValueError(f"reject: expected the name of a statistic, got {name!r}{hint}")
+    check_choice("reject", name, _STATISTICS)
     is_k1, where = _STATISTICS[name][1] == "k1", f"reject[{name!r}]"
     if isinstance(bound, tuple) and len(bound) == 2:
         low, high = bound

@@ -1,9 +1,9 @@
 """Differentiable scores of each position, from hidden states; other losses can build on them.
 
-If you pass the upstream gradient that you expect, the forward computes d hidden and d weight from
-the logits that it already has. The backward finds the factor c between the expected and the actual
-upstream gradient, and recomputes only the rows that do not match. The gradient is always exact; a
-correct expectation saves the recomputation.
+If you pass the upstream gradient that you expect, the forward computes the gradients of the hidden
+states and the weight from the logits that it already has. The backward finds the factor c between
+the expected and the actual upstream gradient, and recomputes only the rows that do not match. The
+gradient is always exact; a correct expectation saves the recomputation.
 
 **Kept sets.** A truncating sampler (top-k, top-p, min-p) draws y from the softmax over its kept set
 S, the ids that remain after the truncation. The policy trained on y has the same support as the
@@ -13,11 +13,11 @@ sampling mask)::
     logp = z_y - log sum_{j in S} exp z_j
 
 Only the head's rows for S are read. They are gathered for a few positions at a time and multiplied
-by the hidden states of these positions. There are three products: one in the forward, one for d
-hidden, and one for d weight. For N positions with K ids each, a product takes 2NKH floating point
-operations, or 2NK(H + r) with an adapter of rank r on the head. Positions are sorted by decreasing
-set size, so short sets get little padding. An id that is alone in its set has log-probability 0 for
-any logit and costs nothing.
+by the hidden states of these positions. There are three products: one in the forward, and one for
+each of the gradients of the hidden states and the weight. For N positions with K ids each, a
+product takes 2NKH floating point operations, or 2NK(H + r) with an adapter of rank r on the head.
+Positions are sorted by decreasing set size, so short sets get little padding. An id that is alone
+in its set has log-probability 0 for any logit and costs nothing.
 
 **A teacher's distribution.** On-policy distillation (https://arxiv.org/abs/2306.13649) moves a
 student toward a teacher on the student's samples::
@@ -28,9 +28,9 @@ student toward a teacher on the student's samples::
 
 The logits of both heads are computed once for each chunk of rows. The gradient of D is linear in
 the upstream gradient, so the forward computes it for the expected upstream gradient, and the
-backward scales it. Each row therefore takes two products for the logits, one for d hidden and one
-for d weight. `grpo_kernels.backends.divergence` shows how the sums avoid cancellation where p and q
-nearly agree.
+backward scales it. Each row therefore takes two products for the logits, and one for each of the
+gradients of the hidden states and the weight. `grpo_kernels.backends.divergence` shows how the sums
+avoid cancellation where p and q nearly agree.
 
 **A teacher's K ids.** Inference servers return a teacher's K most likely ids and their
 log-probabilities, not its hidden states. Let q_k be the teacher's and p_k the student's
@@ -182,8 +182,8 @@ def linear_logprob(
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is
             done. On a CPU, the call also checks that every id of `kept_ids` and `topk_ids` is -1 or
-            in [0, V), and that each set contains the sampled id. On other devices, the results of a
-            wrong position are NaN.
+            in [0, V), and that each set contains the sampled id. On other devices, a position that
+            breaks these rules gives NaN.
     """
     arguments = {**locals()}
     if kept_ids is None:
@@ -272,8 +272,8 @@ def linear_divergence(
         completion_mask: (...), as in `linear_logprob`.
         divergence: ``"reverse_kl"``, KL(student || teacher); ``"forward_kl"``, KL(teacher ||
             student); or ``"jsd"``.
-        beta: TRL's beta in [0, 1], for ``"jsd"`` only; the default is 0.5. 0 gives the forward KL
-            and 1 the reverse KL.
+        beta: TRL's beta in [0, 1]; the default is 0.5. 0 gives the forward KL and 1 the reverse KL.
+            Only for ``"jsd"``; otherwise an error.
         temperature: a number, or a tensor with one temperature per position.
         entropy: True to compute the entropy of the student's distribution.
         completion_ids: (...) tokens; the call also returns their log-probabilities under the
@@ -365,7 +365,7 @@ def topk_divergence(
             whichever is larger; smaller values are rounding noise.
         log_prob_min_clamp: lower bound to which the student's and the teacher's log-probabilities
             are clamped. An id whose student log-probability is below this bound gets no gradient.
-            Only for the forward KL without a tail.
+            Only for the forward KL without a tail; otherwise an error.
         loss_max_clamp: upper bound on the absolute value of each position's divergence. A position
             that reaches it gets no gradient.
         temperature: a number, or a tensor with one temperature per position.
@@ -375,12 +375,13 @@ def topk_divergence(
         run: a `Run`, the options for engine, backend and memory.
 
     Returns:
-        `Scores` with `divergence`, and with `student_mass`, which is sum_k p_k and has no gradient.
+        `Scores` with `divergence`, and with `student_mass`, the student's total probability of the
+        teacher's ids, which has no gradient.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is
             done. On a CPU, the call also checks that every id is -1 or in [0, V). On other devices,
-            the results of a wrong position are NaN.
+            a position with an invalid id gives NaN.
     """
     arguments, head = {**locals()}, with_its_group(hidden, head)
     measured = (divergence, tail, log_prob_min_clamp, loss_max_clamp)

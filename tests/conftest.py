@@ -1,4 +1,4 @@
-"""What every test starts from: one thread, a fixed seed, and uninitialised memory that is NaN."""
+"""What every test starts from: one thread, a fixed seed, and uninitialized memory that is NaN."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _same_start() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan() -> Iterator[None]:
+def _uninitialized_memory_is_nan() -> Iterator[None]:
     """`torch.empty` and its kin come full of NaN (integers: the largest), so that reading what
     nobody wrote shows."""
     before = (

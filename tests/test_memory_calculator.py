@@ -58,7 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_figure_is_what_is_allocated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To 2 %, and 40 numbers a token; the peers' tiles are smaller than the case."""
+    """To 2%, and 40 numbers a token; the peers' tiles are smaller than the case."""
     for module, constant, mine, columns in TILES:
         if columns is not None:
             monkeypatch.setattr(importlib.import_module(module), constant, columns)
@@ -93,7 +93,7 @@ def test_every_figure_is_what_is_allocated(name: str, monkeypatch: pytest.Monkey
 def test_figures_of_a_gpu_are_what_the_engines_allocate_there(
     step: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """At a real size, on tensors without data; to 5 %."""
+    """At a real size, on tensors without data; to 5%."""
     size = Size(151_936, 4096, dtype, **{"rows": 16_384, **step}, on_gpu=True)
     t, trains = 512, not (size.score or size.frozen)
     b = size.rows // t
@@ -129,7 +129,7 @@ class NoKernel:
 def test_trls_figure_of_a_gpu_is_what_its_head_allocates_there(
     step: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own code, with its kernels left out, on tensors without data; to 1 %."""
+    """Its own code, with its kernels left out, on tensors without data; to 1%."""
     chunked = pytest.importorskip("trl.kernels.chunked_logprob")
     for name in ("_forward_kernel", "_backward_kernel"):
         monkeypatch.setattr(chunked, name, NoKernel())

@@ -370,7 +370,7 @@ def imports_of_tests(path: Path) -> set[str]:
     return names & TESTS.keys()
 
 
-def test_uninitialised_memory_is_nan():
+def test_uninitialized_memory_is_nan():
     x = torch.ones(3, 4)
     for made in (
         torch.empty(5),

@@ -194,7 +194,7 @@ def draw(data: dict[str, Any]) -> Figure:
         who = name if name == STOCK else "grpo_kernels"
         place = (step, max(values[step - 1 : step + 2]) + 0.03 * top)
         axis.annotate(who, place, color=COLORS[name], weight="bold", va="bottom")
-    about = "grey: share of groups\nwith equal rewards\n(full height: 100 %)"
+    about = "gray: share of groups\nwith equal rewards\n(full height: 100%)"
     axis.annotate(about, (0.51 * count, 0.25 * top), color=SHADE_TEXT, size=14)
     axis.set_ylim(0, top)
     axis.set_xlim(0.5, count + 0.5)

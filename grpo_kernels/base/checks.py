@@ -74,7 +74,9 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     alike = {x.lower(): x for x in candidates}
     near = near or [alike[x] for x in difflib.get_close_matches(name.lower(), alike, n=1)]
     near = near or [x for x in candidates if x.endswith(f"_{name}")] or longer
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+    *first, last = near or [""]
+    meant = f"{', '.join(first)} or {last}" if first else last
+    return f"; did you mean {meant}?" if near else ""
 
 
 def hints_names(function: F, name: str = "") -> F:
@@ -93,9 +95,7 @@ def hints_names(function: F, name: str = "") -> F:
         for unknown in options:
             if unknown not in names:
                 hint = did_you_mean(unknown, names) or f"; it has {', '.join(names)}"
-                raise TypeError(
-                    f"{unknown}: expected an argument of {name}, got an unknown name{hint}"
-                )
+                raise TypeError(f"{unknown}: {name} has no such argument{hint}")
         return function(*args, **options)
 
     return cast(F, call)
@@ -331,10 +331,7 @@ def warn_of_ratio(log_ratio: Tensor | None, name: str = "old_per_token_logps") -
 def check_on_missing_set(on_missing_set: Any) -> None:
     """Require the default, since there are no kept ids."""
     if on_missing_set != "error":
-        raise ValueError(
-            "on_missing_set: expected 'error', the default, without kept_ids, got "
-            f"{on_missing_set!r}"
-        )
+        raise ValueError(f"on_missing_set: expected kept_ids with {on_missing_set!r}, got none")
 
 
 def check_budget(workspace_bytes: Any) -> None:

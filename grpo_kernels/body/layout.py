@@ -195,7 +195,7 @@ def _apart(inputs: TrunkInputs, ends_given: list[Tensor], flash: bool) -> TrunkI
     if len(starts) == len(positions):
         return inputs
     if positions.flatten()[starts[read]].any():
-        return "sequences in a packed row begin at another position than 0, so it runs as given"
+        return "sequences in a packed row do not begin at position 0, so it runs as given"
     if flash and len(positions) > 1:
         return "flash attention takes one packed row at a time, so several run as given"
     starts, lengths = starts[read], (ends - starts)[read, None]

@@ -189,7 +189,7 @@ def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> s
     """Say why hooks, config, layers or adapters rule out layout `mode`; None if they do not."""
     hook = foreign_hook(trunk)
     if hook is not None:
-        return f"the hook {hook} would get other columns than those of the batch"
+        return f"the hook {hook} would get columns other than those of the batch"
     modules = [*trunk.modules()]
     if any("alora" in variant.lower() for module in modules for _, variant in adapters_of(module)):
         return "aLoRA begins at columns of the padded batch"

@@ -150,7 +150,8 @@ def batches_of_samples(
             counts[name].append(x)
     rewards = [row.get("reward") for row in rows]
     if 0 < rewards.count(None) < len(rows):
-        raise ValueError("--samples: expected a reward in every line or in none")
+        text = "expected a reward in every line or in none"
+        raise ValueError(f"--samples: {text}, got none in {rewards.count(None)} of {len(rows)}")
     batches = []
     for start in range(0, len(rows) - n + 1, n):
         prompts, completions = (x[start : start + n] for x in counts.values())
@@ -271,7 +272,8 @@ def _computed(options: argparse.Namespace) -> dict[str, Any]:
             lengths = [tuple(x[name] for name in names) for x in logged]
         batches = [Batch(*prompts, *x) for x in lengths]
     if not batches:
-        raise ValueError("--log: expected a trainer_state.json that has completions/mean_length")
+        text = "expected a trainer_state.json that has completions/mean_length"
+        raise ValueError(f"--log: {text}, got {options.log} without it")
     model = model_of(options.model)
     gains = factors(model, batches, training)
     gain, longest = math.prod(gains.values()), max(x.longest for x in batches)

@@ -102,7 +102,10 @@ class _Refusal(torch.autograd.Function):
 
 
 def _refuse() -> tuple[Tensor | None, ...]:
-    raise RuntimeError("grpo_kernels: differentiating twice is not supported")
+    raise RuntimeError(
+        "grpo_kernels: differentiating twice is not supported; for second derivatives, compute the "
+        "loss from all logits with torch"
+    )
 
 
 @first_order

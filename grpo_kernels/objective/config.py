@@ -104,15 +104,15 @@ class LossConfig:
         LossConfig.from_trl(trainer.args)
 
     Args:
-        loss_type: the surrogate, which is the policy term of a token's loss, and the normalizer.
-            One of ``"grpo"`` (https://arxiv.org/abs/2402.03300), ``"bnpo"``, ``"dr_grpo"``
-            (https://arxiv.org/abs/2503.20783), ``"dapo"`` (https://arxiv.org/abs/2503.14476),
-            ``"cispo"`` (https://arxiv.org/abs/2506.13585), ``"sapo"``
-            (https://arxiv.org/abs/2511.20347), ``"luspo"`` (https://arxiv.org/abs/2602.05261),
-            ``"vespo"`` (https://arxiv.org/abs/2602.10693) and ``"gmpo"`` (*not in TRL*,
-            https://arxiv.org/abs/2507.20673). In ``"gmpo"``, the ratio is always per sequence, and
-            the top-entropy mask selects the tokens of that ratio. Neither the off-policy mask nor
-            the importance sampling ratio applies to ``"gmpo"``.
+        loss_type: sets two things: the surrogate (the policy term of a token's loss) and the
+            normalizer. One of ``"grpo"`` (https://arxiv.org/abs/2402.03300), ``"bnpo"``,
+            ``"dr_grpo"`` (https://arxiv.org/abs/2503.20783), ``"dapo"``
+            (https://arxiv.org/abs/2503.14476), ``"cispo"`` (https://arxiv.org/abs/2506.13585),
+            ``"sapo"`` (https://arxiv.org/abs/2511.20347), ``"luspo"``
+            (https://arxiv.org/abs/2602.05261), ``"vespo"`` (https://arxiv.org/abs/2602.10693) and
+            ``"gmpo"`` (*not in TRL*, https://arxiv.org/abs/2507.20673). In ``"gmpo"``, the ratio is
+            always per sequence, and the top-entropy mask selects the tokens of that ratio;
+            ``"gmpo"`` ignores the off-policy mask and any importance sampling ratio.
         importance_sampling_level: ``"token"``: one ratio per token. ``"sequence"``: one ratio per
             sequence, the exp of the sequence's mean log-ratio (GSPO,
             https://arxiv.org/abs/2507.18071).
@@ -120,14 +120,16 @@ class LossConfig:
             means ``epsilon``. For ``"cispo"``, `epsilon_high` is the cap on the ratio itself, so
             set it, usually to 5; with None, the cap is `epsilon`, as in TRL. For ``"gmpo"``, the
             range is in log space.
-        delta: upper bound of the unclipped ratio (two-sided clipping), for the clipped loss types
-            only.
+        delta: upper bound of the unclipped ratio (two-sided clipping) in ``"grpo"``, ``"bnpo"``,
+            ``"dr_grpo"``, ``"dapo"`` and ``"luspo"``. The other loss types ignore it, with a
+            warning.
         beta: weight of the KL term to the reference model; 0 turns it off.
         use_bias_correction_kl: multiply the KL estimate by the ratio. TRL does so by default; the
             GRPO paper does not. Therefore ``loss_type="grpo", beta=0.04`` is TRL's GRPO, and
-            `presets.GRPO` is the paper's GRPO. Not for ``"gmpo"``. ``kl_estimator="full"`` needs no
-            correction: over the old policy's tokens, the corrected estimate has the expectation
-            sum_v old_v (p_v / old_v) log(p_v / q_v), which is the full KL itself.
+            `presets.GRPO` is the paper's GRPO. ``"gmpo"`` ignores this option.
+            ``kl_estimator="full"`` needs no correction: over the old policy's tokens, the corrected
+            estimate has the expectation sum_v old_v (p_v / old_v) log(p_v / q_v), which is the full
+            KL itself.
         kl_estimator: *not in TRL*. With d = ref - logp, ``"k3"`` is exp(d) - d - 1 (as in TRL),
             ``"k2"`` is d^2 / 2, and ``"k1"`` is -d. ``"full"`` is the exact KL instead of an
             estimate: sum_v p_v log(p_v / q_v) over the vocabulary, with q from `reference`.
@@ -142,8 +144,8 @@ class LossConfig:
         vllm_importance_sampling_correction: compute the importance sampling ratio in the loss, from
             the old log-probabilities and `sampling_per_token_logps`, which are then required. If
             there are no old log-probabilities, the loss uses the current ones, held constant. Off
-            by default; in TRL, this option is on, and the trainer computes the ratio. Not for
-            ``"gmpo"``.
+            by default; in TRL, this option is on, and the trainer computes the ratio. ``"gmpo"``
+            ignores it, and needs no sampling log-probabilities.
         vllm_importance_sampling_mode: ``"token_*"`` computes one ratio per token; ``"sequence_*"``
             computes one per sequence, from its summed differences. ``"*_truncate"`` clamps the
             ratio to the bounds; ``"*_mask"`` sets it to 0 outside the bounds.
@@ -157,7 +159,9 @@ class LossConfig:
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape of the VESPO surrogate
             for positive and negative advantages.
 
-    Soft-cap, scale and precision of the logits are options of the head, `grpo_kernels.Head`.
+    If you set a field that only the surrogates of other loss types read, the call ignores it, with
+    a warning. Soft-cap, scale and precision of the logits are options of the head,
+    `grpo_kernels.Head`.
 
     Raises:
         TypeError, ValueError: a field has the wrong type or is out of range; the message names the
@@ -362,6 +366,9 @@ def _preset_hint(name: Any) -> str:
     preset = str(name).upper().replace("-", "_")
     if preset not in PRESETS:
         return ""
+    if preset.lower() in get_args(LossTypeName):
+        published, default = f"presets.{preset}", f"loss_type={preset.lower()!r}"
+        return f"; GRPOLoss({published}) has the paper's settings, GRPOLoss({default}) the defaults"
     return f"; grpo_kernels.presets.{preset} is that loss: GRPOLoss(presets.{preset})"
 
 
@@ -384,7 +391,11 @@ def config_with(
     if not options:
         return config
     check_config(config)
-    check_names(options, f"an argument of {function} or a field of LossConfig", [*FIELDS, *call])
+    for name in options:
+        if name not in FIELDS:
+            hint = did_you_mean(name, [*FIELDS, *call])
+            missing = f"{function} has no such argument, and LossConfig no such field"
+            raise TypeError(f"{name}: {missing}{hint}")
     return replace(config, **options)
 
 
@@ -395,7 +406,11 @@ def check_names(
     elsewhere: str = "",
     others: Collection[str] = (),
 ) -> None:
-    """Require all `names` to be `allowed`; the error suggests one of them, or of `others`."""
+    """Require all `names` to be `allowed`; the error suggests one of them, or of `others`.
+
+    `what` says what each name should be, as "a KIND of OWNER".
+    """
+    kind, _, owner = what.partition(" of ")
     for name in names:
         if name not in allowed:
             hint = did_you_mean(name, allowed)
@@ -403,7 +418,7 @@ def check_names(
                 hint = f"; it is {elsewhere}"
             elif not hint and (other := did_you_mean(name, others)):
                 hint = f"{other} It is {elsewhere}"
-            raise TypeError(f"{name}: expected {what}, got an unknown name{hint}")
+            raise TypeError(f"{name}: {owner} has no such {kind.split()[-1]}{hint}")
 
 
 def check_objective(config: LossConfig, objective: Any) -> None:
@@ -541,7 +556,7 @@ def warn_of_inputs(
     sampling_per_token_logps: Any,
 ) -> None:
     """Warn, once each, of inputs that nothing reads or that are too coarse."""
-    if num_items_in_batch is not None and loss_type_of(config).normaliser != "num_items":
+    if num_items_in_batch is not None and loss_type_of(config).normalizer != "num_items":
         warn_once(
             f"num_items_in_batch: not used by loss_type = {config.loss_type!r}, a mean over the "
             "call. Under gradient accumulation divide the loss by the number of steps, and leave "
@@ -557,7 +572,7 @@ def warn_of_inputs(
     if old_per_token_logps is not None and old_per_token_logps.dtype.itemsize < 4:
         warn_once(
             f"old_per_token_logps: rounded to {old_per_token_logps.dtype}, so ratios that "
-            "should be 1 are off by 1 % or more; keep them in torch.float32"
+            "should be 1 are off by 1% or more; keep them in torch.float32"
         )
     if objective is None:  # else the config's loss may not be read
         warn_of_loss(config, on_policy=old_per_token_logps is None)

@@ -129,7 +129,7 @@ class LossType:
     name: LossTypeName
     surrogate: str  # a name in `formulas.SURROGATES`
     constants: Callable[[Config], tuple[float, ...]]  # the surrogate's, in its order
-    normaliser: Literal["sequence_mean", "token_mean", "num_items", "max_length", "sequence_sum"]
+    normalizer: Literal["sequence_mean", "token_mean", "num_items", "max_length", "sequence_sum"]
     # the policy term is a constant times logp: its formula's derivative in the log-ratio is 0
     is_linear: bool = False
 
@@ -211,18 +211,18 @@ def token_weights(
 ) -> Tensor:
     """Return each counted token's weight (n,) by the normalizer."""
     batch, device = max(layout.batch, 1), layout.positions.device
-    normaliser = loss_type_of(config).normaliser
+    normalizer = loss_type_of(config).normalizer
 
     def one_over(x: float) -> Tensor:  # rounded once, like the quotient of two numbers of `dtype`
         return torch.full((layout.positions.shape[0],), 1 / x, dtype=dtype, device=device)
 
-    if normaliser == "sequence_mean":
+    if normalizer == "sequence_mean":
         return one_over(1) / (layout.lengths.to(dtype)[layout.sequence] * batch)
-    if normaliser == "max_length":
+    if normalizer == "max_length":
         return one_over(batch * config.max_completion_length)
-    if normaliser == "sequence_sum":
+    if normalizer == "sequence_sum":
         return one_over(batch)
-    if normaliser == "token_mean" or num_items_in_batch is None:
+    if normalizer == "token_mean" or num_items_in_batch is None:
         return one_over(max(layout.total, 1))
     if isinstance(num_items_in_batch, Tensor) and num_items_in_batch.device.type != "cpu":
         items = num_items_in_batch.detach().reshape(()).to(device, dtype)
@@ -233,7 +233,7 @@ def token_weights(
 
 def warn_of_length(config: Config, layout: Layout) -> None:
     """Warn, once, of a completion longer than the constant that divides the loss."""
-    if loss_type_of(config).normaliser != "max_length" or layout.lengths.device.type != "cpu":
+    if loss_type_of(config).normalizer != "max_length" or layout.lengths.device.type != "cpu":
         return
     longest = int(layout.lengths.max()) if layout.batch else 0
     if longest > config.max_completion_length:
@@ -247,10 +247,10 @@ def warn_of_length(config: Config, layout: Layout) -> None:
 def averaged_over(config: Config, *, num_items: bool) -> str:
     """Return what a call's policy loss is a mean over: "sequences", "tokens", or "nothing" if the
     losses of a batch's calls add up. `num_items` is True if ``num_items_in_batch`` was given."""
-    normaliser = loss_type_of(config).normaliser
-    if normaliser == "num_items" and num_items:
+    normalizer = loss_type_of(config).normalizer
+    if normalizer == "num_items" and num_items:
         return "nothing"
-    return "tokens" if normaliser in ("num_items", "token_mean") else "sequences"
+    return "tokens" if normalizer in ("num_items", "token_mean") else "sequences"
 
 
 def check_num_items(num_items_in_batch: Any) -> None:

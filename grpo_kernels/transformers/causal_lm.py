@@ -257,9 +257,9 @@ def completion_logprobs(
         return_output: True to return the model's output, too, for example for the ``aux_loss`` of a
             mixture of experts.
         model_inputs: other arguments of the model's forward: pixel_values, position_ids, ...
-            ``use_cache`` defaults to False. Accepted names are the parameters of the forward of the
-            model, of its wrappers and of its body, and those that transformers documents for all
-            models. If you pass no position_ids, the library counts them from an `attention_mask`
+            ``use_cache`` defaults to False. You can pass any argument that the forward of the
+            model, a wrapper or the body accepts, or that transformers documents for all models. If
+            you pass no position_ids, the library counts them from an `attention_mask`
             (B, L), as the model's `generate` does; models that compute their own positions
             (RoBERTa, Qwen-VL) keep doing so.
 
@@ -272,7 +272,7 @@ def completion_logprobs(
     Raises:
         TypeError: the model's head is not one linear layer, or an argument has the wrong type or an
             unknown name; raised before the model runs.
-        ValueError: an invalid argument; or the model changes its logits in another way than by a
+        ValueError: an invalid argument; or the model changes its logits in any way other than a
             scale, a soft-cap or the removal of the last ids.
         RuntimeError: the model's forward does not call its head exactly once.
     """
@@ -474,8 +474,8 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
         `HeadInputs`, empty until the context ends.
 
     Raises:
-        TypeError, ValueError: as `completion_logprobs`; the model's logits are checked in its first
-            call.
+        TypeError, ValueError: as in `completion_logprobs`. The library checks a model's logits the
+            first time that it sees the model.
         RuntimeError: the model did not run inside the context, or called its head more than once.
     """
     base = heads.causal_lm(model)
@@ -547,16 +547,18 @@ def _check_names(
         # the class's forward too: the object's may be a wrapper. PEFT pops some names from **kwargs
         known |= _named(type(module).forward) | _named(module.forward)
         known |= {*getattr(module, "special_peft_forward_args", ())}
-    reader = f"{type(base).__name__} or the loss" if of_loss else type(base).__name__
+    kind = type(base).__name__
     for name in given:
-        expected = f"{name}: expected an input of {reader}, got"
         if name in {field.name for field in fields(LossConfig)}:
+            reader = f"{kind} or the loss" if of_loss else kind
             raise TypeError(
-                f"{expected} a field of LossConfig: set it on the loss, GRPOLoss({name}=...)"
+                f"{name}: expected an input of {reader}, got a field of LossConfig: set it on the "
+                f"loss, GRPOLoss({name}=...)"
             )
         if name not in known:
             hint = did_you_mean(name, sorted({*known, *of_loss, *_named(call)}))
-            raise TypeError(f"{expected} an unknown name{hint}")
+            either = f"neither {kind} nor the loss has such an input"
+            raise TypeError(f"{name}: {either if of_loss else f'{kind} has no such input'}{hint}")
 
 
 def _named(function: Callable[..., Any]) -> set[str]:

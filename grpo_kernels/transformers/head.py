@@ -154,7 +154,7 @@ class HeadCheck:
 
     Along with the scores, the head returns two rows as logits. The first holds real logits,
     projected by the model's own head from one hidden state, to compare log-probabilities. The
-    second holds known numbers; if the model returns them changed in another way than the constants
+    second holds known numbers; if the model changes them in any way other than the constants
     predict, the constants are measured from them.
 
     Order of calls: `project` and `score` inside the head, which returns `rows`; set `made` to the

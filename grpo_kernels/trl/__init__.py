@@ -40,8 +40,9 @@ with needed("'trl>=1.16,<1.17'", "trl", "transformers"):
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 warn_once(_MESSAGE)
                 for name, default in _OF_RESULTS.items():
-                    if kwargs.pop(name, default) != default:
-                        raise ValueError(f"{name}: expected {default!r} with trl {_version}")
+                    if (given := kwargs.pop(name, default)) != default:
+                        with_trl = f"{default!r} with trl {_version}"
+                        raise ValueError(f"{name}: expected {with_trl}, got {given!r}")
                 super().__init__(*args, **{x: y for x, y in kwargs.items() if x not in _OF_COST})
 
         class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):  # type: ignore[no-redef]

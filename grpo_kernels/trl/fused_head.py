@@ -141,11 +141,11 @@ class FusedHead:
         if call.counted is not None:  # only the last T columns are read
             columns = slice(length - 1 - call.counted.shape[1], length - 1)
             counted = needed[:, columns] & (call.counted != 0)
-        ids, labelled = targets[:, columns], needed[:, columns]
+        ids, labeled = targets[:, columns], needed[:, columns]
         expected = call.expected if torch.is_grad_enabled() else None
         if self.sets is not None:
             start = columns.start
-            compute, drawn = over_sets(self.sets, inputs, labelled, start, options.on_missing_set)
+            compute, drawn = over_sets(self.sets, inputs, labeled, start, options.on_missing_set)
             counted = counted & drawn
         names: list[str] = []
 
@@ -189,7 +189,7 @@ class FusedHead:
         options.shares.join(shares)
         options.shares.add_rows(counted, [found["logps"], found.get("entropies")])
         if call.fill is not None:
-            others = labelled.to(device) & ~counted
+            others = labeled.to(device) & ~counted
             found["logps"] = torch.where(others, call.fill.to(device), found["logps"])
         end = length - 1 if shift_labels is None else length
         around = (columns.start, end - columns.stop)

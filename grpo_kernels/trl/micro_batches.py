@@ -142,7 +142,7 @@ def with_exact_kl(trainer: Any, loss: Tensor, inputs: Batch, divergences: Tensor
     mask, trains = counted_tokens(inputs), trainer.model.training
     items, per_item = None, 1.0
     # items: in the generated batch; items / per_item: in a micro-batch
-    if loss_type_of(config).normaliser == "num_items":
+    if loss_type_of(config).normalizer == "num_items":
         items = inputs["num_items_in_batch"].clamp(min=1.0)
         steps = trainer.args.steps_per_generation if trains else 1
         per_item = trainer.accelerator.num_processes * steps

@@ -105,26 +105,26 @@ def sets_of_batch(
 def over_sets(
     sets: Sequence[SampledSets | None],
     inputs: dict[str, Any],
-    labelled: Tensor,  # (B, n) bool, states from column `start` on that predict a completion id
+    labeled: Tensor,  # (B, n) bool, states from column `start` on that predict a completion id
     start: int,
     on_missing_set: OnMissingSet | None,
 ) -> tuple[Callable[..., Scores], Tensor]:
     """Return `linear_logprob` bound to the sets of a forward's rows, and a mask of drawn tokens.
 
-    The mask is (B, n). In a row without sets, all `labelled` tokens count as drawn.
+    The mask is (B, n). In a row without sets, all `labeled` tokens count as drawn.
     """
     ids = inputs["input_ids"]
-    completion = torch.nn.functional.pad(labelled, (start + 1, 0))[:, : ids.shape[1]]
+    completion = torch.nn.functional.pad(labeled, (start + 1, 0))[:, : ids.shape[1]]
     rows = _sets_of_rows(sets, ids, (inputs["attention_mask"] != 0) & ~completion, completion)
     if all(x is None for x in rows):
-        return linear_logprob, labelled
-    counts = torch.zeros(labelled.shape, dtype=torch.int64)
-    of_tokens = labelled.cpu()
+        return linear_logprob, labeled
+    counts = torch.zeros(labeled.shape, dtype=torch.int64)
+    of_tokens = labeled.cpu()
     drawn = of_tokens.clone()
     for i, x in enumerate(rows):
         if x is not None:
             counts[i, of_tokens[i]], drawn[i, of_tokens[i]] = x.counts, x.drawn
     joined = torch.cat([x.ids for x in rows if x is not None])
-    kept = KeptIds.from_counts(joined.to(labelled.device), counts.to(labelled.device))
+    kept = KeptIds.from_counts(joined.to(labeled.device), counts.to(labeled.device))
     of_sets: dict[str, Any] = {"kept_ids": kept, "on_missing_set": on_missing_set}
     return partial(linear_logprob, **of_sets), drawn.to(ids.device)

@@ -390,7 +390,7 @@ def _live_sequences(data: Any, loss_function: Any) -> list[bool]:
 
 def _reason_to_train(data: Any, config: Any) -> str | None:
     if config is None:
-        return "with another loss than ppo_loss"
+        return "with a loss other than ppo_loss"
     if has_other_terms(config, entropy=bool(flag(data, "calculate_entropy"))):
         return "with a KL or entropy term, which gives all sequences a gradient"
     if not mode_of(config).by_advantage:

@@ -102,7 +102,8 @@ def worker_changes(module: ModuleType) -> Changes:
         if kept is None:
             return infer(self, data)
         if None in kept:
-            raise RuntimeError(f"{REQUEST}: expected an update of the batch before {COLLECT!r}")
+            text = f"expected an update of the batch before {COLLECT!r}"
+            raise RuntimeError(f"{REQUEST}: {text}, got none")
         return answer(self, kept)
 
     @functools.wraps(train)
@@ -130,9 +131,9 @@ def _reason_of_worker(worker: Any) -> str | None:
     """Say why a worker cannot leave scoring to its update; None if it can."""
     model = getattr(worker.engine, "module", None)
     if getattr(model, MARK, None) != BACKEND:
-        return "another engine than FSDP's"
+        return "an engine other than FSDP's"
     if actor_config(worker.loss_fn) is None:
-        return "another loss than ppo_loss"
+        return "a loss other than ppo_loss"
     if any(random_rates(module) for module in model.modules()):  # type: ignore[union-attr]
         return "dropout, or noise"
     return None

@@ -399,7 +399,7 @@ ESTIMATORS = {
     ),
     "whiten": lambda d, **group: adv.whiten(d.token_rewards, d.mask, eps=0.0, **group),
 }
-CENTRED = [name for name in ESTIMATORS if name.split()[0] in ("group", "rloo", "process")]
+CENTERED = [name for name in ESTIMATORS if name.split()[0] in ("group", "rloo", "process")]
 
 
 def part(d: SimpleNamespace, rows: slice | Tensor, columns: int | None = None) -> SimpleNamespace:
@@ -423,7 +423,7 @@ def test_unscored_rows_change_nothing_for_the_others(name: str) -> None:
     assert not ESTIMATORS[name](data).any()
 
 
-@pytest.mark.parametrize("name", CENTRED)
+@pytest.mark.parametrize("name", CENTERED)
 def test_equal_rewards_give_exactly_zero(name: str) -> None:
     """Whatever their size; the other group differs, so that a std over the batch is not 0."""
     sizes = product((0.1, 1e8, -3.3e7, 1e-30, 0.0), (1, 3, 7, 11), (torch.float32, FLOAT))
@@ -505,7 +505,7 @@ def rank_task(rank: int, world_size: int) -> dict[str, Any]:
             rows, columns = slice(first, 13), 4 if "less" in split else None
         own = part(of_ranks(split), rows, columns)
         results[split] = [call(own, process_group=group) for call in CALLS.values()]
-    # no communication, though initialised
+    # no communication, though initialized
     results["alone"] = [call(of_ranks("unequal")) for call in CALLS.values()]
     try:
         adv.group_advantages(torch.zeros(3 + rank), 4, process_group=group)

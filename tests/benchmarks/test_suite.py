@@ -78,7 +78,7 @@ def test_counted_operations(name: str, counted: tuple[int, ...]) -> None:
 
 
 def test_share_of_ratios() -> None:
-    """Counted exactly: a log-probability that is off by 2 % is a ratio that is."""
+    """Counted exactly: a log-probability that is off by 2% is a ratio that is."""
     inputs, want, outcome = stepped(replace(case("x", workload="off-policy").toy(), n=64, t=8))
     logps = outcome.logps.detach().clone()
     logps.view(-1)[:16] += 0.02
@@ -253,8 +253,8 @@ PROVIDERS = {
 }  # fmt: skip
 PROVIDERS = {x: ", ".join(f"`{y}`" for y in given.split(", ")) for x, given in PROVIDERS.items()}
 CASES = {
-    "50 % padding, which TRL's fallback projects": "padding",
-    "the 20 % of tokens with the highest entropy": "top entropy",
+    "50% padding, which TRL's fallback projects": "padding",
+    "the 20% of tokens with the highest entropy": "top entropy",
     "half of the groups with advantage 0": "half zero", "KL term, beta 0.04": "kl",
     "GSPO, off-policy": "gspo", "off-policy": "off-policy",
     "frozen heads, 64 tokens: Qwen3-1.7B, Qwen3-8B, Llama-3-8B, Gemma-2-2B, gpt-oss-20B":

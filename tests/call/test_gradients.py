@@ -161,10 +161,10 @@ def split(case: Case, sizes: list[int]) -> list[Case]:
 
 def share(case: Case, whole: Case) -> float:
     """The caller's factor on a micro-batch's loss; 1 with num_items_in_batch."""
-    normaliser = reference_terms.TERMS[case.config["loss_type"]].normaliser
-    if normaliser is reference_terms.num_items:
+    normalizer = reference_terms.TERMS[case.config["loss_type"]].normalizer
+    if normalizer is reference_terms.num_items:
         return 1.0
-    if normaliser is reference_terms.token_mean:
+    if normalizer is reference_terms.token_mean:
         return float((case.completion_mask != 0).sum() / (whole.completion_mask != 0).sum())
     return len(case.hidden) / len(whole.hidden)
 

@@ -160,7 +160,7 @@ def test_probabilities_or_likelihoods_in_the_place_of_log_probabilities(kind: st
 
 ALMOST_RIGHT = [
     (lambda: GRPOLoss(old_logps=IDS),
-     "old_logps: expected a field of LossConfig, .* mean old_per_token_logps? It is an argument"),
+     "old_logps: LossConfig has no such field; .* mean old_per_token_logps? It is an argument"),
     (lambda: GRPOLoss(num_items_in_batch=3),
      "num_items_in_batch: .*; it is an argument of the module's call"),
     (lambda: GRPOLoss(epsilon_hi=0.3), "epsilon_hi: .*; did you mean epsilon_high?"),
@@ -169,7 +169,7 @@ ALMOST_RIGHT = [
     (lambda: GRPOLoss()(head=WEIGHT, **BATCH, beta=0.1),
      "beta: .*; it is a field, as in GRPOLoss"),
     (lambda: GRPOLoss("DAPO"),
-     "config: expected a LossConfig, got str; grpo_kernels.presets.DAPO is"),
+     "config: expected a LossConfig, got str; GRPOLoss(presets.DAPO) has the paper's settings"),
     (lambda: loss(WEIGHT.numpy()), "weight: expected a tensor, got ndarray"),
     (lambda: loss(run="lean"), "run: expected a Run, got str"),
     (lambda: loss(nn.Embedding(9, 4)), "lm_head: expected an nn.Linear .*Embedding"),
@@ -236,8 +236,12 @@ def test_a_preset_in_the_place_of_a_loss_type() -> None:
     for name in ("gspo", "GSPO", "ppo", "dr-grpo", "gsp"):
         with pytest.raises(ValueError, match=r"^loss_type: expected one of grpo, ") as raised:
             GRPOLoss(loss_type=name)  # type: ignore[arg-type]
-        named = f"; grpo_kernels.presets.{name.upper().replace('-', '_')} is that loss"
-        assert (named in str(raised.value)) == (name != "gsp")
+        preset = name.upper().replace("-", "_")
+        named = f"; grpo_kernels.presets.{preset} is that loss: GRPOLoss(presets.{preset})"
+        if name == "dr-grpo":  # both a preset and a loss type
+            named = "; GRPOLoss(presets.DR_GRPO) has the paper's settings, "
+            named += "GRPOLoss(loss_type='dr_grpo') the defaults"
+        assert str(raised.value).endswith(named) == (name != "gsp")
 
 
 def test_a_bias_of_another_head_than_the_weight_that_is_cut() -> None:
@@ -282,7 +286,7 @@ MEANT = {
 def test_misspelt_names_are_answered_with_ours() -> None:
     for call, function in ((loss, "grpo_loss"), (given_loss, "policy_loss_from_logps")):
         for name, meant in MEANT.items():
-            message = rf"^{name}: expected an argument of {function} .* did you mean {meant}\?"
+            message = rf"^{name}: {function} has no such argument, .* did you mean {meant}\?"
             with pytest.raises(TypeError, match=message):
                 call(**{name: 0.1})
 

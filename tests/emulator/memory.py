@@ -50,7 +50,7 @@ class Space:
     def load(
         self, addresses: Places, size: int, count: int, programs: NDArray[np.int64], who: Who
     ) -> NDArray:
-        """`count` neighbours of `size` bytes from each address, (k, count), as whole numbers."""
+        """`count` neighbors of `size` bytes from each address, (k, count), as whole numbers."""
         places, cells = self._access(addresses, size * count, programs)
         unwritten = ~self.written[cells]
         if unwritten.any():

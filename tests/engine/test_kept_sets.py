@@ -166,7 +166,7 @@ def test_gradients_add_up_come_again_and_have_none() -> None:
         assert_close(x + y, z, rtol=1e-5, atol=4e-6)
     again = torch.autograd.grad(logps, leaves, create_graph=True)
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
-    with pytest.raises(RuntimeError, match="differentiating twice"):
+    with pytest.raises(RuntimeError, match=r"differentiating twice .* with torch"):
         again[0].sum().backward()
 
 
@@ -281,7 +281,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "extras": ({"extras": ("is_top1",)}, ValueError,
         r"extras: expected none with kept_ids, got \('is_top1',\)"),
     "no sets": ({"kept_ids": None, "on_missing_set": "full"}, ValueError,
-        "on_missing_set: expected 'error', the default, without kept_ids"),
+        "on_missing_set: expected kept_ids with 'full', got none"),
     "full entropy": ({"kept_ids": None, "entropy": "full"}, TypeError,
         "entropy: expected a bool without kept_ids, got 'full'"),
 }  # fmt: skip
@@ -335,7 +335,7 @@ def test_refusals_of_the_loss() -> None:
         ({"on_missing_set": None}, "on_missing_set: expected one of"),
         (
             {"kept_ids": None, "on_missing_set": "full"},
-            "on_missing_set: expected 'error', the default",
+            "on_missing_set: expected kept_ids with 'full', got none",
         ),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):

@@ -58,7 +58,7 @@ def test_peak_and_largest_allocation(
     vectors = 40 * n * size  # per-token numbers
     bound = workspace + vectors + (stored if engine == "one_pass" else 0)
     assert forward_peak <= bound
-    # the chunk is as large as the budget lets it be: within 5 % of the formula
+    # the chunk is as large as the budget lets it be: within 5% of the formula
     assert forward_peak >= 0.95 * (bound - vectors) - 2 * v * size
     returned = n * h * dtype.itemsize + v * h * dtype.itemsize
     assert watch.peak <= workspace + vectors + stored + returned

@@ -236,7 +236,7 @@ def test_an_unknown_trl_is_left_alone() -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "import": [message],
         "trainer": [message],
-        "error": "kl_estimator: expected 'k3' with trl 9.9.0",
+        "error": "kl_estimator: expected 'k3' with trl 9.9.0, got 'full'",
         "again": [],
         "patched": [False, False],
     }

@@ -303,7 +303,7 @@ REFUSED: list[tuple[dict[str, Any] | None, dict[str, Any], str]] = [
     ({"mode": "kl_cov"}, {}, "with loss_mode=kl_cov"),
     (BY_WIDTH, {}, "without loss_scale_factor"),
     ({}, {"return_model_output": True}, "with return_model_output"),
-    (None, {}, "with another loss than ppo_loss"),
+    (None, {}, "with a loss other than ppo_loss"),
 ]
 
 

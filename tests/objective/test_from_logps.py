@@ -73,7 +73,7 @@ def test_dtypes_masked_positions_and_a_second_derivative() -> None:
     assert d_logps.dtype == torch.bfloat16
     assert d_logps.tolist() == [[-6.0, 0.0]] and d_entropies.tolist() == [[-1.5, 0.0]]
     for x in given:
-        with pytest.raises(RuntimeError, match="differentiating twice"):
+        with pytest.raises(RuntimeError, match=r"differentiating twice .* with torch"):
             torch.autograd.grad(d_logps.sum(), x, allow_unused=True, retain_graph=True)
     assert out.logps.tolist() == [[-1.5, 0.0]] and not out.logps.requires_grad
 

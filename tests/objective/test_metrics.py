@@ -73,7 +73,7 @@ def test_metrics_are_a_mapping_that_knows_near_names() -> None:
     metrics = flat(grpo_loss)(**small_batch(old_per_token_logps=-torch.ones(2, 5))).metrics
     nearest = {"clip_ratio": "clip_ratio/low_mean", "entropies": "entropy", "kl": "policy_loss"}
     for asked, near in nearest.items():
-        with pytest.raises(KeyError, match=rf"metrics: expected one of .*{near}.*; got '{asked}'"):
+        with pytest.raises(KeyError, match=rf"metrics: expected one of .*{near}.*, got '{asked}'"):
             metrics[asked]
         assert asked not in metrics
         assert metrics.get(asked) is None

@@ -85,13 +85,13 @@ def with_two_losses(to: Path) -> None:
 @pytest.mark.slow
 def test_the_recipe_adds_losses_to_every_suite(tmp_path: Path) -> None:
     with_two_losses(tmp_path)
-    # not optimised, the library is there in a third of the time
-    unoptimised = script(tmp_path / "cxx", f'exec {os.environ.get("CXX", "c++")} "$@" -O0')
+    # not optimized, the library is there in a third of the time
+    unoptimized = script(tmp_path / "cxx", f'exec {os.environ.get("CXX", "c++")} "$@" -O0')
     environment = os.environ | {
         "PYTHONPATH": str(tmp_path),
         "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"),
         "TRITON_INTERPRET": "1",
-        "CXX": str(unoptimised),
+        "CXX": str(unoptimized),
     }
     options = ["-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", " or ".join(CHOSEN)]
     suites = ["-m", "pytest", *options, *(f"tests/{x}" for x in SUITES)]

@@ -497,7 +497,7 @@ def test_ratios_that_overflow() -> None:
 
 def test_probabilities_that_round_above_one() -> None:
     """A logp of 1e-7 is a probability of 1, rounded: no NaN in the KL, and it is judged like its
-    neighbour."""
+    neighbor."""
     losses, gradient = per_token(objectives.dppo_kl, [1e-7, 0.0, -1e-7], [-1e-3] * 3, [1.0] * 3)
     assert (gradient != 0).all()
     assert losses.isfinite().all()

@@ -148,7 +148,7 @@ class Loss:
     # the per-token policy loss (B, T) before masks; None: `geometric_mean`
     surrogate: Callable[..., Tensor] | None
     # weights (B, T) from the mask: loss = sum(weight * per-token loss)
-    normaliser: Callable[..., Tensor]
+    normalizer: Callable[..., Tensor]
     per_sequence: bool = False  # one ratio per sequence at any level
     in_trl: bool = True
 
@@ -172,7 +172,7 @@ def token_weights(
 ) -> Tensor:
     """(B, T): the normalizer's weights; without `items` the counted tokens are meant."""
     m = counted.to(dtype)
-    return TERMS[o.loss_type].normaliser(o, m, float(m.sum() if items is None else items))
+    return TERMS[o.loss_type].normalizer(o, m, float(m.sum() if items is None else items))
 
 
 def geometric_mean(
