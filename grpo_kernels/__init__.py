@@ -28,11 +28,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 from grpo_kernels import advantages, objectives, presets, rewards, rollouts
 from grpo_kernels import typing as typing  # not in __all__: import * would hide Python's
 from grpo_kernels.base import VERSION
+from grpo_kernels.base.checks import no_name
 from grpo_kernels.engine.plan import Run
 from grpo_kernels.head import Head, LoRA
 from grpo_kernels.kept_ids import KeptIds
@@ -95,8 +97,12 @@ else:
         ours = (advantages, presets, rewards, rollouts)
         homes = [x.__name__ for x in ours if name in x.__all__]
         homes += [f"{__name__}.{x}" for x, names in _OF_TRAINERS.items() if name in names]
-        hint = f"; it is in {homes[0]}" if homes else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        if not homes:
+            raise no_name(__name__, name, [*__all__, *_TRAINERS])
+        # `from grpo_kernels import ...` asks first, and would hide an AttributeError
+        imports = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+        error = ImportError if imports else AttributeError
+        raise error(f"{__name__} has no {name}; it is in {homes[0]}")
 
 
 def __dir__() -> list[str]:

@@ -27,6 +27,7 @@ from grpo_kernels.base.checks import (
     check_shape,
     check_tensor,
     hints_names,
+    only_public,
     warn_once,
 )
 from grpo_kernels.base.choices import AdvantageScale, AdvantageStd, RewardAggregation, choices
@@ -44,6 +45,8 @@ __all__ = [
     "rloo_advantages",
     "whiten",
 ]
+
+only_public(__name__)
 
 
 @hints_names
@@ -443,7 +446,13 @@ def _groups(
     rows, device = len(table), table.device
     if (num_generations is None) == (group_ids is None):
         got = "neither" if group_ids is None else "both"
-        raise ValueError(f"num_generations, group_ids: expected exactly one of the two, got {got}")
+        hint = ""
+        if group_ids is None and table.shape[1] > 1:
+            hint = "; if a row holds one prompt's completions, pass rewards.flatten() with "
+            hint += f"num_generations={table.shape[1]}"
+        raise ValueError(
+            f"num_generations, group_ids: expected exactly one of the two, got {got}{hint}"
+        )
     if num_generations is not None:
         why = " completions per prompt, since a group of one has advantage 0 and nothing trains"
         given: Any = num_generations
@@ -530,10 +539,11 @@ def _reward_table(
     # a wrong kind of num_generations is refused by `_groups`
     columns = num_generations if isinstance(num_generations, int) else 1
     if reward_weights is None and rewards.shape[1:] == (columns,) != (1,):
-        warn_once(
-            f"rewards: shape {tuple(rewards.shape)} is read as one column per reward function, but "
-            "it has num_generations columns. If each row holds one prompt's completions, pass "
-            "rewards.flatten(); if each column is a reward function, pass reward_weights"
+        raise ValueError(
+            "rewards: expected (B,), or (B, F) with a column per reward function, got shape "
+            f"{tuple(rewards.shape)} with num_generations columns. If each row holds one prompt's "
+            "completions, pass rewards.flatten(); if each column is a reward function, pass "
+            "reward_weights"
         )
     table = widen(rewards if rewards.dim() == 2 else rewards[:, None])
     _require_all(~table.isinf(), table, "rewards", "finite values, or NaN for an unscored row")
@@ -557,12 +567,15 @@ def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
     def lists(name: str, rows: Any) -> Any:  # of arrays and tensors too
         if isinstance(rows, Tensor):
             return rows
-        given: Any = [rows] if rows is None else rows
-        rows = [row.tolist() if hasattr(row, "tolist") else row for row in given]
-        if single := [type(row).__name__ for row in rows if not hasattr(row, "__len__")]:
+        given = [rows] if not isinstance(rows, Sequence) else rows
+        lists = [row.tolist() if hasattr(row, "tolist") else row for row in given]
+        if single := [type(row).__name__ for row in lists if not hasattr(row, "__len__")]:
+            got = single[0] if given is not rows else f"{single[0]} in it"
+            if name == "step_ends" and isinstance(rows, int):
+                got += "; pass the group's size as num_generations="
             expected = "a tensor (B, S), or a list for each completion"
-            raise TypeError(f"{name}: expected {expected}, got {single[0]} in it")
-        return rows
+            raise TypeError(f"{name}: expected {expected}, got {got}")
+        return lists
 
     step_rewards, step_ends = lists("step_rewards", step_rewards), lists("step_ends", step_ends)
     if not isinstance(step_ends, Tensor):

@@ -175,8 +175,11 @@ class Head:
                 raise TypeError(f"{name}: expected {what}, got {type(given).__name__}")
         hint = "; pass its name" if isinstance(self.logits_dtype, torch.dtype) else ""
         check_choice("logits_dtype", self.logits_dtype, allowed, hint)
-        if isinstance(self.weight, Head):
-            raise TypeError("weight: expected a tensor or a module, got Head: it is a head already")
+        # None: constants alone, for a weight to come
+        if not isinstance(self.weight, Tensor | nn.Module | None):
+            got = type(self.weight).__name__
+            hint = ": it is a head already" if isinstance(self.weight, Head) else ""
+            raise TypeError(f"weight: expected a tensor or a module, got {got}{hint}")
         size = self.vocab_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"vocab_size: expected an int > 0, got {size!r}")

@@ -89,6 +89,7 @@ from torch import Tensor, nn
 
 from grpo_kernels.backends.token_loss import TOPK_LOGPS
 from grpo_kernels.base.checks import (
+    check_finite,
     check_ids,
     check_logps,
     check_on_missing_set,
@@ -121,6 +122,7 @@ from grpo_kernels.objective.config import (
     LossConfig,
     check_centering,
     check_config,
+    check_kind,
     check_names,
     check_objective,
     check_sampling,
@@ -384,10 +386,11 @@ class GRPOLoss(nn.Module):
         """Take a config, or its fields by name."""
         super().__init__()
         config = LossConfig() if config is None else config
-        check_config(config)
+        check_kind(config)
         elsewhere = "an argument of the module's call"
         check_names(fields, "a field of LossConfig", FIELDS, elsewhere, _CALL_ARGUMENTS)
         self.config = replace(config, **fields)
+        check_config(self.config)
         check_objective(self.config, objective)
         check_run(Run() if run is None else run)
         self.objective, self.run = objective, run
@@ -588,6 +591,7 @@ def _tokens(
     tokens = read_tokens(ids, completion_mask, advantages, dtype, **inputs)
     for name in LOGPS:
         check_logps(name, getattr(tokens, name))
+    check_finite("advantages", tokens.advantages)
     check_ratios("importance_sampling_ratio", tokens.importance_sampling_ratio)
     warn_of_length(arguments["config"], tokens.layout)
     warn_of_inputs(

@@ -35,13 +35,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends.formulas import times
-from grpo_kernels.base.checks import check_number, check_shape, check_tensor, no_name
+from grpo_kernels.base.checks import check_number, check_shape, check_tensor, only_public
 from grpo_kernels.base.tensors import discounted_sums, sequence_means
 from grpo_kernels.objective.custom import TokenInputs
 
@@ -50,10 +50,7 @@ __all__ = [
     "ipo", "kl_cov", "kpop", "m2po_mask", "rollout_is", "topr",
 ]  # fmt: skip
 
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> None:
-        raise no_name(__name__, name, __all__)
+only_public(__name__)
 
 
 F = TypeVar("F", bound=Callable[..., Any])

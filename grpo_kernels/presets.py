@@ -6,9 +6,7 @@ A preset sets only the loss. Compute the advantages yourself, for example with
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from grpo_kernels.base.checks import no_name
+from grpo_kernels.base.checks import only_public
 from grpo_kernels.objective.config import LossConfig
 
 GRPO = LossConfig(loss_type="grpo", beta=0.04, use_bias_correction_kl=False)
@@ -18,7 +16,7 @@ sequences, with a KL weight of 0.04. The KL estimate is the paper's; TRL multipl
 
 DR_GRPO = LossConfig(loss_type="dr_grpo")
 """Understanding R1-Zero-like training, https://arxiv.org/abs/2503.20783: a constant normalizer, for
-unscaled advantages."""
+unscaled advantages. Pass the constant: ``GRPOLoss(presets.DR_GRPO, max_completion_length=...)``."""
 
 DAPO = LossConfig(loss_type="dapo", epsilon=0.2, epsilon_high=0.28)
 """DAPO, https://arxiv.org/abs/2503.14476: a mean over all tokens of the batch, and a higher upper
@@ -102,7 +100,4 @@ __all__ = [
     "REINFORCE", "RLOO", "SAPO", "TIS", "VESPO",
 ]  # fmt: skip
 
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> None:
-        raise no_name(__name__, name, __all__)
+only_public(__name__)

@@ -112,6 +112,13 @@ class Metrics(Mapping[str, Tensor]):
         total, count = self._pairs[name]
         return total / count.clamp(min=1)
 
+    if not TYPE_CHECKING:  # else type checkers would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            if name in self.__dict__.get("_pairs", ()):
+                raise AttributeError(f"Metrics has no {name}: read metrics[{name!r}]")
+            raise AttributeError(f"'Metrics' object has no attribute {name!r}")
+
     def __contains__(self, name: object) -> bool:
         return name in self._pairs or name in self._extremes
 
@@ -155,7 +162,14 @@ class LossOutput:
         def __getattr__(self, name: str) -> Any:
             if name == "backward":
                 raise AttributeError("LossOutput has no backward(): call out.loss.backward()")
+            if name in self.__dict__.get("metrics", ()):
+                raise AttributeError(f"LossOutput has no {name}: read out.metrics[{name!r}]")
             raise no_attribute(self, name, (x.name for x in fields(self)))
+
+    def __getitem__(self, key: object) -> Tensor:
+        """Raise TypeError: results are read by name."""
+        names = ", ".join(f".{x.name}" for x in fields(self))
+        raise TypeError(f"LossOutput: expected a result by its name, {names}, got [{key!r}]")
 
 
 @dataclass

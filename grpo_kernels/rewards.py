@@ -21,9 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grpo_kernels.base.checks import only_public
 from grpo_kernels.base.modes import evaluating
 
 __all__ = ["compute_rewards", "reward_names"]
+
+only_public(__name__)
 
 RewardFunc = Callable[..., Any]  # includes nn.Module
 _NO_COLUMNS = ("trainer_state", "log_extra", "log_metric")  # passed by TRL, but not columns

@@ -23,6 +23,7 @@ from grpo_kernels.base.checks import (
     check_tensor,
     did_you_mean,
     hints_names,
+    only_public,
 )
 from grpo_kernels.base.choices import CorrectionLevel, CorrectionMode, choices
 from grpo_kernels.base.distributed import all_reduce, check_group
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Correction", "correct"]
+
+only_public(__name__)
 
 Bound = float | tuple[float | None, float | None]
 _SMALLEST_MEAN = 1e-8  # a smaller mean weight is not divided by

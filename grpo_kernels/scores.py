@@ -202,6 +202,9 @@ def linear_logprob(
     with checked_on_all_ranks("linear_logprob", head.process_group, arguments) as ranks:
         hidden, head, _ = read_heads(hidden, head)
         check_ids("completion_ids", completion_ids, hidden)
+        given: Any = extras
+        if isinstance(given, str):
+            raise TypeError(f"extras: expected a tuple of names, got {given!r}; pass ({given!r},)")
         if unknown := {*extras} - {*STATISTICS}:
             named = ", ".join(STATISTICS)
             raise ValueError(f"extras: expected some of {named}, got {sorted(unknown)}")

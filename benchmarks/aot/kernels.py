@@ -98,7 +98,7 @@ def row_runs(
     )
     gradient = None if out is None else rows(out)
     d_logp, d_entropy, d_divergence = numbers(), numbers() if entropy else None, pair and numbers()
-    of_rows = loss and loss.with_temperature_and_bias(numbers)
+    of_rows = loss and loss.of_rows(numbers)
     wanted = {"entropy": entropy, "extras": extras}
     launch: Callable[[Any], Any] = {
         "stats": lambda config: reduce.launch_stats(chunk, config, **wanted),

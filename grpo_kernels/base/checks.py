@@ -30,7 +30,8 @@ WARNED: set[tuple[str, str, int]] = set()  # a message, and the file and line of
 def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn of a likely mistake, once for each line of the user's that makes it; with RuntimeWarning
     of a fact of the machine, once in a process."""
-    inner = ("grpo_kernels", "torch.")  # `nn.Module` calls our forwards
+    # the last ones call our functions: `nn.Module`, a model's forward, a trainer
+    inner = ("grpo_kernels", "torch.", "transformers.", "peft.", "accelerate.", "trl.")
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inner):
         level, frame = level + 1, frame.f_back
@@ -55,18 +56,20 @@ _SYNONYMS = {
     "clip_range": "epsilon", "temp": "temperature", "memory": "workspace_bytes",
     "old_logp": "old_per_token_logps", "ref_logp": "ref_per_token_logps",
     "group_index": "group_ids", "normalize": "normalize_advantages scale_rewards", "epsilon": "eps",
-    "alpha": "beta",
+    "alpha": "beta", "kl_type": "kl_estimator", "kl_loss_coef": "beta",
+    "kl_loss_type": "kl_estimator", "cliprange": "epsilon", "cliprange_low": "epsilon",
+    "cliprange_high": "epsilon_high", "loss_agg_mode": "loss_type", "rewards": "advantages",
 }  # fmt: skip
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the nearest of `names`; "" if none is near."""
-    candidates = [*names]
-    for synonym in _SYNONYMS.get(name, "").split():
+    candidates, plain = [*names], name.replace("log_prob", "logp").replace("logprob", "logp")
+    for synonym in (_SYNONYMS.get(name) or _SYNONYMS.get(plain, "")).split():
         if synonym in candidates:
             meant = f"run=Run({name}=...)" if synonym == "run" else synonym
             return f"; did you mean {meant}?"
-    name = name.replace("log_prob", "logp").replace("logprob", "logp")
+    name = plain
     parts = {*name.split("_")}
     # such as old_per_token_logps for old_logps
     longer = [x for x in candidates if parts <= {*x.split("_")}]
@@ -94,7 +97,8 @@ def hints_names(function: F, name: str = "") -> F:
     def call(*args: Any, **options: Any) -> Any:
         for unknown in options:
             if unknown not in names:
-                hint = did_you_mean(unknown, names) or f"; it has {', '.join(names)}"
+                own = [x for x in names if x != "self"]
+                hint = did_you_mean(unknown, own) or f"; it has {', '.join(own)}"
                 raise TypeError(f"{unknown}: {name} has no such argument{hint}")
         return function(*args, **options)
 
@@ -113,6 +117,16 @@ def no_attribute(of: Any, name: str, names: Iterable[str]) -> AttributeError:
 def no_name(module: str, name: str, names: Iterable[str]) -> AttributeError:
     """Return the error for a name that a module lacks, with a hint at the nearest of `names`."""
     return AttributeError(f"module {module!r} has no attribute {name!r}{did_you_mean(name, names)}")
+
+
+def only_public(module: str) -> None:
+    """Let `dir` list a module's ``__all__`` alone, and an unknown name raise `no_name`."""
+    own: Any = sys.modules[module]
+
+    def missing(name: str) -> Any:
+        raise no_name(module, name, own.__all__)
+
+    own.__dir__, own.__getattr__ = lambda: [*own.__all__], missing
 
 
 def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bool = False) -> None:
@@ -277,6 +291,13 @@ def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
             f"{name}: expected ids in [0, V) = [0, {vocab}) where the mask counts, got {bad}"
         )
     return None
+
+
+def check_finite(name: str, rows: Tensor) -> None:
+    """Require finite numbers (n,), on a CPU; elsewhere others make the loss NaN."""
+    if rows.device.type == "cpu" and not bool(rows.isfinite().all()):
+        bad = rows[~rows.isfinite()][0].item()
+        raise ValueError(f"{name}: expected finite numbers where the mask counts, got {bad}")
 
 
 def check_logps(name: str, rows: Tensor | None) -> None:

@@ -83,7 +83,7 @@ class LossFields(TypedDict, total=False):
     vllm_importance_sampling_mode: SamplingMode
     vllm_importance_sampling_clip_max: float | None
     vllm_importance_sampling_clip_min: float | None
-    max_completion_length: int
+    max_completion_length: int | None
     sapo_temperature_pos: float
     sapo_temperature_neg: float
     vespo_k_pos: float
@@ -153,7 +153,9 @@ class LossConfig:
             in sequences whose geometric mean ratio is outside the bounds.
         vllm_importance_sampling_clip_max, vllm_importance_sampling_clip_min: bounds of that ratio;
             None means no bound.
-        max_completion_length: the constant in ``"dr_grpo"``'s normalizer, in tokens.
+        max_completion_length: the most tokens that you generate in a completion, by which
+            ``"dr_grpo"`` divides. Required for ``"dr_grpo"``, and not used otherwise. (TRL's
+            default is 512, which is also its default for generation.)
         sapo_temperature_pos, sapo_temperature_neg: temperature of the SAPO surrogate for positive
             and negative advantages.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape of the VESPO surrogate
@@ -184,7 +186,7 @@ class LossConfig:
     vllm_importance_sampling_mode: SamplingMode = "sequence_mask"
     vllm_importance_sampling_clip_max: float | None = field(default=3.0, metadata=_above(0.0))
     vllm_importance_sampling_clip_min: float | None = field(default=None, metadata=_at_least(0.0))
-    max_completion_length: int = field(default=512, metadata=_at_least(1))
+    max_completion_length: int | None = field(default=None, metadata=_at_least(1))
     sapo_temperature_pos: float = field(default=1.0, metadata=_above(0.0))
     sapo_temperature_neg: float = field(default=1.05, metadata=_above(0.0))
     vespo_k_pos: float = field(default=2.0, metadata=_at_least(0.0))
@@ -345,7 +347,10 @@ def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
     kind = _TYPES[name]
     if get_origin(kind) is Literal:
         allowed = get_args(kind)
-        check_choice(name, value, allowed, _preset_hint(value) if name == "loss_type" else "")
+        hint = _preset_hint(value) if name == "loss_type" else ""
+        if value in ("low_var_kl", "low_var_kl+"):
+            hint = "; verl's low_var_kl is 'k3'"
+        check_choice(name, value, allowed, hint)
         return allowed[allowed.index(value)]
     if kind is bool:
         if not isinstance(value, bool):
@@ -356,7 +361,7 @@ def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
     check_number(name, value, *rule.get("range", ()))
     if isinstance(value, Integral):
         return int(value)
-    if kind is int:
+    if kind is int or int in get_args(kind):
         raise TypeError(f"{name}: expected an int, got {value!r}")
     return float(value)
 
@@ -372,11 +377,22 @@ def _preset_hint(name: Any) -> str:
     return f"; grpo_kernels.presets.{preset} is that loss: GRPOLoss(presets.{preset})"
 
 
-def check_config(config: Any) -> None:
+def check_kind(config: Any) -> None:
     """Require a LossConfig, not the name of a preset."""
     if not isinstance(config, LossConfig):
         got = f"{type(config).__name__}{_preset_hint(config)}"
         raise TypeError(f"config: expected a LossConfig, got {got}")
+
+
+def check_config(config: Any) -> None:
+    """Require a LossConfig that has all that its loss needs."""
+    check_kind(config)
+    if config.loss_type == "dr_grpo" and config.max_completion_length is None:
+        raise ValueError(
+            "max_completion_length: expected the most tokens that you generate in a completion, by "
+            "which loss_type = 'dr_grpo' divides, got None: GRPOLoss(presets.DR_GRPO, "
+            "max_completion_length=...)"
+        )
 
 
 _DEFAULT = LossConfig()
@@ -390,7 +406,7 @@ def config_with(
     config = _DEFAULT if config is None else config
     if not options:
         return config
-    check_config(config)
+    check_kind(config)
     for name in options:
         if name not in FIELDS:
             hint = did_you_mean(name, [*FIELDS, *call])
@@ -603,10 +619,10 @@ def _unread(config: LossConfig) -> tuple[str, ...]:
 def warn_of_loss(config: LossConfig, *, on_policy: bool) -> None:
     """Warn, once each, of an option without effect and of a clip range that is likely a mistake (no
     error, as in TRL)."""
-    if config.kl_estimator == "full" and config.beta == 0.0:
+    if config.kl_estimator != "k3" and config.beta == 0.0:
         warn_once(
-            "kl_estimator: 'full' has no effect in a loss with beta = 0; give beta a value, or "
-            "leave it out"
+            f"kl_estimator: {config.kl_estimator!r} has no effect in a loss with beta = 0; give "
+            "beta a value, or leave it out"
         )
     unread = _unread(config)
     for name in unread:

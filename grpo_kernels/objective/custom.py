@@ -102,6 +102,10 @@ class TokenInputs:
     if not TYPE_CHECKING:  # else type checkers would accept any name
 
         def __getattr__(self, name: str) -> Any:
+            if name in ("ratio", "log_ratio"):
+                difference = "tokens.logps - tokens.old_per_token_logps"
+                made = difference if name == "log_ratio" else f"({difference}).exp()"
+                raise AttributeError(f"TokenInputs has no {name}: compute {made}")
             raise no_attribute(self, name, (*INPUTS, "loss"))
 
     def __repr__(self) -> str:

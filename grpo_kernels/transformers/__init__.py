@@ -1,5 +1,6 @@
 """The loss and log-probabilities of any causal language model of transformers."""
 
+from grpo_kernels.base.checks import only_public
 from grpo_kernels.patching import needed
 
 with needed("transformers", "transformers"):
@@ -20,3 +21,5 @@ __all__ = [
     "describe_head",
     "head_inputs",
 ]
+
+only_public(__name__)

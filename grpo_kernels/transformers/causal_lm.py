@@ -89,7 +89,7 @@ def causal_lm_loss(
     ::
 
         out = causal_lm_loss(
-            model, GRPOLoss(loss_type="dapo"), input_ids, attention_mask, completion_mask,
+            model, GRPOLoss(presets.DAPO), input_ids, attention_mask, completion_mask,
             advantages, old_per_token_logps=old_logps,
         )
         out.loss.backward()

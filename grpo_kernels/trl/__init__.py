@@ -4,6 +4,7 @@ Supports one minor version of TRL. With any other version, everything here warns
 like stock TRL.
 """
 
+from grpo_kernels.base.checks import only_public
 from grpo_kernels.patching import needed
 
 with needed("'trl>=1.16,<1.17'", "trl", "transformers"):
@@ -64,3 +65,5 @@ __all__ = [
     "patch_trl",
     "unpatch_trl",
 ]
+
+only_public(__name__)

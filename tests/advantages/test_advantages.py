@@ -628,19 +628,15 @@ def test_of_one_estimator(
         call(name, **changes)
 
 
-def test_rewards_by_prompt_may_be_taken_for_reward_functions(
-    forget_warnings: Callable[[], None], recwarn: pytest.WarningsRecorder
-) -> None:
+def test_rewards_by_prompt_are_not_taken_for_reward_functions() -> None:
     for estimator in (adv.group_advantages, adv.rloo_advantages):
-        forget_warnings()
-        with pytest.warns(UserWarning, match=r"rewards: shape .* pass rewards\.flatten\(\)"):
+        with pytest.raises(ValueError, match=r"^rewards: .* pass rewards\.flatten\(\)"):
             estimator(torch.rand(8, 4), num_generations=4)
-    forget_warnings()
-    recwarn.clear()
+    with pytest.raises(ValueError, match=r"flatten\(\) with num_generations=4"):
+        adv.group_advantages(torch.rand(8, 4))
     adv.group_advantages(torch.rand(8, 4), 4, reward_weights=[1.0, 1, 1, 1])
     adv.group_advantages(torch.rand(8, 3), 4)
     adv.group_advantages(torch.rand(8, 1), 1 + 1)
-    assert not recwarn.list
 
 
 def test_swapped_steps_and_plain_lists_are_refused() -> None:
@@ -649,6 +645,7 @@ def test_swapped_steps_and_plain_lists_are_refused() -> None:
         ((ends, rewards), "step_ends: expected integers, .*, got 0.5; are step_rewards and"),
         (([1.0, 0.5], [[2], [3]]), "step_rewards: expected a tensor .*, or a list for each"),
         (([[1.0], [0.5]], [2, 3]), "step_ends: expected a tensor .*, or a list for each"),
+        (([[1.0], [0.5]], 2), "step_ends: .*, got int; pass the group's size as num_generations="),
     ):
         with pytest.raises(TypeError, match=f"^{message}"):
             adv.process_advantages(*given, 2, length=6)

@@ -22,6 +22,7 @@ from grpo_kernels import (
     linear_divergence,
     linear_logprob,
     policy_loss_from_logps,
+    presets,
     token_level,
     topk_divergence,
 )
@@ -51,6 +52,42 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "kept sets": lambda hidden, ids: linear_logprob(hidden, WEIGHT, ids, kept_ids=ids[..., None]),
     "module": lambda hidden, ids: linear_logprob(hidden, HEAD, ids),
 }
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: GRPOLoss(presets.DR_GRPO), ValueError, "max_completion_length: .*, got None"),
+        (lambda: loss(loss_type="dr_grpo"), ValueError, "max_completion_length: .*, got None"),
+        (lambda: loss(advantages=torch.tensor([1.0, torch.nan])), ValueError,
+         "advantages: expected finite numbers where the mask counts, got nan"),
+        (lambda: loss(advantages=torch.full((2, 5), torch.inf)), ValueError, "advantages: .* inf"),
+        (lambda: loss(objective=lambda tokens: tokens.ratio), AttributeError,
+         r"TokenInputs has no ratio: compute \(tokens.logps - tokens.old_per_token_logps\).exp"),
+        (lambda: loss()["loss"], TypeError, r"LossOutput: .* by its name, \.loss, .* \['loss'\]"),
+        (lambda: loss().entropy, AttributeError, r"LossOutput has no entropy: read out\.metrics\["),
+        (lambda: loss().metrics.entropy, AttributeError, r"Metrics has no entropy: read metrics\["),
+        (lambda: Head(HEAD.weight.tolist()), TypeError, "weight: .* or a module, got list"),
+        (lambda: linear_logprob(HIDDEN, WEIGHT, IDS, extras="is_top1"), TypeError,
+         r"extras: .* got 'is_top1'; pass \('is_top1',\)"),
+        (lambda: GRPOLoss(kl_estimator="low_var_kl"), ValueError, "kl_estimator: .* is 'k3'"),
+        (lambda: GRPOLoss(kl_loss_coef=0.1), TypeError, "kl_loss_coef: .* did you mean beta"),
+        (lambda: grpo_kernels.GrpoLoss, AttributeError, ".* did you mean GRPOLoss"),
+        (lambda: grpo_kernels.transformers.causal_lm_losses, AttributeError, ".* causal_lm_loss"),
+    ],
+)  # fmt: skip
+def test_a_wrong_guess_is_told_what_to_write(
+    call: Callable[[], Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        call()
+
+
+def test_a_name_of_another_module_is_said_to_be_there_by_from_import_too() -> None:
+    for name, home in (("group_advantages", "advantages"), ("causal_lm_loss", "transformers")):
+        with pytest.raises(ImportError, match=rf"no {name}; it is in grpo_kernels\.{home}$"):
+            exec(f"from grpo_kernels import {name}")
+    assert dir(grpo_kernels.advantages) == sorted(grpo_kernels.advantages.__all__)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -170,7 +207,7 @@ ALMOST_RIGHT = [
      "beta: .*; it is a field, as in GRPOLoss"),
     (lambda: GRPOLoss("DAPO"),
      "config: expected a LossConfig, got str; GRPOLoss(presets.DAPO) has the paper's settings"),
-    (lambda: loss(WEIGHT.numpy()), "weight: expected a tensor, got ndarray"),
+    (lambda: loss(WEIGHT.numpy()), "weight: expected a tensor or a module, got ndarray"),
     (lambda: loss(run="lean"), "run: expected a Run, got str"),
     (lambda: loss(nn.Embedding(9, 4)), "lm_head: expected an nn.Linear .*Embedding"),
     (lambda: loss(engine="lean"), "engine: .*; did you mean run=Run(engine=...)?"),

@@ -86,6 +86,7 @@ NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
         ({"ref_per_token_logps": NORMAL}, {"loss_type": "grpo", "beta": 0.04}, None),
         ({"ref_per_token_logps": NORMAL, "objective": lambda tokens: tokens.logps}, {}, None),
         ({}, {"kl_estimator": "full"}, "kl_estimator: 'full' has no effect in a loss with"),
+        ({}, {"kl_estimator": "k1"}, "kl_estimator: 'k1' has no effect in a loss with"),
         *(({"completion_mask": torch.ones(2, 5).triu().to(dtype)}, {}, None) for dtype in MASKS),
     ],
 )  # fmt: skip

@@ -59,7 +59,8 @@ def test_cost_of_every_loss(
 ) -> None:
     inputs = batch(share_zero, head)
     # nothing is clipped
-    config = LossConfig(loss_type=loss_type, importance_sampling_level=level, epsilon=100.0)
+    options = {"importance_sampling_level": level, "max_completion_length": 512}
+    config = LossConfig(loss_type=loss_type, epsilon=100.0, **options)
     if off_policy:
         inputs["old_per_token_logps"] = inputs["ref_per_token_logps"] * 0 - 4.2
     couples = off_policy and (level == "sequence" or reference_terms.TERMS[loss_type].per_sequence)

@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial, reduce
 from itertools import product
 from pathlib import Path
@@ -43,6 +43,11 @@ DTYPES = (torch.float32, torch.float32, torch.float32, torch.float64, torch.bflo
 GARBAGE = (math.nan, math.inf, -math.inf, 1e30)
 
 Results = dict[str, Any]  # name -> tensor or text
+
+
+def loss_config(**fields: Any) -> LossConfig:
+    """A loss, where "dr_grpo" divides by 512 unless told otherwise."""
+    return LossConfig(**{"max_completion_length": 512, **fields})
 
 
 def public(name: str) -> Any:
@@ -371,7 +376,7 @@ def loss_case(
     """One `grpo_loss`, or `GRPOLoss`, with anything not given drawn."""
     c = Calls(d, **options)
     if config is None:
-        config = LossConfig(**(loss_fields(d) if fields is None else fields))
+        config = loss_config(**(loss_fields(d) if fields is None else fields))
     full = config.beta and config.kl_estimator == "full"
     sets: dict[str, Any] = {}
     if not full and (d.random() < 0.1 if kept is None else kept):
@@ -401,7 +406,7 @@ def loss_case(
 
 def merged_case(d: Draw) -> Results:
     """The metrics of two micro-batches."""
-    config = LossConfig(**loss_fields(d) | {"kl_estimator": "k3", "top_entropy_quantile": 1.0})
+    config = loss_config(**loss_fields(d) | {"kl_estimator": "k3", "top_entropy_quantile": 1.0})
     parts = []
     for _ in range(2):
         mask, logps = d.mask(), -(d.normal(B, T).abs() + 0.01)
@@ -474,7 +479,7 @@ def policy_expectation_case(d: Draw, **options: Any) -> Results:
     expect = public("policy_expectation")
     c = Calls(d, **options)
     fields = loss_fields(d) | {"top_entropy_quantile": 1.0}
-    config = LossConfig(**fields | {"kl_estimator": d.choice(("k1", "k2", "k3"))})
+    config = loss_config(**fields | {"kl_estimator": d.choice(("k1", "k2", "k3"))})
     inputs = loss_inputs(d, c.logps(config.temperature), c.mask, config)
     expected = expect(config, completion_mask=c.mask, **inputs)
     given = {"completion_mask": c.mask, "temperature": config.temperature, "expected": expected}
@@ -539,7 +544,7 @@ def from_logps_case(
     if objective is None:
         fields = loss_fields(d) | fields
         fields["kl_estimator"] = d.choice(("k1", "k2", "k3"))
-    config = LossConfig(**fields)
+    config = loss_config(**fields)
     mask = d.mask()
     logps = -(d.normal(B, T, scale=1.5).abs() + 0.01)
     inputs = loss_inputs(d, logps, mask, config)
@@ -592,7 +597,7 @@ def custom_case(d: Draw, name: str, declared: bool, **options: Any) -> Results:
     if d.random() < 0.3:
         return from_logps_case(d, objective=function, loss_type=kind)
     return loss_case(
-        d, config=LossConfig(loss_type=kind), objective=function, kept=False, **options
+        d, config=loss_config(loss_type=kind), objective=function, kept=False, **options
     )
 
 
@@ -621,7 +626,7 @@ def objective_case(d: Draw, name: str, options: dict[str, Any]) -> Results:
     # a function of the tokens; at eb864c1 a class of such
     objective = make(**options) if isinstance(make, type) else partial(make, **options)
     c = Calls(d, dtype=torch.float32, plain=True)
-    config = LossConfig(loss_type=d.choice(LOSS_TYPES[:4]))
+    config = loss_config(loss_type=d.choice(LOSS_TYPES[:4]))
     inputs = loss_inputs(d, c.logps(), c.mask, config, old=name not in OF_SAMPLER)
     if name in OF_SAMPLER and "sampling_per_token_logps" not in inputs:
         sampled = c.logps() + d.normal(B, T, scale=0.3)
@@ -661,8 +666,8 @@ def advantage_arguments(d: Draw, name: str) -> dict[str, Any]:
     """Arguments of one of `grpo_kernels.advantages`."""
     functions = d.choice((0, 0, 2))
     rewards: dict[str, Any] = {"rewards": rewards_of(d, functions)}
-    if functions and d.random() < 0.5:
-        rewards["reward_weights"] = [1.0, 0.25]
+    if functions:  # stated, since groups may have as many rows as there are functions
+        rewards["reward_weights"] = [1.0, 0.25 if d.random() < 0.5 else 1.0]
     mask = batch_mask(d)
     per_token = {"completion_mask": mask}
     std = {"std": d.choice(("sample", "population"))}
@@ -762,12 +767,12 @@ PRESETS = (
 
 def preset_case(d: Draw, name: str, **options: Any) -> Results:
     """The loss of a preset, whose fields are compared, too."""
-    config = public(f"presets.{name}")
+    config = replace(public(f"presets.{name}"), max_completion_length=512)
     return loss_case(d, config=config, **options) | {"config": every_field(config)}
 
 
 def default_case(d: Draw) -> Results:
-    return {"config": every_field(LossConfig())}
+    return {"config": every_field(loss_config())}
 
 
 def exact_kl(d: Draw, **options: Any) -> Results:

@@ -34,8 +34,10 @@ Gradients = dict[str, Tensor | None]
 
 
 def config_of(case: Case) -> LossConfig:
-    """The case's loss; soft-cap, scale and precision of the logits are the head's."""
-    return LossConfig(**{name: x for name, x in case.config.items() if name not in CONSTANTS})
+    """The case's loss, where "dr_grpo" divides by TRL's default; soft-cap, scale and precision of
+    the logits are the head's."""
+    options = {name: x for name, x in case.config.items() if name not in CONSTANTS}
+    return LossConfig(**{"max_completion_length": 512, **options})
 
 
 def constants_of(case: Case) -> dict[str, object]:
