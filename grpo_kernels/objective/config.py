@@ -31,7 +31,7 @@ from grpo_kernels.base.choices import (
     LossTypeName,
     SamplingMode,
 )
-from grpo_kernels.objective.losses import loss_type_of
+from grpo_kernels.objective.losses import LOSSES, loss_type_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -594,24 +594,13 @@ def warn_of_inputs(
         warn_of_loss(config, on_policy=old_per_token_logps is None)
 
 
-# the fields that the surrogates' constants are made of, by `LossType.surrogate`
-_OF_SURROGATES = {
-    "clipped": ("epsilon", "epsilon_high", "delta"), "unclipped": ("epsilon", "epsilon_high"),
-    "cispo": ("epsilon_high",), "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
-    "vespo": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-}  # fmt: skip
-
-
 @functools.cache
 def _unread(config: LossConfig) -> tuple[str, ...]:
-    """Return the fields of other loss types' surrogates that are set, though this one reads none
-    of them."""
-    read = _OF_SURROGATES.get(loss_type_of(config).surrogate)
-    if read is None:
-        return ()
+    """Return the fields that are set and that only other loss types read."""
+    read = loss_type_of(config).reads
     if config.loss_type == "cispo" and config.epsilon_high is None:
         read = ("epsilon",)  # its cap then
-    of_others = {x for names in _OF_SURROGATES.values() for x in names}.difference(read)
+    of_others = {name for x in LOSSES.values() for name in x.reads}.difference(read)
     is_set = {x.name: getattr(config, x.name) != x.default for x in fields(config)}
     return tuple(name for name in is_set if is_set[name] and name in of_others)
 

@@ -129,6 +129,7 @@ class LossType:
     name: LossTypeName
     surrogate: str  # a name in `formulas.SURROGATES`
     constants: Callable[[Config], tuple[float, ...]]  # the surrogate's, in its order
+    reads: tuple[str, ...]  # the fields of `LossConfig` that shape the policy term, all of them
     normalizer: Literal["sequence_mean", "token_mean", "num_items", "max_length", "sequence_sum"]
     # the policy term is a constant times logp: its formula's derivative in the log-ratio is 0
     is_linear: bool = False
@@ -170,28 +171,31 @@ def vespo_shape(config: Config) -> tuple[float, float, float, float]:
     return *positive, config.vespo_k_neg, max(config.vespo_lambda_neg, 1e-4)
 
 
+CLIP = ("epsilon", "epsilon_high", "delta")
 LOSSES = {
     loss.name: loss
     for loss in (
-        LossType("grpo", "clipped", clip_range, "sequence_mean", clipped=outside_range),
-        LossType("bnpo", "clipped", clip_range, "token_mean", clipped=outside_range),
-        LossType("dr_grpo", "clipped", clip_range, "max_length", clipped=outside_range),
-        LossType("dapo", "clipped", clip_range, "num_items", clipped=outside_range),
+        LossType("grpo", "clipped", clip_range, CLIP, "sequence_mean", clipped=outside_range),
+        LossType("bnpo", "clipped", clip_range, CLIP, "token_mean", clipped=outside_range),
+        LossType("dr_grpo", "clipped", clip_range, CLIP, "max_length", clipped=outside_range),
+        LossType("dapo", "clipped", clip_range, CLIP, "num_items", clipped=outside_range),
         LossType(
-            "cispo", "cispo", lambda c: (c.clip_high,), "num_items", is_linear=True,
+            "cispo", "cispo", lambda c: (c.clip_high,), ("epsilon_high",), "num_items",
+            is_linear=True,
             capped=lambda c, ratio, advantages: (ratio > c.clip_high) & (advantages > 0),
         ),
         LossType(
             "sapo", "sapo", lambda c: (c.sapo_temperature_pos, c.sapo_temperature_neg),
-            "sequence_mean",
+            ("sapo_temperature_pos", "sapo_temperature_neg"), "sequence_mean",
         ),
-        LossType("luspo", "clipped", clip_range, "sequence_sum", clipped=outside_range),
+        LossType("luspo", "clipped", clip_range, CLIP, "sequence_sum", clipped=outside_range),
         LossType(
-            "vespo", "vespo", vespo_shape, "num_items", is_linear=True,
-            argument=sequence_log_weight, importance_ratio="argument", phi=phi,
+            "vespo", "vespo", vespo_shape,
+            ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "num_items",
+            is_linear=True, argument=sequence_log_weight, importance_ratio="argument", phi=phi,
         ),
         LossType(
-            "gmpo", "unclipped", lambda _: (), "sequence_mean", log_ratio=clipped_mean,
+            "gmpo", "unclipped", lambda _: (), CLIP[:2], "sequence_mean", log_ratio=clipped_mean,
             importance_ratio=None, masks=False, corrects_kl=False, clipped=outside_log_range,
         ),
     )

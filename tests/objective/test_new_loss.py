@@ -34,8 +34,9 @@ def plain(o, ratio, adv, logps, phi):
     return -ratio * adv
 """
 RECORDS = """
-        LossType("novel_token", "novel", lambda c: (c.novel_scale,), "token_mean"),
-        LossType("novel_sequence", "unclipped", lambda _: (), "sequence_sum"),"""
+        LossType("novel_token", "novel", lambda c: (c.novel_scale,), ("novel_scale",),
+                 "token_mean"),
+        LossType("novel_sequence", "unclipped", lambda _: (), (), "sequence_sum"),"""
 TERMS = """
     "novel_token": Loss(novel, token_mean, in_trl=False),
     "novel_sequence": Loss(plain, sequence_sum, in_trl=False),"""
