@@ -255,7 +255,10 @@ def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Hea
     check_module(module)
     check_present(module)
     if head.bias is not None:
-        raise ValueError("bias: expected None, since lm_head has its own bias, got another one")
+        raise ValueError(
+            "bias: expected None with a module as the weight, got a tensor; pass the module's "
+            "weight, or set the module's own bias"
+        )
     done: list[Any] = []  # the result of the call
     # True if `within_forwards` calls the module, and so runs its hooks
     hooks_have_run = is_fsdp_unit(module) or module in divided_modules(module)

@@ -47,10 +47,16 @@ _SMALLEST_MEAN = 1e-8  # a smaller mean weight is not divided by
 
 
 class Correction(NamedTuple):
-    """Result of `correct`: importance weights and a keep mask, (B, T) or (N,) each, and metrics."""
+    """Result of `correct`.
 
-    weights: Tensor  # 0 where masked
-    keep: Tensor  # the completion mask with 0 at rejected tokens
+    Attributes:
+        weights: importance weights, (B, T) or (N,), 0 where masked.
+        keep: the completion mask in the same shape, with 0 at rejected tokens.
+        metrics: names and numbers, for a logger.
+    """
+
+    weights: Tensor
+    keep: Tensor
     metrics: dict[str, float]
 
 

@@ -211,9 +211,9 @@ class LossConfig:
         truncates = self.vllm_importance_sampling_correction and self.truncates_sampling_ratio
         if truncates and low is high is None:
             raise ValueError(
-                "vllm_importance_sampling_clip_max: expected a number, or one for "
-                "vllm_importance_sampling_clip_min, since vllm_importance_sampling_mode = "
-                f"{self.vllm_importance_sampling_mode!r}, got None for both"
+                "vllm_importance_sampling_clip_max: expected a number here or in "
+                "vllm_importance_sampling_clip_min, which vllm_importance_sampling_mode = "
+                f"{self.vllm_importance_sampling_mode!r} needs, got None for both"
             )
 
     def __repr__(self) -> str:
@@ -448,12 +448,12 @@ def check_objective(config: LossConfig, objective: Any) -> None:
     _check_takes_tokens(objective.forward if isinstance(objective, nn.Module) else objective)
     if config.entropy_coef != 0.0:
         raise ValueError(
-            "entropy_coef: expected 0 beside an objective, which can add its own term of "
+            "entropy_coef: expected 0 with an objective, which can add its own term of "
             f"tokens.entropies, got {config.entropy_coef!r}"
         )
     if config.needs_reference_head:
         raise ValueError(
-            "kl_estimator: expected 'k1', 'k2' or 'k3' beside an objective, got 'full', the "
+            "kl_estimator: expected 'k1', 'k2' or 'k3' with an objective, got 'full', the "
             "divergence over the whole vocabulary"
         )
 
@@ -478,7 +478,7 @@ def check_loss_is_read(config: LossConfig) -> None:
         value, default = getattr(config, option.name), option.default
         if option.name not in _BESIDE_AN_OBJECTIVE and value != default:
             raise ValueError(
-                f"{option.name}: expected {default!r} beside an objective that does not read "
+                f"{option.name}: expected {default!r} with an objective that does not read "
                 f"tokens.loss, and so replaces the config's loss, got {value!r}; pass "
                 f"GRPOLoss(loss_type={config.loss_type!r}, objective=...) without a preset, or "
                 "build on tokens.loss"
@@ -509,7 +509,7 @@ def check_terms(
         )
     if has_reference and (objective is not None or config.kl_estimator != "full"):
         of_config = f"with kl_estimator = {config.kl_estimator!r}"
-        why = of_config if objective is None else "beside an objective"
+        why = of_config if objective is None else "with an objective"
         raise ValueError(f"reference: expected None {why}, which does not read it, got one")
     if ref_per_token_logps is not None and objective is None and not config.estimates_kl:
         why, instead = "beta = 0, so there is no KL term", "give beta a value"

@@ -45,7 +45,7 @@ OPTIONAL = ("ref_per_token_logps", "sampling_per_token_logps", "importance_sampl
 class TokenInputs:
     """Inputs of a custom objective; all tensors have the shape of `logps`.
 
-    For a `token_level` function, that shape is (n,), for some of the counted tokens. Otherwise it
+    For a `token_level` function, that shape is (n,), a chunk of the counted tokens. Otherwise it
     is (B, T), with 0 at masked positions; in a packed batch, T is the length of the longest
     sequence. Only `logps`, `entropies` and `loss` carry a gradient. A function that reads another
     tensor with a gradient, such as a parameter of your own, raises an error.
@@ -58,8 +58,8 @@ class TokenInputs:
             constant.
         ref_per_token_logps, sampling_per_token_logps, importance_sampling_ratio: the caller's
             values, or None.
-        index: int64, the token's index in the caller's flattened batch, of B * T or packed N
-            positions. ``extra.flatten()[tokens.index]`` reads a tensor shaped like the ids.
+        index: int64, the token's index in the caller's flattened batch, (B * T positions, or N if
+            packed). ``extra.flatten()[tokens.index]`` reads a tensor shaped like the ids.
         sequence: int64, the index of the token's sequence, in [0, B): ``bonus[tokens.sequence]``
             reads a tensor (B,).
         position: int64, the token's index in its sequence, which is the column in a padded batch:
@@ -133,7 +133,7 @@ def token_level(objective: PerTokenLoss) -> PerTokenLoss:
         def penalized(tokens):
             return tokens.loss + 0.01 * tokens.logps.square()
 
-    The function is evaluated on some tokens at a time for the gradient, and on all tokens for the
+    The function is evaluated in chunks of tokens for the gradient, and on all tokens for the
     loss. So its result must depend only on its argument, without randomness. The library does not
     check this; call `grpo_kernels.testing.check_token_level` in a test of your own.
 

@@ -64,8 +64,8 @@ def describe_head(model: nn.Module) -> Head:
     the model applies after the product. What the model applies to the hidden states before its head
     is not included.
 
-    Constants come from the config until this library has run the model, and from measurement after
-    that.
+    Before the library has run the model, the constants come from the model's config; afterwards,
+    they are measured.
 
     Args:
         model: as in `completion_logprobs`.

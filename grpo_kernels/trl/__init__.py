@@ -24,7 +24,7 @@ with needed("'trl>=1.16,<1.17'", "trl", "transformers"):
         from grpo_kernels.base.checks import warn_once
         from grpo_kernels.patching import Patch
 
-        _MESSAGE = f"expected trl 1.16, got trl {_version}, which works as without grpo_kernels"
+        _MESSAGE = f"expected trl 1.16, got trl {_version}, so everything runs as stock TRL"
         _OF_RESULTS = {"kl_estimator": "k3", "on_missing_set": None}
         _OF_COST = {
             *("fused_sampling_correction", "zero_advantage", "layout", "regroup"),

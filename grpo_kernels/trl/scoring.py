@@ -113,7 +113,8 @@ class Scoring(LogsShares):
         if self._is_deferred:
             if is_corrected(self) and "sampling_per_token_logps" not in batch:
                 raise ValueError(
-                    "sampling_per_token_logps: expected a tensor, for the correction, got None"
+                    "sampling_per_token_logps: expected a tensor, for the correction, got None; "
+                    "your rollout_func must return the sampler's log-probabilities"
                 )
             self._figures[self._trains].clear()
             if self._trains:

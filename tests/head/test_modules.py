@@ -81,7 +81,7 @@ def test_scores_without_gradient_and_a_bias_beside_the_modules() -> None:
     head, hidden = linear(), states()
     with torch.no_grad():
         assert not logps_of(head, hidden).requires_grad
-    with pytest.raises(ValueError, match=r"bias: expected None, since lm_head has its own bias"):
+    with pytest.raises(ValueError, match=r"bias: expected None with a module as the weight"):
         logps_of(Head(head, torch.zeros(V, dtype=torch.float64)), hidden)
 
 

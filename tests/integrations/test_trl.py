@@ -232,7 +232,7 @@ def test_an_unknown_trl_is_left_alone() -> None:
         [sys.executable, "-c", UNKNOWN], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    message = "grpo_kernels: expected trl 1.16, got trl 9.9.0, which works as without grpo_kernels"
+    message = "grpo_kernels: expected trl 1.16, got trl 9.9.0, so everything runs as stock TRL"
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "import": [message],
         "trainer": [message],

@@ -119,14 +119,14 @@ def test_fields_without_use_are_refused() -> None:
     inputs = training_batch() | {"ref_per_token_logps": -torch.ones(4, 6)}
     for name, value in REPLACED.items():
         options = {"objective": Scaled().loss, name: value}
-        message = f"^{name}: expected .* beside an objective.*, got {value!r}"
+        message = f"^{name}: expected .* with an objective.*, got {value!r}"
         with pytest.raises(ValueError, match=message):
             grpo_loss(**inputs, **options)
         if name != "entropy_coef":
             grpo_loss(**inputs, **options | {"objective": lambda tokens: tokens.loss})
     for options in ({"entropy_coef": 0.1}, {"kl_estimator": "full", "beta": 0.1}):
         with pytest.raises(
-            ValueError, match=f"^{next(iter(options))}: expected .* beside an objective"
+            ValueError, match=f"^{next(iter(options))}: expected .* with an objective"
         ):
             GRPOLoss(objective=lambda tokens: tokens.loss, **options)
 

@@ -179,7 +179,7 @@ def test_wrong_arguments() -> None:
         call(**given | {"sampling_per_token_logps": None}, config=config)
     with pytest.raises(ValueError, match=message):
         policy_expectation(config, **{k: given[k] for k in ("completion_mask", "advantages")})
-    with pytest.raises(ValueError, match=rf"^{PREFIX}correction: expected False beside an obj"):
+    with pytest.raises(ValueError, match=rf"^{PREFIX}correction: expected False with an obj"):
         call(**given, config=config, objective=token_level(lambda tokens: -tokens.logps))
     for options, name in (
         ({"mode": "batch_mask"}, "mode"),

@@ -159,7 +159,8 @@ OUTCOMES = [
         "minimax",
     ),
     Outcome(
-        "trim", "attention is the model's own function, not one of transformers' interface",
+        "trim",
+        "the model has its own attention code, and bypasses transformers' attention interface",
         "not looked up|it raised",
         "codegen falcon git gpt_neo gpt_neox_japanese gptj megatron-bert nemotron openai-gpt "
         "rembert stablelm xglm",
@@ -173,7 +174,8 @@ OUTCOMES = [
         "bloom mpt",
     ),
     Outcome(
-        "trim", "only recurrent layers, and no positions", "takes no position_ids",
+        "trim", "only recurrent layers, and the model takes no `position_ids`",
+        "takes no position_ids",
         "mamba2",
     ),
     Outcome(
@@ -200,7 +202,8 @@ OUTCOMES = [
         "big_bird blt deepseek_v4 llama4 llama4_text minimax_m3_vl_text reformer",
     ),
     Outcome(
-        "padded", "each token selects its keys, and others beside padding", "a mask of its own",
+        "padded", "each token selects its keys, and selects others if there is padding",
+        "a mask of its own",
         "doge",
     ),
     Outcome(
