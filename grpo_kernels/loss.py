@@ -14,13 +14,13 @@ rounding of the logits are left out (`LogitTransform`)::
         x = hidden @ weight.T                                             engine/gemm.py
         z = (x + bias) / temperature                                      backends: `stats`
         logps, entropies = log softmax(z)[id], -sum p log p               the same
-        a, b = d loss / d logps, d loss / d entropies, from R             objective/policy.py
+        R = logps - old_per_token_logps                                   objective/policy.py
+        a, b = d loss / d logps, d loss / d entropies                     the same
         dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)            backends: `grad`
         dx = dz / temperature, in the engine `d_logits`                   the same
     for each group of chunks, mostly of one:
         d hidden = dx @ weight                                            engine/gemm.py
         d weight += dx.T @ hidden                                         engine/sweep.py, `_Sums`
-    R = logps - old_per_token_logps                                       objective/policy.py
     l = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL backends/formulas.py
     loss = sum(w * l) - entropy_coef * mean entropy                       objective/policy.py
     LossWithGradient attaches the gradient to the loss                    engine/autograd.py
