@@ -447,9 +447,8 @@ def _groups(
     if (num_generations is None) == (group_ids is None):
         got = "neither" if group_ids is None else "both"
         hint = ""
-        if group_ids is None and table.shape[1] > 1:
-            hint = "; if a row holds one prompt's completions, pass rewards.flatten() with "
-            hint += f"num_generations={table.shape[1]}"
+        if group_ids is None:
+            hint = "; pass num_generations=, the completions per prompt"
         raise ValueError(
             f"num_generations, group_ids: expected exactly one of the two, got {got}{hint}"
         )

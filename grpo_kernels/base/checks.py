@@ -56,6 +56,8 @@ _SYNONYMS = {
     "clip_range": "epsilon", "temp": "temperature", "memory": "workspace_bytes",
     "old_logp": "old_per_token_logps", "ref_logp": "ref_per_token_logps",
     "group_index": "group_ids", "normalize": "normalize_advantages scale_rewards", "epsilon": "eps",
+    "causal_lm_logps": "completion_logprobs", "causal_lm_logprobs": "completion_logprobs",
+    "causal_lm_logprob": "completion_logprobs",
     "alpha": "beta", "kl_type": "kl_estimator", "kl_loss_coef": "beta",
     "kl_loss_type": "kl_estimator", "cliprange": "epsilon", "cliprange_low": "epsilon",
     "cliprange_high": "epsilon_high", "loss_agg_mode": "loss_type", "rewards": "advantages",
@@ -149,6 +151,9 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
     `floating`."""
     if not isinstance(x, Tensor):
         hint = "; pass a tensor of it, such as its logps" if hasattr(x, "logps") else ""
+        if name == "hidden" and isinstance(x, torch.nn.Module):
+            hint = "; for a whole model, grpo_kernels.transformers has causal_lm_loss, "
+            hint += "completion_logprobs and causal_lm_divergence"
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}{hint}")
     if is_dtensor(x):
         raise ValueError(

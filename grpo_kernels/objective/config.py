@@ -380,7 +380,8 @@ def _preset_hint(name: Any) -> str:
 def check_kind(config: Any) -> None:
     """Require a LossConfig, not the name of a preset."""
     if not isinstance(config, LossConfig):
-        got = f"{type(config).__name__}{_preset_hint(config)}"
+        hint = "; pass it as objective=" if inspect.isfunction(config) else _preset_hint(config)
+        got = f"{type(config).__name__}{hint}"
         raise TypeError(f"config: expected a LossConfig, got {got}")
 
 
