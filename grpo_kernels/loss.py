@@ -334,7 +334,8 @@ def grpo_loss(
     # the loop over the rows; in one_pass and frozen it computes d hidden and d weight too
     first = first_pass(job, head_tensors, reference_tensors, row_objective)
     with torch.no_grad():
-        evaluation = row_objective.evaluate(first.stats)  # the loss
+        # the loss; of its coefficients one_pass reads none, since `first` has their gradient
+        evaluation = row_objective.evaluate(first.stats)
         if job.engine == "frozen":
             scale_frozen_(first, evaluation.d_logp)
         if job.when == "later":

@@ -106,7 +106,7 @@ class RowStats:
     max_logit: Tensor  # max_j z_j
     log_sum: Tensor  # log sum_j exp(z_j - max_logit)
     entropies: Tensor | None = None  # -sum_j p_j log p_j
-    extras: dict[str, Tensor] = field(default_factory=dict)  # by names of STATISTICS
+    extras: dict[str, Tensor] = field(default_factory=dict)  # by STATISTICS, TOPK_LOGPS
     loss_terms: dict[str, Tensor] = field(default_factory=dict)  # of `fused`, see `TokenLoss`
     divergence: DivergenceStats | None = None  # of rows that have a teacher
 

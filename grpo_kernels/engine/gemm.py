@@ -131,7 +131,7 @@ class Products:
             del weight  # before the next slice is made
 
     def d_weight(self, d_logits: Tensor, hidden: Tensor, out: Tensor, *, add: bool) -> None:
-        """``out = d_logits.T @ hidden``: (n, V) in `gradient_dtype`, (n, H) operand -> (V, H);
+        """``out = d_logits.T @ hidden``: (n, V) in `d_logits_dtype`, (n, H) operand -> (V, H);
         ``+=`` if `add`."""
         _product(d_logits.t(), hidden.to(d_logits.dtype), out, add=add)
 
