@@ -73,7 +73,8 @@ def group_advantages(
 
     Args:
         rewards: (B,), or (B, F) from F reward functions. NaN means unscored and is left out of
-            every sum, mean and std; a row without any score gets advantage 0.
+            every sum, mean and std; a row without any score gets advantage 0. If F equals
+            `num_generations`, pass `reward_weights`: the shape may also be that of (prompts, G).
         num_generations: number of completions per prompt. A group consists of `num_generations`
             consecutive rows, counted over all ranks.
         group_ids: (B,) integers, an alternative to `num_generations`. Rows with equal ids form a

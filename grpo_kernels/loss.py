@@ -542,7 +542,7 @@ def policy_expectation(
         TypeError, ValueError: a wrong argument; the message names it.
     """
     arguments = {**locals()}
-    check_config(config)
+    check_kind(config)
     _check_loss(config, arguments, has_reference=config.needs_reference_head)
     check_tensor("completion_mask", completion_mask)
     if completion_mask.dim() != 2:

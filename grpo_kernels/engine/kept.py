@@ -430,7 +430,7 @@ class _GradientSums:
     """The gradients of the head's tensors, summed over blocks."""
 
     def __init__(self, tensors: Tensors, planned: KeptSets) -> None:
-        self._tensors, self._sets, dtype = tensors, planned, planned.job.accumulator_dtype
+        self._tensors, self._planned, dtype = tensors, planned, planned.job.accumulator_dtype
         # with a sharded head, d hidden is a sum over the ranks, rounded afterwards
         divided = planned.job.shard is not None
         self._rows: list[Tensor | None] = []
@@ -447,7 +447,7 @@ class _GradientSums:
     def add(self, factors: list[_Gathered], kept: Tensor, d_raw: Tensor, at: Tensor) -> None:
         """Add the gradient of the rows `at` (r,), from ids (r, w) and d raw (r, w)."""
         positions, features = (
-            self._sets.job.rows.positions[at],
+            self._planned.job.rows.positions[at],
             (x for x, _ in self._tensors.factors()),
         )
         targets = zip(factors, features, self._rows, self._matrices, strict=True)
@@ -467,7 +467,7 @@ class _GradientSums:
 
     def gradients(self) -> Tensors:
         """Return the gradients in the dtypes of the head's tensors."""
-        shard = self._sets.job.shard
+        shard = self._planned.job.shard
         for x in self._rows:
             if shard is not None and x is not None:
                 shard.sum_(x)
@@ -480,10 +480,8 @@ class _GradientSums:
 
 def entry_bytes(tensors: Tensors, job: Job) -> int:
     """Return the bytes of one entry's gathered rows."""
-    pairs, wide = (
-        zip(tensors.factors(), job.operand_dtypes(tensors), strict=True),
-        job.accumulator_dtype,
-    )
+    pairs = zip(tensors.factors(), job.operand_dtypes(tensors), strict=True)
+    wide = job.accumulator_dtype
     return sum(
         matrix.shape[1] * sum(x.itemsize for x in _stages(matrix.dtype, dtype, wide))
         for (_, matrix), dtype in pairs

@@ -348,7 +348,7 @@ def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
     if get_origin(kind) is Literal:
         allowed = get_args(kind)
         hint = _preset_hint(value) if name == "loss_type" else ""
-        if value in ("low_var_kl", "low_var_kl+"):
+        if name == "kl_estimator" and value in ("low_var_kl", "low_var_kl+"):
             hint = "; verl's low_var_kl is 'k3'"
         check_choice(name, value, allowed, hint)
         return allowed[allowed.index(value)]

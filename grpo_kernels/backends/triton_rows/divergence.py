@@ -154,7 +154,7 @@ def diverge_kernel(
         teacher_inner, teacher_outer, TEACHER_HAS_SOFTCAP,
     )  # fmt: skip
     teacher = (teacher_ptrs, teacher_bias_ptr, teacher_inner, teacher_outer)
-    known = normalisers(
+    known = normalizers(
         tl.load(max_logit_ptr + rows)[:, None],
         tl.load(log_sum_ptr + rows)[:, None],
         tl.load(teacher_max_logit_ptr + rows)[:, None],
@@ -183,7 +183,7 @@ def diverge_kernel(
 
 
 @triton.jit
-def normalisers(m, log_sum, teacher_m, teacher_log_sum):
+def normalizers(m, log_sum, teacher_m, teacher_log_sum):
     """Return (m, 1 / sum) of both heads and the offset (z - y) - (log p - log q), (R, 1) each."""
     offset = (m - teacher_m) + (log_sum - teacher_log_sum)
     return m, exp(-log_sum), teacher_m, exp(-teacher_log_sum), offset

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, RowStats
 from grpo_kernels.backends.triton_rows.device import RowConfig
-from grpo_kernels.backends.triton_rows.divergence import k_of, normalisers, teacher_arguments
+from grpo_kernels.backends.triton_rows.divergence import k_of, normalizers, teacher_arguments
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, expm1
 from grpo_kernels.backends.triton_rows.reduce import LOWEST
 from grpo_kernels.backends.triton_rows.transform import (
@@ -128,7 +128,7 @@ def grad_kernel(
         )  # fmt: skip
         teacher = (teacher_ptrs, teacher_bias_ptr, teacher_inner, teacher_outer)
         teacher_m = tl.load(teacher_max_logit_ptr + rows)[:, None]
-        known = normalisers(m, log_sum, teacher_m, tl.load(teacher_log_sum_ptr + rows)[:, None])
+        known = normalizers(m, log_sum, teacher_m, tl.load(teacher_log_sum_ptr + rows)[:, None])
         sum_k = tl.load(sum_k_ptr + rows)[:, None]
         d_divergence = tl.load(d_divergence_ptr + rows)[:, None]
         taken_off = d_logp + d_divergence * sum_k
@@ -205,7 +205,7 @@ def write_tile(
     m, level, tilt,
     HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    # with a teacher: (its source, `normalisers`, d_divergence times `row_slope` (R, 1), jsd_beta)
+    # with a teacher: (its source, `normalizers`, d_divergence times `row_slope` (R, 1), jsd_beta)
     of_teacher=None, DIVERGENCE: tl.constexpr = None,
     TEACHER_HAS_SOFTCAP: tl.constexpr = False, TEACHER_ROUNDED_TO: tl.constexpr = None,
 ):  # fmt: skip
