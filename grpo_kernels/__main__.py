@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     environment, checks = report.collect(), []
     if not options.json:
         print(report.render(environment), flush=True)
-    for check in () if options.no_check else report.check(report.devices()):
+    for check in () if options.no_check else report.check():
         checks.append(check)
         if options.json:
             continue

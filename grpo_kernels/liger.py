@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from grpo_kernels.base.checks import check_ids, check_mask, check_tensor
 from grpo_kernels.base.choices import BackendName, EngineName, ImportanceSamplingLevel, LossTypeName
 from grpo_kernels.base.distributed import all_reduce
+from grpo_kernels.base.tensors import sequence_means
 from grpo_kernels.engine.plan import Run, check_run
 from grpo_kernels.head import Head
 from grpo_kernels.loss import grpo_loss
@@ -30,6 +31,7 @@ from grpo_kernels.scores import linear_logprob
 __all__ = ["LigerFusedLinearGRPOLoss", "patch_liger", "unpatch_liger"]
 
 NAME = "LigerFusedLinearGRPOLoss"
+OF_TOKENS = ("cispo", "sapo", "vespo")  # Liger has no per-sequence ratio for these
 
 
 @dataclass(eq=False, repr=False)
@@ -126,7 +128,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             clipped tokens.
         """
         config, run = self.loss_config(), Run(self.engine, self.backend, self.workspace_bytes)
-        if self.importance_sampling_level == "sequence" and self.loss_type in _OF_TOKENS:
+        if self.importance_sampling_level == "sequence" and self.loss_type in OF_TOKENS:
             raise ValueError(
                 "importance_sampling_level: Sequence-level importance sampling is not supported for"
                 f" loss_type={self.loss_type!r} in Liger's API; use grpo_loss"
@@ -136,6 +138,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         check_tensor("_input", _input, floating=True)
         check_ids("selected_token_ids", selected_token_ids, _input)
         check_mask("attention_mask", attention_mask, selected_token_ids)
+        counted = attention_mask != 0
         if config.beta == 0.0:
             ref_per_token_logps = None  # Liger requires one even here
         elif ref_per_token_logps is not None and ref_input is not None:
@@ -166,8 +169,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             num_items_in_batch = None
         elif dist.is_available() and dist.is_initialized():
             if num_items_in_batch is None:
-                counted = attention_mask.ne(0).sum().float()
-                num_items_in_batch = all_reduce(counted, "sum", dist.group.WORLD)
+                num_items_in_batch = all_reduce(counted.sum().float(), "sum", dist.group.WORLD)
             num_items_in_batch = num_items_in_batch / dist.get_world_size()
         out = grpo_loss(
             _input,
@@ -182,34 +184,37 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             config=config,
             run=replace(run, gather=gather),
         )
-        counted = attention_mask != 0
-        clipped = self._clipped(out.logps, counted, advantages, old_per_token_logps)
+        clipped = self._clipped(config, out.logps, counted, advantages, old_per_token_logps)
         if self.beta == 0.0:
             return out.loss, (clipped,)
         return out.loss, (out.metrics["kl"] if config.beta else torch.zeros_like(clipped), clipped)
 
     @torch.no_grad()
     def _clipped(
-        self, logps: Tensor, counted: Tensor, advantages: Tensor, old: Tensor | None
+        self,
+        config: LossConfig,
+        logps: Tensor,
+        counted: Tensor,
+        advantages: Tensor,
+        old: Tensor | None,
     ) -> Tensor:
         """Return the share of counted tokens whose ratio is clipped; `delta` is not considered."""
+        loss_type, config = LOSSES[self.loss_type], replace(config, delta=None)
         log_ratio = torch.zeros_like(logps)
-        if old is not None and self.loss_type not in ("sapo", "vespo"):
+        if old is not None:
             log_ratio = torch.where(counted, logps - old.to(logps), 0.0)
         if self.importance_sampling_level == "sequence":
-            lengths = counted.sum(dim=1, keepdim=True).clamp(min=1)
-            log_ratio = log_ratio.sum(dim=1, keepdim=True) / lengths
-        ratio = log_ratio.exp()
+            log_ratio = sequence_means(log_ratio, counted)
         advantages = advantages if advantages.dim() == 2 else advantages[:, None]
-        if self.loss_type == "cispo":
-            clipped = (ratio > self.epsilon_high) & (advantages > 0)
-        else:
-            clipped = (ratio > 1 + self.epsilon_high) & (advantages > 0)
-            clipped |= (ratio < 1 - self.epsilon_low) & (advantages < 0)
+        clipped = torch.zeros_like(counted)
+        if loss_type.capped is not None:
+            clipped = loss_type.capped(config, log_ratio.exp(), advantages)
+        elif loss_type.clipped is not None:
+            below, above = loss_type.clipped(config, log_ratio.exp(), log_ratio, advantages)
+            clipped = below | above
         return (clipped & counted).sum().to(logps.dtype) / counted.sum().clamp(min=1)
 
 
-_OF_TOKENS = ("cispo", "sapo", "vespo")  # Liger has no per-sequence ratio for these
 _patches = Patches("liger-kernel")
 
 

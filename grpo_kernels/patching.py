@@ -6,7 +6,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,12 +24,16 @@ _Value = TypeVar("_Value")
 Number = Tensor | int
 
 
-class Patches:
-    """Record of replaced attributes, undone by `restore`; logged if a `package` is named."""
+class Patches(ExitStack):
+    """Replaced attributes, restored by `restore`, or at the end of a ``with`` block.
+
+    An attribute that somebody else has replaced meanwhile stays theirs. If a `package` is named,
+    the log says what is patched.
+    """
 
     def __init__(self, package: str | None = None) -> None:
+        super().__init__()
         self._package = package
-        self._restorations: list[Callable[[], None]] = []
 
     def replace(
         self, owner: Any, attribute: str, ours: Any, *, importers: Sequence[str] = ()
@@ -63,15 +67,12 @@ class Patches:
             whose = "restored" if is_ours else "kept, since somebody else replaced it later"
             log(f"unpatched %s: %s is {whose}")
 
-        self._restorations.append(restore)
+        self.callback(restore)
         setattr(owner, attribute, ours)
         swap(theirs, ours)
         log("patched %s: %s now comes from grpo_kernels")
 
-    def restore(self) -> None:
-        """Restore every attribute that is still ours; leave later replacements by others."""
-        while self._restorations:
-            self._restorations.pop()()
+    restore = ExitStack.close
 
 
 class Patch(int):
@@ -90,13 +91,10 @@ class Patch(int):
 @contextmanager
 def all_replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Replace attributes inside the context; each change is (owner, attribute, replacement)."""
-    patches = Patches()
-    try:
+    with Patches() as patches:
         for change in changes:
             patches.replace(*change)
         yield
-    finally:
-        patches.restore()
 
 
 def replaced(owner: Any, attribute: str, ours: Any) -> AbstractContextManager[None]:

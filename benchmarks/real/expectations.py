@@ -23,7 +23,7 @@ BATCHES = {
 def lines() -> list[str]:
     """The table: the training without generation, and in brackets the whole step."""
     table = [["training", *BATCHES], ["---"] * (1 + len(BATCHES))]
-    for model, lora, beta in itertools.product(MODELS, (True, False), (0, 0.04)):
+    for model, lora, beta in itertools.product(MODELS.values(), (True, False), (0, 0.04)):
         gains = [
             math.prod(factors(model, [batch], Training(lora=lora, kl=beta > 0, vllm=vllm)).values())
             for batch, vllm in BATCHES.values()

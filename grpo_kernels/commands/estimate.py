@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
@@ -47,10 +48,10 @@ class Model(NamedTuple):
     body: int  # number of weights in the body's matrices that are used for a token
 
 
-MODELS = tuple(
-    Model(name, *memory.MODELS[name], body)
+MODELS = {
+    name: Model(name, *memory.MODELS[name], body)
     for name, body in (("Qwen3-0.6B", 440_401_920), ("Qwen3-8B", 6_945_767_424))
-)
+}
 
 
 class Batch(NamedTuple):
@@ -163,28 +164,21 @@ def batches_of_samples(
     return batches
 
 
-def model_of(name: str) -> Model:
-    """Return one of `MODELS`, or a model read from ``config.json`` in a folder or on the Hub."""
-    for model in MODELS:
-        if memory.is_called(model.name, name):
-            return model
+def read_model(name: str, config: Any) -> Model:
+    """Return the sizes of the model of a transformers configuration, built on the meta device."""
+    from transformers import AutoModel
 
-    def counted(config: Any) -> Model:
-        from transformers import AutoModel
-
-        with torch.device("meta"):
-            below_the_head = AutoModel.from_config(config, trust_remote_code=False)
-        tables = [x for x in below_the_head.modules() if isinstance(x, torch.nn.Embedding)]
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        experts = [getattr(config, x) for x in names if getattr(config, x, None)]
-        embeddings, body = {id(x.weight) for x in tables}, 0.0
-        for path, x in below_the_head.named_parameters():
-            if x.dim() > 1 and id(x) not in embeddings:
-                met = config.num_experts_per_tok / experts[0] if ".experts." in path else 1.0
-                body += x.numel() * met
-        return Model(name, config.vocab_size, config.hidden_size, round(body))
-
-    return memory.of_config(name, (x.name for x in MODELS), counted)
+    with torch.device("meta"):
+        below_the_head = AutoModel.from_config(config, trust_remote_code=False)
+    tables = [x for x in below_the_head.modules() if isinstance(x, torch.nn.Embedding)]
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = [getattr(config, x) for x in names if getattr(config, x, None)]
+    embeddings, body = {id(x.weight) for x in tables}, 0.0
+    for path, x in below_the_head.named_parameters():
+        if x.dim() > 1 and id(x) not in embeddings:
+            met = config.num_experts_per_tok / experts[0] if ".experts." in path else 1.0
+            body += x.numel() * met
+    return Model(name, config.vocab_size, config.hidden_size, round(body))
 
 
 def mean_and_variation(argument: str) -> tuple[float, float]:
@@ -215,7 +209,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-completion", type=whole_number, help="max_completion_length, for --completion")
     add("--equal", type=share, default=0.0, help="share of groups with equal rewards")
     add("--tokenizer", metavar="NAME", help="folder or Hub name of a tokenizer, for text")
-    about = f"{', '.join(x.name for x in MODELS)}, or a folder or Hub name; default: Qwen3-8B"
+    about = f"{', '.join(MODELS)}, or a folder or Hub name; default: Qwen3-8B"
     add("--model", default="Qwen3-8B", metavar="NAME", help=about)
     add("--lora", action="store_true", help="LoRA on the body; the head is frozen")
     add("--group", type=whole_number, default=8, help="num_generations; default: 8")
@@ -274,7 +268,7 @@ def _computed(options: argparse.Namespace) -> dict[str, Any]:
     if not batches:
         text = "expected a trainer_state.json that has completions/mean_length"
         raise ValueError(f"--log: {text}, got {options.log} without it")
-    model = model_of(options.model)
+    model = memory.known_or_read(options.model, MODELS, partial(read_model, options.model))
     gains = factors(model, batches, training)
     gain, longest = math.prod(gains.values()), max(x.longest for x in batches)
     rows_of_head = round(batch * longest)

@@ -7,7 +7,7 @@ tensors.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,17 +91,28 @@ def estimate(size: Size) -> list[Need]:
 
     The first entry is what "auto" uses if the loss does not couple tokens and memory is not short.
     """
-    scored, graded, slices = _planned(size)
-    if size.score:
-        return [Need("score", scored, 0, 0)]
-    n, trains = size.counted, not size.frozen
+    n, trains = size.counted, not (size.score or size.frozen)
+    wants = Tensors(hidden=not size.score, weight=trains)
+    with meta_tensors_of(CUDA if size.on_gpu else CPU):
+        new = partial(torch.empty, dtype=size.dtype, device="meta")
+        head = Tensors(new(size.rows, size.hidden), new(size.vocab, size.hidden))
+        indices = new(n, dtype=torch.int64)
+        workspace = size.workspace_bytes or default_workspace(head.weight, wants)
+        job = Job(Rows(indices, indices), wants, CppRows(), size.dtype, workspace)
+        # besides the sums: for scores, for gradients by rows, and by slices of the vocabulary
+        scored = planned_bytes(job, head, None, None)
+        if size.score:
+            return [Need("score", scored, 0, 0)]
+        graded = planned_bytes(job, head, None, wants)
+        slices = plan_slices(job, head, None)[2] if trains else 0
     row, weight = size.hidden * size.dtype.itemsize, size.vocab * size.hidden  # bytes, elements
     d_hidden = n * size.hidden * FP32
     sums = d_hidden + (weight * FP32 if trains else 0)
-    # the sums are cast to the returned dtype; rows that do not count have a d hidden too
-    whole, cast = n == size.rows, size.dtype.itemsize < FP32
-    returning = sums + (0 if whole and not cast else size.rows * row)
-    returning += ((size.vocab if trains else 0) + (0 if whole else n)) * row if cast else 0
+    # rows that do not count have a d hidden too
+    if size.dtype.itemsize < FP32:  # the sums are cast
+        returning = sums + size.returned + (n * row if n < size.rows else 0)
+    else:
+        returning = sums + (size.rows * row if n < size.rows else 0)
     name, back = "one_pass" if trains else "frozen", size.returned
     needs = [
         Need(name, max(sums + graded, returning), back, sums),
@@ -111,23 +122,6 @@ def estimate(size: Size) -> list[Need]:
         backward = slices + d_hidden + weight * size.dtype.itemsize
         needs.append(Need("lean", max(scored, backward), back, 0))
     return needs
-
-
-def _planned(size: Size) -> tuple[int, int, int]:
-    """Return the bytes that engines plan besides their sums: for scores, for gradients by rows, and
-    for gradients by slices of the vocabulary."""
-    trains = not (size.score or size.frozen)
-    wants = Tensors(hidden=not size.score, weight=trains)
-    with meta_tensors_of(CUDA if size.on_gpu else CPU):
-        new = partial(torch.empty, dtype=size.dtype, device="meta")
-        head = Tensors(new(size.rows, size.hidden), new(size.vocab, size.hidden))
-        indices = new(size.counted, dtype=torch.int64)
-        rows = Rows(indices, indices)
-        workspace = size.workspace_bytes or default_workspace(head.weight, wants)
-        job = Job(rows, wants, CppRows(), size.dtype, workspace)
-        scored = planned_bytes(job, head, None, None)
-        graded = 0 if size.score else planned_bytes(job, head, None, wants)
-        return scored, graded, plan_slices(job, head, None)[2] if trains else 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,11 +135,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "N, positions in the batch; default: 16,384"
     add("--rows", type=whole_number, default=16384, help=about)
     add("--frozen", action="store_true", help="the head is frozen, as with LoRA on the body")
-    add(
-        "--score",
-        action="store_true",
-        help="no gradient, as for old or reference log-probabilities",
-    )
+    about = "no gradient, as for old or reference log-probabilities"
+    add("--score", action="store_true", help=about)
     add("--mask", type=share, default=0.0, help="share of positions that do not count")
     about = "workspace_bytes, in MiB; default: the library's"
     add("--workspace", type=whole_number, metavar="MIB", help=about)
@@ -160,7 +151,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error("expected --model NAME, or both --vocab V and --hidden H")
     if options.model is not None:
         try:
-            sizes = head_of(options.model)
+            sizes = known_or_read(options.model, MODELS, lambda x: (x.vocab_size, x.hidden_size))
         except ValueError as error:
             parser.error(str(error))
     size = Size(
@@ -207,23 +198,15 @@ def share(argument: str) -> float:
     return float(argument)
 
 
-def head_of(name: str) -> tuple[int, int]:
-    """Return (V, H) of one of `MODELS` (in any case, with or without its organization), or of a
-    ``config.json`` in a folder or on the Hub."""
-    for model, sizes in MODELS.items():
-        if is_called(model, name):
-            return sizes
-    return of_config(name, MODELS, lambda config: (config.vocab_size, config.hidden_size))
+def known_or_read(name: str, known: Mapping[str, R], read: Callable[[Any], R]) -> R:
+    """Return the model that is `known` by `name` (in any case, with or without its organization),
+    or `read` of a configuration in a folder or on the Hub: that of the model's text part.
 
-
-def is_called(model: str, name: str) -> bool:
-    """Return True if `name` names this known model, and no folder."""
-    return model.casefold() == name.rpartition("/")[2].casefold() and not Path(name).exists()
-
-
-def of_config(name: str, known: Iterable[str], read: Callable[[Any], R]) -> R:
-    """Return `read` of the configuration of a model's text part, without running the model's own
-    code."""
+    The model's own code does not run.
+    """
+    for model, found in known.items():
+        if model.casefold() == name.rpartition("/")[2].casefold() and not Path(name).exists():
+            return found
     try:
         from transformers import AutoConfig  # knows the names and the defaults of every model
 

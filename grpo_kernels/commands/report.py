@@ -43,7 +43,7 @@ def collect() -> dict[str, dict[str, str]]:
     """Return the report: section -> name -> text. It imports no package but torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report itself says the same
-        chosen = {str(device): choose_backend("auto", device) for device in devices()}
+        chosen = {str(device): choose_backend("auto", device) for device in _devices()}
     library, kernels = build.load(), "none"
     if not library.refusal:
         kernels = f"{torch.ops.grpo_kernels_cpp.isa('')}, {library.path or library.origin}"
@@ -53,7 +53,10 @@ def collect() -> dict[str, dict[str, str]]:
             "python": platform.python_version(),
             "grpo-kernels": VERSION,
             "torch": str(torch.__version__),  # with its build: +cpu, +cu130
-            **{name: _version(name) for name in PACKAGES},
+            **{
+                name: next((x.version for x in metadata.distributions(name=name)), "absent")
+                for name in PACKAGES
+            },
         },
         "system": {
             "os": platform.platform(),
@@ -62,7 +65,7 @@ def collect() -> dict[str, dict[str, str]]:
             "torch threads": str(torch.get_num_threads()),
             "torch cpu capability": torch.backends.cpu.get_cpu_capability(),
         },
-        "devices": {str(device): _describe(device) for device in devices()},
+        "devices": {str(device): _describe(device) for device in _devices()},
         "backend": {
             **{name: f"{backend.name} ({reason})" for name, (backend, reason) in chosen.items()},
             "C++ library": kernels,
@@ -85,17 +88,10 @@ def render(report: dict[str, dict[str, str]]) -> str:
     return "\n\n".join(blocks)
 
 
-def devices() -> list[torch.device]:
+def _devices() -> list[torch.device]:
     """Return the CPU and every CUDA or ROCm device."""
     gpus = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     return [torch.device("cpu"), *gpus]
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "absent"
 
 
 def _cpu_name() -> str:
@@ -140,13 +136,13 @@ TEMPERATURE, SCALE, CAP = 0.9, 1.5, 4.0
 Pairs = dict[str, tuple[Any, Any]]  # name of a result -> (ours, the float64 formula's)
 
 
-def check(devices: list[torch.device]) -> Iterator[dict[str, Any]]:
-    """Compare each backend that works with float64; yield a dict for each call.
+def check() -> Iterator[dict[str, Any]]:
+    """Compare each backend that works, on every device, with float64; yield a dict for each call.
 
     Its ``error`` belongs to the result closest to its tolerance, relative to that result's largest
     element; None if the call raised.
     """
-    for device in devices:
+    for device in _devices():
         for backend in ("torch", "cpp" if device.type == "cpu" else "triton"):
             try:
                 choose_backend(backend, device)

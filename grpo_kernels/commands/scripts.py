@@ -184,22 +184,22 @@ class Watch:
 
     def end(self, trainer: Any, had_noise: bool) -> None:
         """Write the recorded values to ``stock.json`` or ``fused.json``."""
-        peak, args, model = _peak_mib(), trainer.args, trainer.model
-        logs = [
-            {name: float(x) for name, x in log.items() if isinstance(x, (int, float))}
-            for log in trainer.state.log_history
-            if "loss" in log
-        ]
+        args, model = trainer.args, trainer.model
         result = {
             "trainer": type(trainer).__name__,
             "device": str(args.device),
             "is_16_bit": args.bf16 or args.fp16 or any(x.itemsize < 4 for x in model.parameters()),
             "noise_off": had_noise,
-            "peak_mib": peak,
+            "peak_mib": _peak_mib(),
             "seconds": self.seconds,
             "logs": [
-                {k: x for k, x in log.items() if not any(y in k for y in NOT_COMPARED)}
-                for log in logs
+                {
+                    name: float(x)
+                    for name, x in log.items()
+                    if isinstance(x, (int, float)) and not any(y in name for y in NOT_COMPARED)
+                }
+                for log in trainer.state.log_history
+                if "loss" in log
             ],
         }
         if self.variant == STOCK:
@@ -314,9 +314,8 @@ def compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
             )
             file = Path(folder, f"{variant}.json")
             if done.returncode or not file.exists():
-                ended = f"ended with status {done.returncode}"
-                without = f"{ended} without finishing a training"
-                print(f"compare: the {variant} run {without}", file=sys.stderr)
+                ended = f"ended with status {done.returncode} without finishing a training"
+                print(f"compare: the {variant} run {ended}", file=sys.stderr)
                 return 2
             runs[variant] = json.loads(file.read_text())
     result = _result(runs, options.tolerance)
