@@ -20,6 +20,7 @@ Not supported: encoder-decoder models, several heads (codebooks), quantized head
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,14 +30,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from transformers import GenerationMixin
 from transformers.utils import ModelOutput
 
-from grpo_kernels.base.checks import check_shape, check_tensor, warn_once
-from grpo_kernels.base.choices import BatchLayout, ZeroAdvantage, choices
+from grpo_kernels.base.checks import check_choice, check_shape, check_tensor, warn_once
+from grpo_kernels.base.choices import BatchLayout, choices
 from grpo_kernels.base.distributed import most_of_ranks, rank_groups
 from grpo_kernels.base.modes import evaluating, guest
 from grpo_kernels.body.layout import takes
-from grpo_kernels.body.trunk import live_trunk, ordinary_id, trunk_of
+from grpo_kernels.body.trunk import live_trunk, ordinary_id, trunk_of, unwrapped
 from grpo_kernels.head import Head
 from grpo_kernels.module import (
     divided_modules,
@@ -56,21 +58,6 @@ Score = Callable[[Tensor, Head], tuple[Tensor, ...]]  # the head's input (B, L, 
 _models_with_scalars: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # head -> factor that the model applies to the body's output before the head
 _factors: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class TrunkOptions:
-    """Options for what the trunk computes of a batch, as in `causal_lm_loss`."""
-
-    zero_advantage: ZeroAdvantage = "score"
-    layout: BatchLayout = "tree"
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("zero_advantage", ZeroAdvantage), ("layout", BatchLayout)):
-            value, names = getattr(self, name), choices(allowed)
-            if value not in names:
-                expected = ", ".join(map(repr, names))
-                raise ValueError(f"{name}: expected one of {expected}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -154,13 +141,14 @@ def run_scored(
 ) -> tuple[tuple[Tensor, ...], ModelOutput, Shares]:
     """Run `model` with `score` in its head; return results, output without logits, and shares.
 
-    `layout` and `live` are passed to `live_trunk`.
+    `inputs` are the model's, beside the ids; `layout` and `live` are as in `live_trunk`.
     """
+    check_choice("layout", layout, choices(BatchLayout))
     if inputs.get("labels") is not None:
         raise ValueError(
             "labels: expected none, since there are no logits to compare with; got labels"
         )
-    inputs = {name: x for name, x in inputs.items() if x is not None}
+    inputs = _with_positions(model, {name: x for name, x in inputs.items() if x is not None})
     base, attention_mask = heads.causal_lm(model), inputs.get("attention_mask")
     # transformers also accepts 4-dimensional masks and dicts of them; only the model reads those
     if attention_mask is not None and not isinstance(attention_mask, dict):
@@ -199,6 +187,28 @@ def run_scored(
         return returned
 
     return run_in_head(model, run, score, inputs, layout, needed, live, batch.counted_state)
+
+
+def _with_positions(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a forward's `inputs` with ``position_ids`` counted from the mask (B, L), as `generate`
+    does.
+
+    They are unchanged if the caller passed position_ids, if a forward has no such parameter, or if
+    the model computes its own positions (three-dimensional ones for images, or from padding
+    tokens).
+    """
+    mask, hook = inputs.get("attention_mask"), "_prepare_position_ids_for_generation"
+    if "position_ids" in inputs or not isinstance(mask, Tensor) or mask.dim() != 2:
+        return inputs
+    wrappers, base = unwrapped(model)
+    is_taken = "position_ids" in inspect.signature(type(base).forward).parameters
+    is_taken = is_taken and all(takes(x.forward, "position_ids") for x in wrappers)
+    plain = getattr(GenerationMixin, hook, None)  # None before transformers 5
+    is_plain = plain is not None and getattr(type(base), hook, None) is plain
+    of_roberta = "create_position_ids_from_input_ids"
+    if not is_taken or not is_plain or any(hasattr(x, of_roberta) for x in base.modules()):
+        return inputs
+    return {**inputs, "position_ids": ((mask != 0).cumsum(1) - 1).masked_fill(mask == 0, 0)}
 
 
 def run_in_head(

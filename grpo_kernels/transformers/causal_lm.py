@@ -16,24 +16,23 @@ from typing import Any, Literal, overload
 import torch
 import transformers.utils
 from torch import Tensor, nn
-from transformers import GenerationMixin
 from transformers.utils import ModelOutput
 
-from grpo_kernels.base.checks import did_you_mean, warn_once
+from grpo_kernels.base.checks import check_choice, did_you_mean, warn_once
 from grpo_kernels.base.choices import (
     BatchLayout,
     DivergenceName,
     LogitsDtype,
     OnMissingSet,
     ZeroAdvantage,
+    choices,
 )
 from grpo_kernels.base.modes import random_rates
-from grpo_kernels.body.layout import takes
 from grpo_kernels.body.trunk import unwrapped
-from grpo_kernels.engine.plan import Run
+from grpo_kernels.engine.plan import Run, check_run
 from grpo_kernels.head import Head
 from grpo_kernels.kept_ids import KeptIds
-from grpo_kernels.loss import GRPOLoss, grpo_loss, policy_expectation
+from grpo_kernels.loss import GRPOLoss, LossInputKeywords, policy_expectation
 from grpo_kernels.module import whole_reference, without_adapter
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import averaged_over
@@ -41,24 +40,20 @@ from grpo_kernels.patching import replaced
 from grpo_kernels.results import LossOutput, Scores
 from grpo_kernels.scores import linear_divergence, linear_logprob
 from grpo_kernels.transformers import head as heads
-from grpo_kernels.transformers.call import RESULTS, Batch, HeadCall, TrunkOptions, run_scored
+from grpo_kernels.transformers.call import RESULTS, Batch, HeadCall, run_scored
 from grpo_kernels.transformers.head import HeadCheck
 
-_OF_LOSS = signature(grpo_loss).parameters.keys() - {"fields"}
-_LOGPS = {name for name in _OF_LOSS if name.endswith("_per_token_logps")}
-_OF_EXPECTATION = _LOGPS | {"importance_sampling_ratio", "num_items_in_batch"}
-_LOSS_INPUTS = _OF_EXPECTATION | {
-    "kept_ids", "on_missing_set", "sampling_topk_ids", "sampling_topk_logps",
-}  # fmt: skip
 # Arguments of `grpo_loss` that `causal_lm_loss` does not take
 _INSTEAD = {
     "completion_ids": "they are the last columns of input_ids",
     "hidden": "the model makes them",
     "head": "it is the model's",
     "cu_seqlens": "pass packed rows with position_ids, as the model takes them",
-    "reference": "only grpo_loss takes it; pass ref_per_token_logps, from completion_logprobs",
     **{x: f"set it on the loss, GRPOLoss({x}=...)" for x in ("config", "objective", "run")},
 }
+# ... and those that it hands on
+_LOSS_INPUTS = LossInputKeywords.__annotations__.keys() - {"reference", *_INSTEAD}
+_OF_EXPECTATION = _LOSS_INPUTS & signature(policy_expectation).parameters.keys()
 # Names that every forward with **kwargs accepts: fields of TransformersKwargs (older releases have
 # fewer, or none), and names read by the decorators that transformers puts on a forward.
 # num_items_in_batch belongs to the loss: the model reads it only with labels.
@@ -76,8 +71,10 @@ def causal_lm_loss(
     input_ids: Tensor,  # (B, L)
     attention_mask: Tensor | None,  # (B, L)
     completion_mask: Tensor,  # (B, T)
-    advantages: Tensor,  # (B,) or (B, T)
+    # required; the default gives its absence a message of ours
+    advantages: Tensor = None,  # type: ignore[assignment]  # (B,) or (B, T)
     *,
+    reference: nn.Module | None = None,
     router_aux_loss_coef: float | None = None,
     zero_advantage: ZeroAdvantage = "score",
     layout: BatchLayout = "tree",
@@ -102,6 +99,9 @@ def causal_lm_loss(
         model, input_ids, attention_mask, completion_mask: as in `completion_logprobs`.
         loss_fn: the loss. The model's own soft-cap and logit scale are applied.
         advantages: (B,), one per sequence, or (B, T), one per token.
+        reference: the reference model, for a loss with ``kl_estimator="full"`` and with no other;
+            the conditions are those of the teacher in `causal_lm_divergence`. It runs first,
+            without gradient. All other KL terms read ``ref_per_token_logps``.
         router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts. This loss
             is added if the model computes it (``output_router_logits=True`` in its config or here).
             None: the config's weight.
@@ -127,30 +127,48 @@ def causal_lm_loss(
         TypeError, ValueError, RuntimeError: as `completion_logprobs` and `grpo_loss`.
     """
     _check_loss_fn(loss_fn)
-    loss_inputs = {name: inputs.pop(name) for name in [*inputs] if name in _OF_LOSS}
-    for name in loss_inputs.keys() - _LOSS_INPUTS:
-        raise ValueError(f"{name}: expected none here, got one: {_INSTEAD[name]}")
-    if loss_fn.config.needs_reference_head:
-        raise ValueError(
-            "kl_estimator: expected 'k1', 'k2' or 'k3' here, got 'full', which reads the hidden "
-            "states of a reference: call grpo_loss(..., reference=(hidden, head))"
+    if advantages is None:
+        raise TypeError(
+            "advantages: expected a tensor, (B,) or (B, T), got none; group_advantages computes "
+            "them from rewards, and log-probabilities without a loss come from completion_logprobs"
         )
-    trunk = TrunkOptions(zero_advantage, layout)
+    for name in _INSTEAD.keys() & inputs:
+        raise ValueError(f"{name}: expected none here, got one: {_INSTEAD[name]}")
+    check_choice("zero_advantage", zero_advantage, choices(ZeroAdvantage))
+    loss_inputs = {name: inputs.pop(name) for name in _LOSS_INPUTS & inputs.keys()}
     _check_names(model, inputs, causal_lm_loss, _LOSS_INPUTS)
     batch = Batch(input_ids, completion_mask)
+    config = loss_fn.config
+    if config.needs_reference_head and reference is None:
+        raise ValueError(
+            "reference: expected the reference model, since kl_estimator = 'full' and beta = "
+            f"{config.beta}, got None"
+        )
+    if reference is not None and config.kl_estimator != "full":
+        raise ValueError(
+            f"reference: expected None with kl_estimator = {config.kl_estimator!r}, which does not "
+            "read it, got one; pass ref_per_token_logps, from completion_logprobs"
+        )
+    if reference is not None:
+        _check_second("reference", reference)
+        _check_names(reference, inputs, causal_lm_loss, _LOSS_INPUTS)
     _warn_of_prompts(attention_mask, completion_mask)
     live = None if zero_advantage == "train" else _live(loss_fn, batch, advantages, loss_inputs)
     if zero_advantage == "skip" and live is not None:
-        check_skip(loss_fn.config)
+        check_skip(config)
         has_items = loss_inputs.get("num_items_in_batch") is not None
-        if averaged_over(loss_fn.config, num_items=has_items) == "tokens":
+        if averaged_over(config, num_items=has_items) == "tokens":
             raise ValueError(
                 "zero_advantage: expected 'score' or 'train' for a mean over the tokens of all "
-                f"sequences, as in {loss_fn.config.loss_type!r}, got 'skip'; or use "
+                f"sequences, as in {config.loss_type!r}, got 'skip'; or use "
                 "loss_type='dapo' with num_items_in_batch=completion_mask.sum()"
             )
         counted = batch.completion_mask * live.to(batch.completion_mask.device)[:, None]
         batch = replace(batch, completion_mask=counted)
+    model_inputs = {"attention_mask": attention_mask, **inputs}
+    if reference is not None and config.needs_reference_head:
+        second = _states_and_head("reference", reference, batch, model_inputs, layout, logits_dtype)
+        loss_inputs["reference"] = second
     done: list[LossOutput] = []
 
     def score(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
@@ -158,12 +176,11 @@ def causal_lm_loss(
         given = {name: _moved(x, states) for name, x in loss_inputs.items()}
         loss = copy.copy(loss_fn)
         loss.run = heads.gathering(head, loss_fn.run)
-        whole = replace(heads.read(head, states), logits_dtype=logits_dtype)
+        whole = heads.read(head, states, logits_dtype)
         done[:] = [loss(states, whole, ids, mask, _moved(advantages, states), **given)]
         return (done[0].loss,)
 
-    model_inputs = _with_positions(model, {"attention_mask": attention_mask, **inputs})
-    (loss,), output, shares = run_scored(model, batch, score, model_inputs, trunk.layout, live)
+    (loss,), output, shares = run_scored(model, batch, score, model_inputs, layout, live)
     aux_loss = getattr(output, "aux_loss", None)
     if aux_loss is not None:
         if router_aux_loss_coef is None:
@@ -198,7 +215,7 @@ def completion_logprobs(
     loss_fn: GRPOLoss | None = ..., temperature: float | None = ...,
     logits_dtype: LogitsDtype = ..., kept_ids: Tensor | KeptIds | None = ...,
     on_missing_set: OnMissingSet = ..., entropy: bool = ..., layout: BatchLayout = ...,
-    return_output: Literal[False] = ..., **model_inputs: Any,
+    run: Run | None = ..., return_output: Literal[False] = ..., **model_inputs: Any,
 ) -> Scores: ...
 @overload
 def completion_logprobs(
@@ -206,7 +223,7 @@ def completion_logprobs(
     loss_fn: GRPOLoss | None = ..., temperature: float | None = ...,
     logits_dtype: LogitsDtype = ..., kept_ids: Tensor | KeptIds | None = ...,
     on_missing_set: OnMissingSet = ..., entropy: bool = ..., layout: BatchLayout = ...,
-    return_output: Literal[True], **model_inputs: Any,
+    run: Run | None = ..., return_output: Literal[True], **model_inputs: Any,
 ) -> tuple[Scores, ModelOutput]: ...
 # fmt: on
 
@@ -224,6 +241,7 @@ def completion_logprobs(
     on_missing_set: OnMissingSet = "error",
     entropy: bool = True,
     layout: BatchLayout = "tree",
+    run: Run | None = None,
     return_output: bool = False,
     **model_inputs: Any,
 ) -> Scores | tuple[Scores, ModelOutput]:
@@ -254,6 +272,7 @@ def completion_logprobs(
             for the columns of `completion_mask`.
         entropy: True to compute entropies, too.
         layout: arrangement of the batch below the head, as in `causal_lm_loss`.
+        run: as in `linear_logprob`.
         return_output: True to return the model's output, too, for example for the ``aux_loss`` of a
             mixture of experts.
         model_inputs: other arguments of the model's forward: pixel_values, position_ids, ...
@@ -276,8 +295,8 @@ def completion_logprobs(
             scale, a soft-cap or the removal of the last ids.
         RuntimeError: the model's forward does not call its head exactly once.
     """
-    trunk = TrunkOptions(layout=layout)
     _check_names(model, model_inputs, completion_logprobs)
+    check_run(Run() if run is None else run)
     if loss_fn is not None:
         _check_loss_fn(loss_fn)
         if temperature is not None:
@@ -293,19 +312,19 @@ def completion_logprobs(
         states, ids, mask = batch.aligned(hidden)
         found = linear_logprob(
             states,
-            replace(heads.read(head, states), logits_dtype=logits_dtype),
+            heads.read(head, states, logits_dtype),
             ids,
             completion_mask=mask,
             temperature=divisor,
             entropy=entropy,
             kept_ids=_moved(kept_ids, states),
             on_missing_set=on_missing_set,
-            run=heads.gathering(head),
+            run=heads.gathering(head, run),
         )
         return tuple(found.given.values())
 
-    inputs = _with_positions(model, {"attention_mask": attention_mask, **model_inputs})
-    results, output, _ = run_scored(model, batch, score, inputs, trunk.layout)
+    inputs = {"attention_mask": attention_mask, **model_inputs}
+    results, output, _ = run_scored(model, batch, score, inputs, layout)
     scores = Scores.of(logps=results[0], entropies=results[1] if entropy else None)
     return (scores, output) if return_output else scores
 
@@ -357,40 +376,22 @@ def causal_lm_divergence(
     Raises:
         TypeError, ValueError, RuntimeError: as `completion_logprobs` and `linear_divergence`.
     """
-    trunk, batch = TrunkOptions(layout=layout), Batch(input_ids, completion_mask)
-    for name, model in (("student", student), ("teacher", teacher)):
-        try:
-            heads.known_head(model, {})
-        except TypeError as error:
-            raise TypeError(f"{name}: {str(error).removeprefix('model: ')}") from None
+    check_run(Run() if run is None else run)
+    batch = Batch(input_ids, completion_mask)
+    _check_head("student", student)
+    _check_second("teacher", teacher)
+    for model in (student, teacher):
         _check_names(model, model_inputs, causal_lm_divergence)
-    without_adapter(heads.known_head(teacher, {})[0].weight, "teacher.head")
-    if any(x.training and random_rates(x) for x in teacher.modules()):
-        warn_once(
-            "teacher: it is in train mode and has dropout or noise, so its distributions are "
-            "random; call teacher.eval()"
-        )
-    given, dtypes = {"attention_mask": attention_mask, **model_inputs}, list[torch.dtype]()
-
-    def keep(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
-        states, _, _ = batch.aligned(hidden)
-        dtypes[:] = [states.dtype]
-        return (states.to(torch.promote_types(states.dtype, torch.float32)),)
-
-    with torch.no_grad():
-        inputs = _with_positions(teacher, given)
-        (teacher_states,), _, _ = run_scored(teacher, batch, keep, inputs, trunk.layout)
-    teacher_head = replace(heads.known_head(teacher, inputs)[0], logits_dtype=logits_dtype)
+    inputs = {"attention_mask": attention_mask, **model_inputs}
     # before the student runs, whose head may be the same module
-    reference = teacher_states.to(dtypes[0]), teacher_head
-    reference = whole_reference(reference, teacher_states, teacher_head, "teacher.")
+    reference = _states_and_head("teacher", teacher, batch, inputs, layout, logits_dtype)
     names: list[str] = []
 
     def score(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
         states, ids, mask = batch.aligned(hidden)
         found = linear_divergence(
             states,
-            replace(heads.read(head, states), logits_dtype=logits_dtype),
+            heads.read(head, states, logits_dtype),
             reference,
             completion_mask=mask,
             divergence=divergence,
@@ -403,9 +404,50 @@ def causal_lm_divergence(
         names[:] = found.given
         return tuple(found.given.values())
 
-    inputs = _with_positions(student, given)
-    results, _, _ = run_scored(student, batch, score, inputs, trunk.layout)
+    results, _, _ = run_scored(student, batch, score, inputs, layout)
     return Scores(**dict(zip(names, results, strict=True)))
+
+
+def _check_head(name: str, model: Any) -> Head:
+    """Return the head of the argument `name`, or raise TypeError in that name."""
+    try:
+        return heads.describe_head(model)
+    except TypeError as error:
+        raise TypeError(f"{name}: {str(error).removeprefix('model: ')}") from None
+
+
+def _check_second(name: str, model: Any) -> None:
+    """Raise unless `model` can be a reference or a teacher, a constant; warn if it is random."""
+    without_adapter(_check_head(name, model).weight, f"{name}.head")
+    if any(x.training and random_rates(x) for x in model.modules()):
+        warn_once(
+            f"{name}: it is in train mode and has dropout or noise, so its distributions are "
+            f"random; call {name}.eval()"
+        )
+
+
+def _states_and_head(
+    name: str,
+    model: nn.Module,
+    batch: Batch,
+    inputs: dict[str, Any],
+    layout: BatchLayout,
+    logits_dtype: LogitsDtype,
+) -> tuple[Tensor, Head]:
+    """Run a reference or a teacher: the states (B, T, H) that predict the ids, and its head."""
+    found: list[Any] = []
+
+    def keep(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
+        states, _, _ = batch.aligned(hidden)
+        found[:] = states.dtype, head
+        return (states.to(torch.promote_types(states.dtype, torch.float32)),)
+
+    with torch.no_grad():
+        (states,), _, _ = run_scored(model, batch, keep, inputs, layout)
+    dtype, head = found
+    pair = states.to(dtype), replace(head, logits_dtype=logits_dtype)
+    whole: tuple[Tensor, Head] = whole_reference(pair, states, head, f"{name}.")
+    return whole
 
 
 def _check_loss_fn(loss_fn: Any) -> None:
@@ -565,25 +607,3 @@ def _named(function: Callable[..., Any]) -> set[str]:
     parameters = signature(function).parameters.values()
     named = (x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY))
     return {*named} - {"self"}
-
-
-def _with_positions(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return a forward's `inputs` with ``position_ids`` counted from the mask (B, L), as `generate`
-    does.
-
-    They are unchanged if the caller passed position_ids, if a forward has no such parameter, or if
-    the model computes its own positions (three-dimensional ones for images, or from padding
-    tokens).
-    """
-    mask, hook = inputs.get("attention_mask"), "_prepare_position_ids_for_generation"
-    if inputs.get("position_ids") is not None or not isinstance(mask, Tensor) or mask.dim() != 2:
-        return inputs
-    wrappers, base = unwrapped(model)
-    is_taken = "position_ids" in signature(type(base).forward).parameters
-    is_taken = is_taken and all(takes(x.forward, "position_ids") for x in wrappers)
-    plain = getattr(GenerationMixin, hook, None)  # None before transformers 5
-    is_plain = plain is not None and getattr(type(base), hook, None) is plain
-    of_roberta = "create_position_ids_from_input_ids"
-    if not is_taken or not is_plain or any(hasattr(x, of_roberta) for x in base.modules()):
-        return inputs
-    return {**inputs, "position_ids": ((mask != 0).cumsum(1) - 1).masked_fill(mask == 0, 0)}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.base.modes import evaluating, identity
 from grpo_kernels.body.trunk import unwrapped
 from grpo_kernels.engine.plan import Run
@@ -44,10 +45,10 @@ def constants_of(head: Head) -> Constants:
     return head.logit_scale, head.final_logit_softcapping, head.vocab_size
 
 
-def read(head: Head, hidden: Tensor) -> Head:
+def read(head: Head, hidden: Tensor, logits_dtype: LogitsDtype = "float32") -> Head:
     """Return `head` with its module's tensors, for `hidden` (..., H); call in that forward."""
     weight, bias, lora = parameters_of(head.weight, hidden)
-    return replace(head, weight=weight, bias=bias, lora=lora)
+    return replace(head, weight=weight, bias=bias, lora=lora, logits_dtype=logits_dtype)
 
 
 def gathering(head: Head, run: Run | None = None) -> Run:

@@ -14,7 +14,7 @@ import inspect
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from grpo_kernels import module as modules
 from grpo_kernels.base import choices
-from grpo_kernels.base.checks import warn_once
+from grpo_kernels.base.checks import check_choice, warn_once
 from grpo_kernels.engine.plan import Run, check_run
 from grpo_kernels.head import Head
 from grpo_kernels.objective.expected import Expectation
@@ -36,7 +36,7 @@ from grpo_kernels.patching import Patch, Patches, Shares, replaced
 from grpo_kernels.results import Scores
 from grpo_kernels.scores import linear_logprob
 from grpo_kernels.transformers import head as heads
-from grpo_kernels.transformers.call import HeadCall, TrunkOptions, run_in_head
+from grpo_kernels.transformers.call import HeadCall, run_in_head
 from grpo_kernels.trl.distillation import divergence_loss
 from grpo_kernels.trl.sampled_sets import SampledSets, over_sets
 
@@ -62,7 +62,7 @@ class HeadOptions:
 
     def __post_init__(self) -> None:  # each raises for an unknown value
         Head(None, logits_dtype=self.logits_dtype)
-        TrunkOptions(layout=self.layout)
+        check_choice("layout", self.layout, choices.choices(choices.BatchLayout))
         check_run(self.run)
 
 
@@ -158,7 +158,7 @@ class FusedHead:
             with precision:
                 found = compute(
                     states,
-                    replace(heads.read(head, states), logits_dtype=options.logits_dtype),
+                    heads.read(head, states, options.logits_dtype),
                     ids.clamp(min=0).to(states.device),
                     completion_mask=counted.to(states.device),
                     temperature=self.temperature,

@@ -48,7 +48,6 @@ from grpo_kernels.engine.plan import Run
 from grpo_kernels.objective.config import config_of_trainer
 from grpo_kernels.objective.losses import averaged_over
 from grpo_kernels.patching import Shares, all_replaced, replaced
-from grpo_kernels.transformers.call import TrunkOptions
 from grpo_kernels.transformers.causal_lm import check_skip
 from grpo_kernels.trl import fused_head, micro_batches, scoring
 from grpo_kernels.trl.fused_head import Call, HeadOptions
@@ -87,7 +86,7 @@ class FusedLossMixin(scoring.Scoring):
         self._shares, self._figures = Shares(), {True: [], False: []}
         run = Run(engine, backend, workspace_bytes)
         options = HeadOptions(run, layout, on_missing_set=on_missing_set, shares=self._shares)
-        TrunkOptions(zero_advantage)  # raises for an unknown option
+        check_choice("zero_advantage", zero_advantage, choices.choices(choices.ZeroAdvantage))
         check_choice("kl_estimator", kl_estimator, ("k3", "full"), "; 'k3' is TRL's own")
         if on_missing_set is not None:
             modes, hint = choices.choices(choices.OnMissingSet), "; None: the whole vocabulary"

@@ -1,4 +1,5 @@
-"""`causal_lm_divergence`, against the divergence of both models' own logits."""
+"""Two models: `causal_lm_divergence` and the exact KL term of `causal_lm_loss`, against the
+divergence of both models' own logits."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from grpo_kernels.transformers import causal_lm_divergence
+from grpo_kernels import GRPOLoss
+from grpo_kernels.transformers import causal_lm_divergence, causal_lm_loss
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import last_columns, peft_model, positions_of_generate, text_batch
 
@@ -81,6 +83,33 @@ def test_values_and_gradients(student: str, teacher: str, divergence: Any, layou
         assert scores.logps.shape == mask.shape
         assert scores.given.keys() == {"logps", "divergence"}
     assert all(x.grad is None for x in other.parameters())
+
+
+@pytest.mark.parametrize("layout", ["tree", "padded"])
+@pytest.mark.parametrize("teacher", ["llama", "gemma3_text"])
+@pytest.mark.usefixtures("forget_warnings")
+def test_the_exact_kl_term_of_a_loss(teacher: str, layout: Any) -> None:
+    """Without advantages, the loss is beta times the mean KL; the reference gets no gradient."""
+    own, other = models("llama", teacher, torch.float64)
+    ids, attention_mask = text_batch()
+    mask = last_columns(attention_mask)
+    of_token = plain(
+        own, other, mask.shape[1], "reverse_kl", input_ids=ids, attention_mask=attention_mask
+    )
+    want, parameters = of_token[mask.bool()].mean(), [*own.parameters()]
+    want_grads = torch.autograd.grad(want, parameters)
+    given: tuple[Any, ...] = ids, attention_mask, mask, torch.zeros(3)
+    for _ in range(2):
+        loss_fn = GRPOLoss(beta=0.1, kl_estimator="full")
+        out = causal_lm_loss(own, loss_fn, *given, reference=other, layout=layout)
+        torch.testing.assert_close(out.loss.double(), 0.1 * want, rtol=1e-5, atol=1e-6)
+        got = torch.autograd.grad(out.loss, parameters)
+        torch.testing.assert_close(got, tuple(0.1 * x for x in want_grads), rtol=1e-4, atol=1e-6)
+    assert all(x.grad is None for x in other.parameters())
+    other.register_forward_pre_hook(lambda *_: pytest.fail("the reference ran"))
+    with pytest.warns(UserWarning, match="no effect in a loss with beta = 0"):
+        off = GRPOLoss(kl_estimator="full")
+        assert causal_lm_loss(own, off, *given, reference=other, layout=layout).loss == 0
 
 
 def test_a_larger_vocabulary_and_options() -> None:

@@ -33,6 +33,7 @@ def but(mask: torch.Tensor, row: int, columns: Any, value: int) -> torch.Tensor:
 
 
 NOT_HERE = ("head", "run", "cu_seqlens")
+EXACT, OTHER = GRPOLoss(kl_estimator="full", beta=0.1), tiny.text_model("llama")
 IN_PADDING = but(MASK, 1, slice(3, None), 1)  # both columns are padding
 WITH_A_HOLE = but(ATTENTION, 2, 5, 0)
 OWN_PLACES = (WITH_A_HOLE.cumsum(1) - 1).clamp(min=0)
@@ -59,6 +60,11 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": IDS[0]}, r"input_ids: expected shape \(B, L\)"),
     ({"labels": IDS}, "labels: expected none"),
     ({"loss_fn": GRPOLoss(), "temperature": 1.0}, BESIDE),
+    (
+        {**LOSS, "loss_fn": EXACT},
+        "reference: expected the reference model, since kl_estimator = 'f",
+    ),
+    ({**LOSS, "reference": OTHER}, "reference: expected None with kl_estimator = 'k3', .* got one"),
     *(({**LOSS, name: 1}, f"{name}: expected none here") for name in NOT_HERE),
 ]
 TYPES: list[tuple[dict[str, Any], str]] = [
@@ -67,6 +73,9 @@ TYPES: list[tuple[dict[str, Any], str]] = [
     ({**LOSS, "loss_fn": LossConfig()}, "loss_fn: expected a GRPOLoss, got LossConfig"),
     ({**LOSS, "loss_fn": GRPOLoss}, r"loss_fn: expected a GRPOLoss, got type; pass GRPOLoss\(..."),
     ({"input_ids": IDS.float()}, "input_ids: expected integer ids, got torch.float32"),
+    ({**LOSS, "advantages": None}, r"advantages: expected a tensor, \(B,\) or \(B, T\), got none"),
+    ({**LOSS, "loss_fn": EXACT, "reference": (IDS, OTHER)}, "reference: expected a transformers"),
+    ({"run": "lean"}, "run: expected a Run, got str"),
 ]
 ELSEWHERE = ("bias", "engine", "process_group", "final_logit_softcapping")  # of `Head` and `Run`
 # transformers' forwards have **kwargs, in which a misspelt name vanishes: the loss was the
@@ -233,10 +242,8 @@ def test_log_probabilities_have_the_temperature_of_the_loss() -> None:
     [
         ({"completion_ids": IDS}, "completion_ids: .* they are the last columns of input_ids"),
         ({"objective": len}, r"objective: .* set it on the loss, GRPOLoss\(objective=...\)"),
-        ({"reference": (IDS, IDS)}, "reference: .* only grpo_loss takes it"),
-        ({"loss_fn": GRPOLoss(kl_estimator="full", beta=0.1)}, r"kl_estimator: .* call grpo_loss"),
     ],
-    ids=["completion_ids", "objective", "reference", "full KL"],
+    ids=["completion_ids", "objective"],
 )
 def test_arguments_of_grpo_loss_say_where_they_go(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):

@@ -416,7 +416,7 @@ def test_options_of_head_calls_are_checked() -> None:
         ({"engine": "fast"}, "engine: expected one of auto, score,"),
         ({"backend": "cuda"}, "backend: expected"),
         ({"workspace_bytes": 0}, "workspace_bytes: expected a number of bytes > 0, got 0"),
-        ({"layout": "packed"}, "layout: expected one of 'tree', 'trim', 'padded', got"),
+        ({"layout": "packed"}, "layout: expected one of tree, trim, padded, got"),
         ({"logits_dtype": "bfloat16"}, "logits_dtype: expected one of float32, input, got 'bf"),
     ):
         for make in (patch_trl, FusedGRPOTrainer):

@@ -25,7 +25,7 @@ from grpo_kernels import (
     token_level,
     topk_divergence,
 )
-from grpo_kernels.transformers import causal_lm_loss
+from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
 from grpo_kernels.typing import BackendName, EngineName, LossFields
 
 x, ids, mask, rewards = torch.randn(2, 3, 4), torch.ones(2, 3), torch.ones(2, 3), torch.ones(2)
@@ -126,6 +126,10 @@ print(grpo_kernels.integration)  # wrong
 grpo_kernels.trl.patch_trl()
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, layout="trim", zero_advantage="skip")
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, logits_dtype="input")
+causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, reference=lm_head)
+causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, reference=(x, lm_head))  # wrong
+assert_type(completion_logprobs(nn.Linear(2, 2), ids, None, mask, run=run), Scores)
+completion_logprobs(nn.Linear(2, 2), ids, None, mask, run="lean")  # wrong
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, layout="pack")  # wrong
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, zero_advantage="drop")  # wrong
 engine_name: grpo_kernels.typing.EngineName = "lean"
