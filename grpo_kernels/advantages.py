@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import chain
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from grpo_kernels.base.checks import (
     check_choice,
@@ -106,7 +107,7 @@ def group_advantages(
     check_choice("scale_rewards", scale_rewards, choices(AdvantageScale), hint)
     allowed = choices(RewardAggregation)
     check_choice("multi_objective_aggregation", multi_objective_aggregation, allowed)
-    correction = _correction(std)
+    correction = _correction(std, "scale_rewards='none'")
     check_number("eps", eps, lowest=0, inclusive=True)
     table, weights = _reward_table(rewards, reward_weights, num_generations)
     groups = _groups(table, num_generations, group_ids, process_group)
@@ -187,10 +188,9 @@ def process_advantages(
     eps: float = 1e-4,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Compute advantages from step rewards: each token gets the sum of the normalized rewards of
-    its own step and all later steps.
+    """Compute advantages of tokens from rewards of steps.
 
-    ::
+    Each token gets the sum of the normalized rewards of its own step and all later steps. ::
 
         advantages = process_advantages(
             [[0.1, 0.9], [0.5]], [[3, 7], [5]], num_generations=2, completion_mask=completion_mask
@@ -220,39 +220,33 @@ def process_advantages(
     check_number("eps", eps, lowest=0, inclusive=True)
     table, ends = _step_table(step_rewards, step_ends)
     batch_size, steps = table.shape
-    if (completion_mask is None) == (length is None):
-        got = "neither" if length is None else "both"
-        hint = "; pass the mask as completion_mask=" if length is None else ""
-        raise ValueError(
-            f"completion_mask, length: expected exactly one of the two, got {got}{hint}"
-        )
-    if completion_mask is None:
+    hint = "pass the mask as completion_mask="
+    _check_one_of("completion_mask, length", completion_mask, length, hint)
+    if length is not None:
         _check_int("length", length, 0)
-        completion_mask = table.new_ones(batch_size, cast(int, length), dtype=torch.bool)
-    mask = _bool_mask(completion_mask, batch_size)
+        completion_mask = table.new_ones(batch_size, length, dtype=torch.bool)
+    mask = _bool_mask(completion_mask)
+    _check_shape("completion_mask", mask, "(B, T)", (batch_size, mask.shape[1]))
+    columns = mask.shape[1]
     x = widen(table)
+    scored = ~x.isnan()
     _require_all(~x.isinf(), x, "step_rewards", "finite values, or NaN for an unscored step")
-    in_range = x.isnan() | ((ends >= 0) & (ends < mask.shape[1]))
-    _require_all(in_range, ends, "step_ends", f"indices in [0, T) = [0, {mask.shape[1]})")
-    if steps > 1:
-        before = torch.where(x.isnan(), -1, ends).cummax(dim=1).values.roll(1, dims=1)
-        before[:, 0] = -1
-        rising = "each above those of earlier scored steps (columns, not a mask)"
-        _require_all(x.isnan() | (ends > before), ends, "step_ends", rising)
-    if mask.device.type == "cpu" and mask.shape[1]:
-        at_end = mask.gather(1, torch.where(x.isnan(), 0, ends))
-        if bool((~at_end & ~x.isnan()).any()):
-            warn_once(
-                "step_ends: a step ends in a masked column; expected columns of the "
-                "completion_mask that count, of the last token of each step"
-            )
+    in_range = ~scored | ((ends >= 0) & (ends < columns))
+    _require_all(in_range, ends, "step_ends", f"indices in [0, T) = [0, {columns})")
+    before = pad(torch.where(scored, ends, -1), (1, 0), value=-1).cummax(dim=1).values[:, :-1]
+    rising = "each above those of earlier scored steps (columns, not a mask)"
+    _require_all(~scored | (ends > before), ends, "step_ends", rising)
+    places = torch.where(scored, ends, columns)  # a column more, for unscored steps
+    if mask.device.type == "cpu" and not pad(mask, (0, 1), value=True).gather(1, places).all():
+        warn_once(
+            "step_ends: a step ends in a masked column; expected columns of the "
+            "completion_mask that count, of the last token of each step"
+        )
     groups = _groups(x, num_generations, group_ids, process_group, fewest=1)
     by_step = groups._replace(of_row=groups.of_row.repeat_interleave(steps))
     centered, spread, _ = _moments(x.reshape(-1, 1), by_step, correction)
     normalized = _divide(centered, spread + eps).nan_to_num(nan=0.0).view(batch_size, steps)
-    at_ends = x.new_zeros(mask.shape)
-    if mask.shape[1]:
-        at_ends.scatter_add_(1, torch.where(x.isnan(), 0, ends), normalized)
+    at_ends = x.new_zeros(batch_size, columns + 1).scatter(1, places, normalized)[:, :-1]
     return torch.where(mask, discounted_sums(at_ends, 1.0), 0.0).to(_float_dtype(table))
 
 
@@ -297,7 +291,7 @@ def gae(
     """
     _check_share("gamma", gamma)
     _check_share("lam", lam)
-    _correction(std)
+    _correction(std, "whiten_advantages=False")
     mask = _bool_mask(completion_mask)
     check_tensor("rewards", rewards)
     if rewards.dim() == 2:
@@ -308,7 +302,7 @@ def gae(
     v = _counted_values("values", values, mask)
     order, inside = counted_first(mask)
     v_packed = v.gather(1, order)
-    next_v = torch.cat([v_packed[:, 1:], v.new_zeros(len(v), min(v.shape[1], 1))], dim=1)
+    next_v = pad(v_packed, (0, 1))[:, 1:]
     if last_value is not None:
         _check_shape("last_value", last_value, "(B,)", mask.shape[:1])
         finite = last_value.isfinite() | ~mask.any(dim=1)
@@ -340,8 +334,7 @@ def reinforce_plus_plus(
     eps: float = 1e-8,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Compute REINFORCE++ advantages: discounted returns of a final reward and a per-token KL
-    penalty, whitened over the batch.
+    """Compute REINFORCE++ advantages: discounted returns, whitened over the batch.
 
     A_t = sum_(k >= t) gamma^(k - t) (r [k is the last counted token] - beta KL_k), then (A - mean)
     / (std + eps), where mean and std are over all counted tokens of the batch on all ranks. Masked
@@ -415,8 +408,7 @@ def whiten(
     correction = _correction(std)
     check_number("eps", eps, lowest=0, inclusive=True)
     mask = _bool_mask(completion_mask)
-    _counted_values("x", x, mask)
-    flat = torch.where(mask, widen(x), math.nan).reshape(-1, 1)
+    flat = torch.where(mask, _counted_values("x", x, mask), math.nan).reshape(-1, 1)
     centered, spread, _ = _moments(flat, _one_group(flat, process_group), correction)
     result = _divide(centered if shift_mean else flat, spread + eps).view(mask.shape)
     return torch.where(mask, result, 0.0).to(_float_dtype(x))
@@ -445,21 +437,15 @@ def _groups(
 ) -> _Groups:
     check_group("process_group", process_group)
     rows, device = len(table), table.device
-    if (num_generations is None) == (group_ids is None):
-        got = "neither" if group_ids is None else "both"
-        hint = ""
-        if group_ids is None:
-            hint = "; pass num_generations=, the completions per prompt"
-        raise ValueError(
-            f"num_generations, group_ids: expected exactly one of the two, got {got}{hint}"
-        )
+    hint = "pass num_generations=, the completions per prompt"
+    _check_one_of("num_generations, group_ids", num_generations, group_ids, hint)
     if num_generations is not None:
-        why = " completions per prompt, since a group of one has advantage 0 and nothing trains"
         given: Any = num_generations
-        of_rows = isinstance(given, Tensor | Sequence) and not isinstance(given, str)
-        hint = "; pass group ids as group_ids=" if of_rows else ""
-        why = why if type(given) is int and given == 1 else ""
-        _check_int("num_generations", given, fewest, why, hint)
+        hint = "; pass group ids as group_ids=" if isinstance(given, Tensor | list | tuple) else ""
+        why = " completions per prompt, since a group of one has advantage 0 and nothing trains"
+        _check_int(
+            "num_generations", given, fewest, why if type(given) is int and given == 1 else "", hint
+        )
     sizes, start = [rows], 0
     if process_group is not None:
         sizes = gather_stacked(torch.tensor(rows, device=device), process_group).tolist()
@@ -530,7 +516,7 @@ def _weighted_sum(table: Tensor, weights: Tensor) -> Tensor:
 def _reward_table(
     rewards: Tensor,
     reward_weights: Tensor | Sequence[float] | None,
-    num_generations: int | None = None,
+    num_generations: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return rewards as (B, F) and weights as (F,), both widened."""
     check_tensor("rewards", rewards)
@@ -563,54 +549,56 @@ def _reward_table(
 
 def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
     """Return rewards and ends as (B, S) tensors, ragged lists padded with NaN and -1."""
-
-    def lists(name: str, rows: Any) -> Any:  # of arrays and tensors too
-        if isinstance(rows, Tensor):
-            return rows
-        given = [rows] if not isinstance(rows, Sequence) else rows
-        lists = [row.tolist() if hasattr(row, "tolist") else row for row in given]
-        if single := [type(row).__name__ for row in lists if not hasattr(row, "__len__")]:
-            got = single[0] if given is not rows else f"{single[0]} in it"
-            if name == "step_ends" and isinstance(rows, int):
-                got += "; pass the group's size as num_generations="
-            expected = "a tensor (B, S), or a list for each completion"
-            raise TypeError(f"{name}: expected {expected}, got {got}")
-        return lists
-
-    step_rewards, step_ends = lists("step_rewards", step_rewards), lists("step_ends", step_ends)
-    if not isinstance(step_ends, Tensor):
-        odd = [x for row in step_ends for x in row if not isinstance(x, Integral)]
+    rewards, ends = _lists("step_rewards", step_rewards), _lists("step_ends", step_ends)
+    if not isinstance(ends, Tensor):
+        odd = [x for x in chain(*ends) if not isinstance(x, Integral)]
         if odd:
             raise TypeError(
                 "step_ends: expected integers, the column of each step's last token, got "
                 f"{odd[0]}; are step_rewards and step_ends swapped?"
             )
-    if not (isinstance(step_rewards, Tensor) or isinstance(step_ends, Tensor)):
-        wanted, got = ([len(row) for row in x] for x in (step_rewards, step_ends))
+    if not (isinstance(rewards, Tensor) or isinstance(ends, Tensor)):
+        wanted, got = [len(row) for row in rewards], [len(row) for row in ends]
         if wanted != got:
             expected = f"expected as many ends as step_rewards, {wanted} by row"
             raise ValueError(f"step_ends: {expected}, got {got}")
-
-    def padded(rows: Any, fill: float, dtype: torch.dtype) -> Tensor:
-        if isinstance(rows, Tensor):
-            return rows
-        table = [*zip_longest(*rows, fillvalue=fill)]
-        return torch.tensor(table, dtype=dtype).view(len(table), len(rows)).T
-
-    if not isinstance(step_rewards, Tensor):
-        step_rewards = [[math.nan if x is None else x for x in row] for row in step_rewards]
-    step_rewards = padded(step_rewards, math.nan, torch.float32)
-    step_ends = padded(step_ends, -1, torch.int64)
-    check_tensor("step_rewards", step_rewards)
-    if step_rewards.dim() != 2:
-        raise ValueError(f"step_rewards: expected shape (B, S), got {tuple(step_rewards.shape)}")
-    _check_shape("step_ends", step_ends, "(B, S)", step_rewards.shape)
-    if step_ends.is_floating_point():
-        raise TypeError(f"step_ends: expected integers, got {step_ends.dtype}")
-    return step_rewards, step_ends.to(step_rewards.device, torch.int64)
+    if not isinstance(rewards, Tensor):
+        rewards = [[math.nan if x is None else x for x in row] for row in rewards]
+    rewards, ends = _padded(rewards, math.nan, torch.float32), _padded(ends, -1, torch.int64)
+    check_tensor("step_rewards", rewards)
+    if rewards.dim() != 2:
+        raise ValueError(f"step_rewards: expected shape (B, S), got {tuple(rewards.shape)}")
+    _check_shape("step_ends", ends, "(B, S)", rewards.shape)
+    if ends.is_floating_point():
+        raise TypeError(f"step_ends: expected integers, got {ends.dtype}")
+    return rewards, ends.to(rewards.device, torch.int64)
 
 
-def _bool_mask(mask: Tensor, rows: int | None = None) -> Tensor:
+def _lists(name: str, given: Any) -> Any:
+    """Return a tensor as it is; anything else as lists, one per completion."""
+    if isinstance(given, Tensor):
+        return given
+    several = isinstance(given, Sequence)
+    rows = [x.tolist() if hasattr(x, "tolist") else x for x in (given if several else [given])]
+    for row in rows:
+        if not hasattr(row, "__len__"):
+            got = type(row).__name__ + (" in it" if several else "")
+            if name == "step_ends" and isinstance(given, int):
+                got += "; pass the group's size as num_generations="
+            expected = "a tensor (B, S), or a list for each completion"
+            raise TypeError(f"{name}: expected {expected}, got {got}")
+    return rows
+
+
+def _padded(rows: Any, fill: float, dtype: torch.dtype) -> Tensor:
+    if isinstance(rows, Tensor):
+        return rows
+    width = max(map(len, rows), default=0)
+    table = [[*row, *[fill] * (width - len(row))] for row in rows]
+    return torch.tensor(table, dtype=dtype).view(len(rows), width)
+
+
+def _bool_mask(mask: Any) -> Tensor:
     """Return ``completion_mask`` as (B, T) bool; warn once if it holds values other than 0 and 1.
 
     Integer masks on a GPU are not checked: that would synchronize with the device.
@@ -618,8 +606,6 @@ def _bool_mask(mask: Tensor, rows: int | None = None) -> Tensor:
     check_tensor("completion_mask", mask)
     if mask.dim() != 2:
         raise ValueError(f"completion_mask: expected shape (B, T), got {tuple(mask.shape)}")
-    if rows is not None:
-        _check_shape("completion_mask", mask, "(B, T)", (rows, mask.shape[1]))
     counts = mask != 0
     if (mask.is_floating_point() or mask.device.type == "cpu") and bool(mask.ne(counts).any()):
         check_mask_values(has_nan=bool(mask.isnan().any()))
@@ -645,6 +631,13 @@ def _check_shape(name: str, x: Tensor, letters: str, shape: Sequence[int]) -> No
     check_shape(name, x, (letters, tuple(shape)))
 
 
+def _check_one_of(names: str, first: Any, second: Any, hint: str) -> None:
+    """Require one of two arguments and None for the other; `hint` if both are None."""
+    if (first is None) == (second is None):
+        got = f"neither; {hint}" if first is None else "both"
+        raise ValueError(f"{names}: expected exactly one of the two, got {got}")
+
+
 def _check_int(name: str, value: Any, lowest: int, why: str = "", hint: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}{hint}")
@@ -658,9 +651,11 @@ def _check_share(name: str, value: float) -> None:
         raise ValueError(f"{name}: expected a number in [0, 1], got {value}")
 
 
-def _correction(std: str) -> int:
-    """Return the correction of `std`, which divides by n - correction."""
-    check_choice("std", std, choices(AdvantageStd))
+def _correction(std: str, off: str = "") -> int:
+    """Return the correction of `std`, which divides by n - correction; `off` is the argument that
+    turns the division off."""
+    hint = f"; {off} turns the division off" if off and not std else ""
+    check_choice("std", std, choices(AdvantageStd), hint)
     return 1 if std == "sample" else 0
 
 

@@ -43,6 +43,7 @@ from torch import Tensor
 from grpo_kernels.backends.formulas import times
 from grpo_kernels.base.checks import check_number, check_shape, check_tensor, only_public
 from grpo_kernels.base.tensors import discounted_sums, sequence_means
+from grpo_kernels.objective.config import preset_hint
 from grpo_kernels.objective.custom import TokenInputs
 
 __all__ = [
@@ -50,18 +51,21 @@ __all__ = [
     "ipo", "kl_cov", "kpop", "m2po_mask", "rollout_is", "topr",
 ]  # fmt: skip
 
-only_public(__name__)
+only_public(__name__, preset_hint)
 
 
 F = TypeVar("F", bound=Callable[..., Any])
+# options that are not 0 either
+_ABOVE_0 = (
+    "clip_cov_ratio", "clip_ratio_c", "decay_rate", "kl_cov_ratio", "ratio_high", "ratio_low",
+    "ratio_max",
+)  # fmt: skip
+_SIGNED = ("clip_cov_lb", "clip_cov_ub")  # options that may be negative
 
 
-def _loss(
-    *, token_level: bool, above_0: tuple[str, ...] = (), signed: tuple[str, ...] = ()
-) -> Callable[[F], F]:
-    """Decorate an objective that reads no entropies. Its number options must be >= 0, those in
-    `above_0` > 0; those in `signed` may be negative. An importance sampling ratio multiplies its
-    loss."""
+def _loss(*, token_level: bool) -> Callable[[F], F]:
+    """Decorate an objective that reads no entropies: check its number options, and multiply its
+    loss by an importance sampling ratio."""
 
     def declare(function: F) -> F:
         numbers = [k for k, x in (function.__kwdefaults__ or {}).items() if isinstance(x, float)]
@@ -75,8 +79,8 @@ def _loss(
                     f"passes; with other parameters functools.partial(objectives.{name}, ...)"
                 )
             for name in options.keys() & {*numbers}:
-                lowest = -math.inf if name in signed else 0.0
-                check_number(name, options[name], lowest, name not in above_0)
+                lowest = -math.inf if name in _SIGNED else 0.0
+                check_number(name, options[name], lowest, inclusive=name not in _ABOVE_0)
             loss, ratio = function(tokens, **options), tokens.importance_sampling_ratio
             return loss if ratio is None else times(loss, ratio)
 
@@ -87,7 +91,7 @@ def _loss(
     return declare
 
 
-@_loss(token_level=True, above_0=("ratio_max",))
+@_loss(token_level=True)
 def ipo(
     tokens: TokenInputs, *, eps: float = 0.3, kl_tau: float = 0.0, ratio_max: float = 1e4
 ) -> Tensor:
@@ -107,12 +111,11 @@ def ipo(
     return _kept(keep, capped, tokens) + _squared(kl_tau, log_ratio)
 
 
-@_loss(token_level=True, above_0=("ratio_low", "ratio_high"))
+@_loss(token_level=True)
 def icepop_prime_rl(
     tokens: TokenInputs, *, ratio_low: float = 0.2, ratio_high: float = 5.0
 ) -> Tensor:
-    """IcePop as in prime-rl: the masked ratio is p / mu, and the gradient passes through this
-    ratio.
+    """IcePop as in prime-rl: the masked ratio is p / mu, which passes its gradient.
 
     `presets.ICEPOP` is IcePop as in OpenRLHF and NeMo-RL, which put a constant weight on PPO's
     loss.
@@ -142,9 +145,9 @@ def kpop(tokens: TokenInputs, *, threshold: float = 0.1, kl_tau: float = 1e-3) -
 def rollout_is(
     tokens: TokenInputs, *, eps_clip_low: float = 0.2, eps_clip_high: float = 0.2
 ) -> Tensor:
-    """GLM-5's loss, SkyRL's ``rollout_is``: the range of r is the open interval
-    (1 - `eps_clip_low`, 1 + `eps_clip_high`).
+    """GLM-5's loss, SkyRL's ``rollout_is``.
 
+    The range of r is the open interval (1 - `eps_clip_low`, 1 + `eps_clip_high`).
     Source: section 4.1.2 of https://arxiv.org/abs/2602.15763; SkyRL's defaults.
     """
     ratio = torch.exp(tokens.logps.detach() - _sampled(tokens))
@@ -174,7 +177,7 @@ def topr(
     return times(tokens.logps, -weight * tokens.advantages)
 
 
-@_loss(token_level=False, above_0=("decay_rate",))
+@_loss(token_level=False)
 def fipo(
     tokens: TokenInputs,
     *,
@@ -208,17 +211,17 @@ def fipo(
 def cispo_two_sided(
     tokens: TokenInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2
 ) -> Tensor:
-    """CISPO as in verl, with a lower bound: the ratio is clipped to [1 - `clip_ratio_low`, 1 +
-    `clip_ratio_high`].
+    """CISPO as in verl, with a lower bound.
 
-    ``loss_type="cispo"`` is TRL's CISPO, which equals this loss with clip_ratio_low=1 and
-    clip_ratio_high=epsilon_high - 1. Source: https://arxiv.org/abs/2506.13585.
+    The ratio is clipped to [1 - `clip_ratio_low`, 1 + `clip_ratio_high`]. ``loss_type="cispo"`` is
+    TRL's CISPO, which equals this loss with clip_ratio_low=1 and clip_ratio_high=epsilon_high - 1.
+    Source: https://arxiv.org/abs/2506.13585.
     """
     ratio = _constant_ratio(tokens).clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     return times(tokens.logps, -ratio * tokens.advantages)
 
 
-@_loss(token_level=True, above_0=("clip_ratio_c",))
+@_loss(token_level=True)
 def dppo_tv(
     tokens: TokenInputs,
     *,
@@ -226,11 +229,11 @@ def dppo_tv(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> Tensor:
-    """verl's DPPO with total variation: a token counts if p - old is at most `clip_ratio_high`
-    (A > 0) or at least -`clip_ratio_low` (A <= 0).
+    """verl's DPPO with total variation.
 
-    `clip_ratio_c` caps the ratio. verl's config sets the cap to 3; the paper recommends a higher
-    cap (section 5.4).
+    A token counts if p - old is at most `clip_ratio_high` (A > 0) or at least -`clip_ratio_low`
+    (A <= 0). `clip_ratio_c` caps the ratio. verl's config sets the cap to 3; the paper recommends a
+    higher cap (section 5.4).
     Source: https://arxiv.org/abs/2602.04879.
     """
     moved = torch.exp(tokens.logps.detach()) - torch.exp(tokens.old_per_token_logps)
@@ -238,7 +241,7 @@ def dppo_tv(
     return _dppo(tokens, raised, lowered, clip_ratio_c)
 
 
-@_loss(token_level=True, above_0=("clip_ratio_c",))
+@_loss(token_level=True)
 def dppo_kl(
     tokens: TokenInputs,
     *,
@@ -268,7 +271,7 @@ def _dppo(tokens: TokenInputs, raised: Tensor, lowered: Tensor, cap: float) -> T
     return times(tokens.logps, torch.where(keep, weight, 0.0))
 
 
-@_loss(token_level=False, above_0=("clip_cov_ratio",), signed=("clip_cov_lb", "clip_cov_ub"))
+@_loss(token_level=False)
 def clip_cov(
     tokens: TokenInputs,
     *,
@@ -300,12 +303,15 @@ def clip_cov(
     return torch.where(dropped, 0.0, loss)
 
 
-@_loss(token_level=False, above_0=("kl_cov_ratio",))
+@_loss(token_level=False)
 def kl_cov(
     tokens: TokenInputs, *, kl_cov_ratio: float = 0.0002, ppo_kl_coef: float = 0.1
 ) -> Tensor:
-    """verl's KL-Cov: the ``max(1, int(kl_cov_ratio * counted tokens))`` tokens of highest
-    covariance (see `clip_cov`) get the penalty `ppo_kl_coef` |R|."""
+    """verl's KL-Cov: a penalty for the tokens that lower the entropy most.
+
+    The ``max(1, int(kl_cov_ratio * counted tokens))`` tokens of highest covariance (see `clip_cov`)
+    get the penalty `ppo_kl_coef` |R|.
+    """
     if kl_cov_ratio > 1:
         raise ValueError(f"kl_cov_ratio: expected a number in (0, 1], got {kl_cov_ratio!r}")
     log_ratio = tokens.logps - tokens.old_per_token_logps
@@ -321,11 +327,11 @@ def kl_cov(
 def gspo_token(
     tokens: TokenInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2
 ) -> Tensor:
-    """GSPO-token, verl's ``gspo``: PPO's clipped loss with the ratio s = exp(sg[mean R] + logp -
-    sg[logp]), which is at most e^10.
+    """GSPO-token, verl's ``gspo``: PPO's clipped loss with the sequence's ratio.
 
-    You may pass one advantage and one importance sampling ratio per token. If you have one of each
-    per sequence, prefer `presets.GSPO`, which has the same gradient and also metrics of the ratio.
+    The ratio is s = exp(sg[mean R] + logp - sg[logp]), and at most e^10. You may pass one advantage
+    and one importance sampling ratio per token. If you have one of each per sequence, prefer
+    `presets.GSPO`, which has the same gradient and also metrics of the ratio.
     Source: https://arxiv.org/abs/2507.18071.
     """
     logps = tokens.logps.detach()
@@ -428,6 +434,4 @@ def _covariance(tokens: TokenInputs) -> Tensor:
 
 def _at_places(places: Tensor, like: Tensor) -> Tensor:
     """Bool, shaped like `like`: True at `places`, indices into the flattened tensor."""
-    flags = torch.zeros_like(like).flatten()
-    flags[places] = True
-    return flags.view_as(like)
+    return torch.zeros_like(like).flatten().index_fill(0, places, True).view_as(like)

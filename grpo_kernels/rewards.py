@@ -13,7 +13,7 @@ import inspect
 import math
 import threading
 import warnings
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from typing import Any
@@ -83,7 +83,7 @@ def compute_rewards(
         UserWarning: every function returned None for a row; the message names the row.
     """
     funcs = _as_list(reward_funcs)
-    names = reward_names(funcs)
+    names = [_name(func) for func in funcs]
     tokenizers = _tokenizers(processing_classes, funcs, names)
     inputs: dict[str, Any] = {"prompts": prompts, "completions": completions}
     inputs |= {"completion_ids": completion_ids, **columns}
@@ -103,14 +103,14 @@ def compute_rewards(
     returned: list[Any] = []
     for func, name, tokenizer in zip(funcs, names, tokenizers, strict=True):
         try:
-            model = isinstance(func, nn.Module)
-            returned.append(_model_rewards(func, tokenizer, inputs) if model else func(**inputs))
+            if isinstance(func, nn.Module):
+                returned.append(_model_rewards(func, tokenizer, prompts, completions))
+            else:
+                returned.append(func(**inputs))
         except Exception as error:
             raise _failure(name, error) from error
-    waiting = [i for i, x in enumerate(returned) if inspect.isawaitable(x)]
-    values = _run_together([names[i] for i in waiting], [returned[i] for i in waiting])
-    for i, value in zip(waiting, values, strict=True):
-        returned[i] = value
+    if any(inspect.isawaitable(x) for x in returned):
+        returned = _awaited(returned, names)
     table = [_column(x, name, len(prompts)) for x, name in zip(returned, names, strict=True)]
     rewards = torch.tensor(table, dtype=torch.float32).T.contiguous()
     rows = rewards.isnan().all(dim=1).nonzero()[:, 0].tolist()
@@ -125,14 +125,16 @@ def compute_rewards(
 
 
 def reward_names(reward_funcs: RewardFunc | Sequence[RewardFunc]) -> list[str]:
-    """Return a name for each reward function: the function's own name, a model's checkpoint, or an
-    object's class."""
+    """Return the name of each reward function.
+
+    It is a function's own name, a model's checkpoint, or an object's class.
+    """
     return [_name(func) for func in _as_list(reward_funcs)]
 
 
 def _name(func: Any) -> str:
-    if isinstance(func, functools.partial):
-        return _name(func.func)
+    while isinstance(func, functools.partial):
+        func = func.func
     checkpoint = getattr(getattr(func, "config", None), "_name_or_path", None)
     if isinstance(func, nn.Module) and checkpoint:
         return str(checkpoint).rstrip("/").split("/")[-1]
@@ -144,28 +146,25 @@ def _failure(name: str, error: BaseException) -> RuntimeError:
 
 
 @torch.inference_mode()
-def _model_rewards(model: nn.Module, tokenizer: Any, inputs: dict[str, Any]) -> Tensor:
+def _model_rewards(
+    model: nn.Module, tokenizer: Any, prompts: Sequence[Any], completions: Sequence[Any]
+) -> Tensor:
     """Return ``logits[:, 0]`` (B,) for prompt + completion, with all rows in one batch."""
-    pairs = list(zip(inputs["prompts"], inputs["completions"], strict=True))
-    plain = isinstance(pairs[0][0], str)
-    for row, pair in enumerate(pairs):
-        if any(isinstance(part, str) != plain for part in pair):
-            kind = "strings" if plain else "lists of messages"
-            got = next(type(part).__name__ for part in pair if isinstance(part, str) != plain)
-            raise TypeError(f"row {row}: expected {kind}, as in row 0's prompt, got {got}")
-    if plain:
-        texts = [prompt + completion for prompt, completion in pairs]
-    else:
-        chats = ([*prompt, *reply] for prompt, reply in pairs)
-        texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
-    options = {"return_tensors": "pt", "padding": True, "padding_side": "right"}
-    batch = tokenizer(text=texts, add_special_tokens=False, **options)
-    parameter = next(model.parameters(), None)
-    device = torch.device("cpu") if parameter is None else parameter.device
+    plain, texts = isinstance(prompts[0], str), []
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        for part in (prompt, completion):
+            if isinstance(part, str) != plain:
+                kind, got = "strings" if plain else "lists of messages", type(part).__name__
+                raise TypeError(f"row {row}: expected {kind}, as in row 0's prompt, got {got}")
+        chat = prompt + completion if plain else [*prompt, *completion]
+        texts.append(chat if plain else tokenizer.apply_chat_template(chat, tokenize=False))
+    padded = {"return_tensors": "pt", "padding": True, "padding_side": "right"}
+    batch = tokenizer(text=texts, add_special_tokens=False, **padded)
+    device = next(model.parameters(), torch.empty(0)).device
     with evaluating(model):
-        logits: Tensor = model(**{name: values.to(device) for name, values in batch.items()}).logits
+        logits: Tensor = model(**batch.to(device)).logits
     if logits.dim() != 2 or logits.shape[1] == 0:
-        wanted = f"(B, 1) = ({len(pairs)}, 1)"
+        wanted = f"(B, 1) = ({len(texts)}, 1)"
         raise ValueError(f"logits: expected shape {wanted}, got {tuple(logits.shape)}")
     return logits[:, 0].float()
 
@@ -177,22 +176,20 @@ _thread: threading.Thread | None = None
 _starting = threading.Lock()
 
 
-def _run_together(names: list[str], awaitables: list[Awaitable[Any]]) -> list[Any]:
-    """Return the result of each awaitable."""
+def _awaited(returned: list[Any], names: list[str]) -> list[Any]:
+    """Run the awaitables in `returned` together; return the list with their results."""
     global _loop, _thread
     failures: list[tuple[str, BaseException]] = []
 
-    async def one(name: str, awaitable: Awaitable[Any]) -> Any:
+    async def one(x: Any, name: str) -> Any:
         try:
-            return await awaitable
+            return await x if inspect.isawaitable(x) else x
         except BaseException as error:  # otherwise SystemExit would end the loop
             failures.append((name, error))
 
     async def together() -> list[Any]:
-        return await asyncio.gather(*map(one, names, awaitables))
+        return await asyncio.gather(*map(one, returned, names))
 
-    if not awaitables:
-        return []
     if threading.current_thread() is _thread:
         raise RuntimeError(
             "compute_rewards: called inside an async reward function, it would wait for itself"
@@ -206,7 +203,8 @@ def _run_together(names: list[str], awaitables: list[Awaitable[Any]]) -> list[An
     try:
         while not wait([future], timeout=1.0).done:
             if not thread.is_alive():
-                which = ", ".join(map(repr, names))
+                pairs = zip(returned, names, strict=True)
+                which = ", ".join(repr(name) for x, name in pairs if inspect.isawaitable(x))
                 raise RuntimeError(f"reward functions {which}: one of them ended the event loop")
     except BaseException:  # the caller was interrupted
         future.cancel()

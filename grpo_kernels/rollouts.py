@@ -29,6 +29,7 @@ from grpo_kernels.base.choices import CorrectionLevel, CorrectionMode, choices
 from grpo_kernels.base.distributed import all_reduce, check_group
 from grpo_kernels.base.tensors import (
     bounded,
+    extreme,
     scored_difference,
     sequence_means,
     sequences_of,
@@ -65,9 +66,7 @@ _AGGREGATES = {
     "token": lambda x, mask: x,
     "seq_sum": lambda x, mask: torch.where(mask, x, 0.0).sum(dim=1, keepdim=True),
     "seq_mean": sequence_means,
-    "seq_max": lambda x, mask: (
-        x.masked_fill(~mask, -math.inf).amax(dim=1, keepdim=True) if len(x) else x.sum(1, True)
-    ),
+    "seq_max": lambda x, mask: x.masked_fill(~mask, -math.inf).amax(dim=1, keepdim=True),
 }
 _WEIGHTED = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}  # by level
 _DIVERGENCES = {  # functions of D, of any shape
@@ -192,7 +191,7 @@ def correct(
     place = locate(torch.arange(counted.numel(), device=counted.device))
 
     def padded(x: Tensor) -> Tensor:  # (B, T)
-        return x.new_zeros(batch, columns).index_put(place, x.flatten())
+        return x.new_zeros(batch, max(columns, 1)).index_put(place, x.flatten())
 
     counts = padded(counted)
     sequences = counts.any(dim=1)
@@ -255,9 +254,7 @@ def correct(
 
 def _bounds(name: str, bound: Any) -> tuple[float, float]:
     """Return (low, high) in the statistic's own unit: for k1, the logarithms of what was given."""
-    if hint := did_you_mean(str(name), _STATISTICS) if name not in _STATISTICS else "":
-        raise ValueError(f"reject: expected the name of a statistic, got {name!r}{hint}")
-    check_choice("reject", name, _STATISTICS)
+    check_choice("reject", name, _STATISTICS, did_you_mean(str(name), _STATISTICS))
     is_k1, where = _STATISTICS[name][1] == "k1", f"reject[{name!r}]"
     if isinstance(bound, tuple) and len(bound) == 2:
         low, high = bound
@@ -317,8 +314,8 @@ def _off_policy(old: Tensor, d: Tensor, mask: Tensor, safety_bound: float) -> di
         "rollout_log_ppl": sampling_log_ppl.mean(),
         "log_ppl_diff": gap.mean(),
         "log_ppl_abs_diff": gap.abs().mean(),
-        "log_ppl_diff_max": _extreme(gap, "max"),
-        "log_ppl_diff_min": _extreme(gap, "min"),
+        "log_ppl_diff_max": extreme(gap, largest=True),
+        "log_ppl_diff_min": extreme(gap, largest=False),
         "ppl_ratio": gap.exp().mean(),
         "chi2_token": torch.expm1(2 * tokens.clamp(-safety_bound, safety_bound)).mean(),
         "chi2_seq": torch.expm1(2 * sums.clamp(-safety_bound, safety_bound)).mean(),
@@ -346,15 +343,15 @@ def _spread(
     results = {
         "mean": tokens.mean(),
         "std": (clamped - clamped.mean()).square().mean().sqrt(),
-        "max": _extreme(extremes, "max"),
-        "min": _extreme(extremes, "min"),
+        "max": extreme(extremes, largest=True),
+        "min": extreme(extremes, largest=False),
         f"{fraction}_high": _share(judged > high),
         f"{fraction}_low": _share(judged < low),
         "seq_mean": sequences.mean(),
         "seq_std": sequences.new_zeros(()) if len(sequences) < 2 else sequences.std(),
-        "seq_max": _extreme(sequences, "max"),
-        "seq_min": _extreme(sequences, "min"),
-        "seq_max_deviation": _extreme((sequences - ideal).abs(), "max"),
+        "seq_max": extreme(sequences, largest=True),
+        "seq_min": extreme(sequences, largest=False),
+        "seq_max_deviation": extreme((sequences - ideal).abs(), largest=True),
         "seq_fraction_high": _share(raw_sequences > high),
         "seq_fraction_low": _share(raw_sequences < low),
     }
@@ -368,12 +365,6 @@ def _rejected(prefix: str, kept: Tensor, mask: Tensor) -> dict[str, Tensor]:
         f"{prefix}_masked_fraction": _share(gone[mask]),
         f"{prefix}_seq_masked_fraction": _share(gone.any(dim=1)),
     }
-
-
-def _extreme(x: Tensor, which: str) -> Tensor:
-    if x.numel() == 0:
-        return x.new_full((), math.nan)
-    return x.max() if which == "max" else x.min()
 
 
 def _share(x: Tensor) -> Tensor:

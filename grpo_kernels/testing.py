@@ -60,22 +60,17 @@ def check_token_level(
         where = places, places // 11, places % 11
         tokens = TokenInputs(*policy, old, ref, sampling, ratio, *where)
     given = {name: getattr(tokens, name) for name in INPUTS}
+    config = config or LossConfig()
 
     def evaluated(index: Tensor | slice) -> tuple[Tensor, ...]:  # losses, gradients of their sum
-        some: dict[str, Any] = {
-            name: x if x is None else x.flatten()[index] for name, x in given.items()
-        }
-        names = "logps", "entropies"
-        leaves = [some[x].detach().clone().requires_grad_() for x in names]
-        n, places = len(leaves[0]), [some[x] for x in ("index", "sequence", "position")]
-        given_to = {x: some[x] for x in ("advantages", "old_per_token_logps", *OPTIONAL)}
-        inputs = Tokens(
-            Layout(places[0], places[1], places[2], n, n, (n,)),
-            torch.zeros_like(some["index"]),
-            **given_to,
-        )
-        own = PolicyObjective(config or LossConfig(), inputs, torch.ones_like(leaves[0]))
-        part = TokenInputs(**{**some, **dict(zip(names, leaves, strict=True))})
+        some: dict[str, Any] = {k: x if x is None else x.flatten()[index] for k, x in given.items()}
+        leaves = [some[x].detach().clone().requires_grad_() for x in ("logps", "entropies")]
+        some["logps"], some["entropies"] = leaves
+        n = len(leaves[0])
+        layout = Layout(some["index"], some["sequence"], some["position"], n, n, (n,))
+        numbers = {x: some[x] for x in ("advantages", "old_per_token_logps", *OPTIONAL)}
+        inputs = Tokens(layout, torch.zeros_like(some["index"]), **numbers)
+        own, part = PolicyObjective(config, inputs, torch.ones_like(leaves[0])), TokenInputs(**some)
         losses = objective(with_loss(part, lambda: own.token_losses(*leaves, alone=True)[0]))
         options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
         return losses.detach(), *torch.autograd.grad(losses.sum(), leaves, **options)

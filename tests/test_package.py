@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import logging
 import pkgutil
 import re
@@ -162,6 +163,11 @@ def test_public_names_are_documented():
         for name in grpo_kernels.__all__
         if not (getattr(grpo_kernels, name).__doc__ or "").strip()
     ] == []
+    for module in ("advantages", "objectives", "rewards", "rollouts", "testing"):
+        public = importlib.import_module(f"grpo_kernels.{module}")
+        for name in public.__all__:
+            lines = inspect.getdoc(getattr(public, name)).splitlines()
+            assert lines[0].endswith(".") and lines[1:2] in ([], [""]), name
 
 
 def test_dir_is_what_is_public():

@@ -320,7 +320,7 @@ OLD, SAMPLING = "old_per_token_logps", "sampling_per_token_logps"
         ({"batch_normalize": 1}, "batch_normalize: expected True or False, got 1"),
         ({"level": None, "mode": "mask"}, "level: expected a name, .* ask for weights, got None"),
         ({"reject": [("token_k1", 2.0)]}, "reject: expected a mapping .*, or None, got list"),
-        ({"reject": {"seq_k1": 2.0}}, "reject: expected the name of a statistic, got 'seq_k1'; did "
+        ({"reject": {"seq_k1": 2.0}}, "reject: expected one of token_ratio, .* got 'seq_k1'; did "
          "you mean seq_sum_k1, seq_mean_k1 or seq_max_k1"),
         ({"reject": {"mistake": 2.0}}, "reject: expected one of token_ratio, .* got 'mistake'$"),
         ({"reject": {"token_k2": "2"}}, r"reject\['token_k2'\]: expected a number, got '2'"),

@@ -116,17 +116,20 @@ def no_attribute(of: Any, name: str, names: Iterable[str]) -> AttributeError:
     return AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}{hint}", obj=of)
 
 
-def no_name(module: str, name: str, names: Iterable[str]) -> AttributeError:
-    """Return the error for a name that a module lacks, with a hint at the nearest of `names`."""
-    return AttributeError(f"module {module!r} has no attribute {name!r}{did_you_mean(name, names)}")
+def no_name(module: str, name: str, names: Iterable[str], hint: str = "") -> AttributeError:
+    """Return the error for a name that a module lacks, with `hint`, or one at the nearest of
+    `names`."""
+    hint = hint or did_you_mean(name, names)
+    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
 
 
-def only_public(module: str) -> None:
-    """Let `dir` list a module's ``__all__`` alone, and an unknown name raise `no_name`."""
+def only_public(module: str, hint: Callable[[str], str] = lambda name: "") -> None:
+    """Let `dir` list a module's ``__all__`` alone, and an unknown name raise `no_name`, with `hint`
+    of the name if that is not empty."""
     own: Any = sys.modules[module]
 
     def missing(name: str) -> Any:
-        raise no_name(module, name, own.__all__)
+        raise no_name(module, name, own.__all__, hint(name))
 
     own.__dir__, own.__getattr__ = lambda: [*own.__all__], missing
 
@@ -154,6 +157,8 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
         if name == "hidden" and isinstance(x, torch.nn.Module):
             hint = "; for a whole model, grpo_kernels.transformers has causal_lm_loss, "
             hint += "completion_logprobs and causal_lm_divergence"
+        if isinstance(x, list) and not any(isinstance(part, Tensor) for part in x):
+            hint = "; pass torch.tensor(...)"
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}{hint}")
     if is_dtensor(x):
         raise ValueError(

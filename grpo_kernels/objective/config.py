@@ -347,7 +347,7 @@ def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
     kind = _TYPES[name]
     if get_origin(kind) is Literal:
         allowed = get_args(kind)
-        hint = _preset_hint(value) if name == "loss_type" else ""
+        hint = preset_hint(value) if name == "loss_type" else ""
         if name == "kl_estimator" and value in ("low_var_kl", "low_var_kl+"):
             hint = "; verl's low_var_kl is 'k3'"
         check_choice(name, value, allowed, hint)
@@ -366,7 +366,7 @@ def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
     return float(value)
 
 
-def _preset_hint(name: Any) -> str:
+def preset_hint(name: Any) -> str:
     """Return a hint at the preset of this `name`, if there is one."""
     preset = str(name).upper().replace("-", "_")
     if preset not in PRESETS:
@@ -380,7 +380,7 @@ def _preset_hint(name: Any) -> str:
 def check_kind(config: Any) -> None:
     """Require a LossConfig, not the name of a preset."""
     if not isinstance(config, LossConfig):
-        hint = "; pass it as objective=" if inspect.isfunction(config) else _preset_hint(config)
+        hint = "; pass it as objective=" if inspect.isfunction(config) else preset_hint(config)
         got = f"{type(config).__name__}{hint}"
         raise TypeError(f"config: expected a LossConfig, got {got}")
 

@@ -272,6 +272,20 @@ def test_every_objective_is_here_and_picklable() -> None:
         assert pickle.loads(pickle.dumps(getattr(objectives, name))) is getattr(objectives, name)
 
 
+def test_a_published_loss_that_is_no_objective_is_a_preset() -> None:
+    for name, hint in (
+        ("ppo", "; grpo_kernels.presets.PPO is that loss"),  # not: did you mean ipo?
+        ("gspo", "; grpo_kernels.presets.GSPO is that loss"),
+        (
+            "dapo",
+            r"; GRPOLoss\(presets.DAPO\) has the paper's settings, GRPOLoss\(loss_type='dapo'",
+        ),
+        ("ipo_", r"; did you mean ipo\?$"),
+    ):
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'{hint}"):
+            getattr(objectives, name)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
     ("name", "mode"),
