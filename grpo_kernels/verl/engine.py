@@ -33,19 +33,18 @@ from grpo_kernels.base.choices import BatchLayout, choices
 from grpo_kernels.base.distributed import most_of_ranks
 from grpo_kernels.patching import divided, during, function_of, numbered
 from grpo_kernels.verl.rows import (
-    KnownRows,
+    HeadTask,
     Places,
     actor_config,
     by_sequence,
     flag,
     graded_rows,
     has_other_terms,
+    head_task,
     is_by_width,
     joined,
     may_move,
     mode_of,
-    numbers_of,
-    packed_rows,
     slopes_of,
 )
 
@@ -95,29 +94,15 @@ def options_of(given: Mapping[Any, Any]) -> dict[str, Any]:
     return found
 
 
-class HeadTask:
-    """What a micro-batch needs from the head. No dataclass: FSDP rounds tensors in dataclasses."""
-
-    rows: KnownRows | None = None  # rows of the call, shaped like its labels; None: all count
-    layout: BatchLayout = "padded"  # of the trunk
-    # in distillation: ids and log-probabilities (1, N, K) for the packed tokens of this rank
-    teacher: tuple[Tensor, Tensor] | None = None
-    log_prob_min_clamp: float | None = None  # as in `topk_divergence`
-    only_teacher: bool = False  # True: no log-probabilities or entropies are needed
-
-
 class MiniBatch:
     """The current mini-batch, and the division of its sequences into micro-batches."""
 
-    def __init__(
-        self, engine: Any, data: Any, loss_function: Any, device: Any, *, forward_only: bool
-    ) -> None:
+    def __init__(self, engine: Any, data: Any, loss_function: Any, *, forward_only: bool) -> None:
         from grpo_kernels.body.trial import fits_trees
         from grpo_kernels.body.trunk import trunk_of
 
         options = options_of(engine.model_config.fused_kernel_options)
-        # verl's loss function; None: log-probabilities are returned to the caller
-        self.loss_function, self.device = loss_function, device
+        self.loss_function = loss_function  # verl's; None: log-probabilities go to the caller
         self.group, self.layout = engine.get_data_parallel_group(), options["layout"]
         if engine.use_ulysses_sp and self.layout != "padded":
             warn_once(
@@ -128,9 +113,10 @@ class MiniBatch:
         self.live: list[bool] | None = None  # sequences that may have a gradient; None: all
         if options["zero_advantage"] == "score" and not forward_only:
             self.live = _live_sequences(data, loss_function)
-        # True to bring prompts together, on each rank where a tree is exact for the model
+        # True to bring prompts together; a rank where no tree is exact for the model has no prompts
         self.moves = self.layout == "tree" and _may_move(data, loss_function)
-        self.fits = self.moves and fits_trees(trunk_of(engine.module)) is True
+        fits = self.moves and fits_trees(trunk_of(engine.module)) is True
+        self.prompts = _prompts(data) if fits else None
         # sequences of each of our micro-batches, and the model's outputs; empty: verl's are used
         self.parts: list[list[int]] = []
         self.outputs: list[dict[str, Tensor]] = []
@@ -149,11 +135,11 @@ class MiniBatch:
         select = tensordict_utils.index_select_tensor_dict
         dynamic = flag(data, "use_dynamic_bsz", default=True)
         theirs, indices = divide(data)
-        if self.live is None and not (self.fits or (self.moves and dynamic)):
+        prompts = self.prompts
+        if self.live is None and prompts is None and not (self.moves and dynamic):
             return theirs, indices
         count = len(data)
         live = self.live or [True] * count
-        prompts = _prompts(data) if self.fits else None
         order = sorted(range(count), key=lambda i: (live[i], prompts.of[i] if prompts else ()))
         n_dead, without = live.count(False), 0
         if dynamic:
@@ -161,40 +147,38 @@ class MiniBatch:
 
             def of_kind(rows: list[int]) -> list[list[int]]:
                 verls = [[rows[i] for i in part] for part in divide(select(data, rows))[1]]
-                return self._by_prompt(rows, verls, prompts, budget)
+                return self._by_prompt(rows, verls, budget)
 
-            if self.live is not None and not any(self._most(n_dead == 0, n_dead == count)):
+            if self.live is not None and not any(self.most(n_dead == 0, n_dead == count)):
                 # ValueError on all ranks: one has too few sequences
                 with suppress(ValueError):
                     dead, others = of_kind(order[:n_dead]), of_kind(order[n_dead:])
                     parts, without = dead + others, len(dead)
-            parts = parts or self._by_prompt(order, indices, prompts, budget)
+            parts = parts or self._by_prompt(order, indices, budget)
         else:
             size = data["micro_batch_size_per_gpu"]
             parts = [order[i : i + size] for i in range(0, count, size)]
             indices = [[*range(i, i + size)] for i in range(0, count, size)]
             if self.live is not None:
-                without = -self._most(-min(n_dead // size, len(parts) - 1))[0]
+                without = -self.most(-min(n_dead // size, len(parts) - 1))[0]
         self.parts, self.theirs = parts, [*zip(theirs, indices, strict=True)]
         micro_batches = [select(data, part) for part in parts]
         for micro_batch in micro_batches[:without]:
             tensordict_utils.assign_non_tensor(micro_batch, **{DEAD: True})
         return micro_batches, parts
 
-    def _most(self, *counts: int) -> list[int]:
+    def most(self, *counts: int) -> list[int]:
         """Return the maximum of each count over ranks."""
         return most_of_ranks([self.group], [int(x) for x in counts])
 
-    def _by_prompt(
-        self, rows: list[int], verls: list[list[int]], prompts: Prompts | None, budget: int
-    ) -> list[list[int]]:
+    def _by_prompt(self, rows: list[int], verls: list[list[int]], budget: int) -> list[list[int]]:
         """Divide sequences `rows` into micro-batches of `budget` tokens, keeping prompts together.
 
         All ranks get as many as the rank with the highest need, at most as many as `verls`.
         """
         if not self.moves:
             return verls
-        count, parts = len(verls), None
+        count, parts, prompts = len(verls), None, self.prompts
         if prompts is not None:
             own, lengths = [prompts.of[i] for i in rows], [prompts.lengths[i] for i in rows]
             live, size = [True] * len(rows), len(rows)
@@ -204,7 +188,7 @@ class MiniBatch:
                 if max(map(prompts.tokens, found)) <= budget:
                     count, parts = n, found
                     break
-        most = self._most(count)[0]
+        most = self.most(count)[0]
         if prompts is None or parts is None:
             return verls
         parts += [[] for _ in range(most - count)]
@@ -225,7 +209,7 @@ class MiniBatch:
             output = joined([found[i] for i in part])
             loss, metrics = 1.0, dict[str, Any]()  # as verl, without a loss
             if self.loss_function is not None:
-                data = micro_batch.to(self.device)
+                data = micro_batch.to(next(iter(output.values())).device)
                 with torch.no_grad():
                     loss, metrics = self.loss_function(
                         model_output=output, data=data, dp_group=self.group
@@ -281,7 +265,7 @@ def changes(module: ModuleType) -> Changes:
         if mini_batch is None:
             return run_with(loss_function)
         if flag(micro_batch, DEAD):
-            found = _scored(run_with, loss_function, mini_batch.group)
+            found = _scored(run_with, mini_batch)
         else:
             found = run_with(loss_function)
         if mini_batch.parts:
@@ -294,8 +278,7 @@ def changes(module: ModuleType) -> Changes:
     ) -> Any:
         mini_batch = None
         if flag(data, "use_fused_kernels") and getattr(self.module, MARK, None) == BACKEND:
-            device = module.get_device_id()
-            mini_batch = MiniBatch(self, data, loss_function, device, forward_only=forward_only)
+            mini_batch = MiniBatch(self, data, loss_function, forward_only=forward_only)
         with during(_mini_batch, mini_batch):
             return run(self, data, loss_function, forward_only)
 
@@ -325,25 +308,25 @@ def changes(module: ModuleType) -> Changes:
 
 
 def _task(engine: Any, micro_batch: Any, mini_batch: MiniBatch) -> HeadTask:
-    """Return the rows that count in the micro-batch, and its teacher, in verl's layout."""
-    loss_function, task = mini_batch.loss_function, HeadTask()
+    """Return what the micro-batch needs from the head, in verl's layout."""
+    loss_function = mini_batch.loss_function
     ulysses = engine.use_ulysses_sp and importlib.import_module("verl.utils.ulysses")
     is_packed = flag(micro_batch, "use_remove_padding", default=True)
-    rows = packed_rows(micro_batch, loss_function, mini_batch.group)
-    if rows is not None:
-        numbers = numbers_of(rows)  # 0 where verl pads
-        if is_packed:
-            numbers = F.pad(numbers, (0, engine._get_packed_pad_size(len(numbers))))[None]
-            if ulysses:
-                ranks = engine.ulysses_sequence_parallel_size
-                numbers = ulysses.ulysses_pad_and_slice_inputs(numbers, None, ranks)[0]
-        else:
+
+    def layout(numbers: Tensor) -> Tensor:
+        if not is_packed:
             offsets = micro_batch["input_ids"].offsets()
             nested = torch.nested.nested_tensor_from_jagged(numbers, offsets)
             size = len(offsets) - 1, int(offsets.diff().max())
-            numbers = torch.nested.to_padded_tensor(nested, 0, output_size=size)
-        rows = rows.at(numbers - 1)
-    task.rows, task.layout = rows, mini_batch.layout
+            return torch.nested.to_padded_tensor(nested, 0, output_size=size)
+        numbers = F.pad(numbers, (0, engine._get_packed_pad_size(len(numbers))))[None]
+        if ulysses:
+            ranks = engine.ulysses_sequence_parallel_size
+            numbers = ulysses.ulysses_pad_and_slice_inputs(numbers, None, ranks)[0]
+        return numbers
+
+    task = head_task(micro_batch, loss_function, mini_batch.group, layout)
+    task.layout = mini_batch.layout
     if not flag(micro_batch, "distillation_use_topk"):
         return task
     config = getattr(loss_function, "keywords", {}).get("distillation_config")
@@ -405,9 +388,9 @@ def _reason_to_train(data: Any, config: Any) -> str | None:
     return None
 
 
-def _scored(step: Callable[[Any], Any], loss_function: Any, group: Any) -> tuple[Any, Any]:
+def _scored(step: Callable[[Any], Any], mini_batch: MiniBatch) -> tuple[Any, Any]:
     """Run `step` without a graph; if its loss has a gradient after all, again with one."""
-    has_gradient = False
+    loss_function, has_gradient = mini_batch.loss_function, False
 
     def confirmed(model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, Any]:
         nonlocal has_gradient
@@ -418,7 +401,7 @@ def _scored(step: Callable[[Any], Any], loss_function: Any, group: Any) -> tuple
 
     with torch.no_grad():
         loss, output = step(confirmed)
-    if most_of_ranks([group], [int(has_gradient)])[0]:
+    if mini_batch.most(has_gradient)[0]:
         warnings.warn(
             f"{OPTIONS}.zero_advantage: expected no gradient where all advantages are 0, got one. "
             "The loss has an unknown term, so these sequences run twice; set the option to 'train'",

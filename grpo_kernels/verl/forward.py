@@ -27,8 +27,8 @@ from grpo_kernels.head import Head
 from grpo_kernels.module import check_module
 from grpo_kernels.patching import Patches, function_of
 from grpo_kernels.scores import topk_divergence
-from grpo_kernels.verl.engine import ARGUMENT, BACKEND, MARK, Changes, HeadTask
-from grpo_kernels.verl.rows import scored
+from grpo_kernels.verl.engine import ARGUMENT, BACKEND, MARK, Changes
+from grpo_kernels.verl.rows import HeadTask, scored
 
 # parameters of verl's patch_forward_with_backends
 PARAMETERS = ("model", "use_fused_kernels", "fused_kernels_backend")
@@ -143,9 +143,7 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
         temperature = given.get("temperature", 1.0)
         results = {key: getattr(outputs, key, None) for key in KEPT}
         if not task.only_teacher:
-            results["log_probs"], results["entropy"] = scored(
-                hidden, head, ids, task.rows, temperature
-            )
+            results["log_probs"], results["entropy"] = scored(hidden, head, ids, task, temperature)
         if task.teacher is None:
             return output(**results)
         distilled = _distilled(hidden, head, task, task.teacher, temperature)
@@ -160,8 +158,9 @@ def _in_layout(model: Any, task: HeadTask, input_ids: Tensor | None) -> Abstract
         return nullcontext()
     from grpo_kernels.body.trunk import live_trunk
 
-    whole = torch.ones_like(input_ids, dtype=torch.bool)
-    needed = whole if task.rows is None else task.rows.counted.view(input_ids.shape)
+    needed = task.counted
+    if needed is None:
+        needed = torch.ones_like(input_ids, dtype=torch.bool)
     return live_trunk(model, task.layout, None, needed)
 
 
@@ -222,7 +221,7 @@ def _distilled(
         logps,
         divergence="forward_kl",
         log_prob_min_clamp=task.log_prob_min_clamp,
-        completion_mask=None if task.rows is None else task.rows.counted,
+        completion_mask=task.counted,
         temperature=temperature,
     )
     return Distilled(found.divergence, found.student_mass, logps.detach().float().exp().sum(dim=-1))

@@ -6,9 +6,9 @@ parallel ranks, and each rank's own rows of the head. No forward passes on the c
 `impl_backend`; so the engine marks the head's weight, and this module's function runs for marked
 weights.
 
-The engine's `forward_step` records which rows count. Context parallel ranks divide labels by
-``preprocess_thd_engine``, and row numbers are sent the same way. The overlapped schedule does not
-call it, so there all rows count.
+The engine's `forward_step` records the micro-batch. Context parallel ranks divide labels by
+``preprocess_thd_engine``, and the numbers of the rows that count are sent the same way. The
+overlapped schedule does not call it, so there all rows count.
 
 The gradient of the hidden states is the full sum over the ranks' rows of the head, where verl's
 kernel returns each rank's part. With sequence parallelism, the gather in front of the head sums
@@ -18,6 +18,7 @@ over ranks in its backward, so each rank returns an equal share.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
@@ -29,7 +30,7 @@ from torch import Tensor
 from grpo_kernels.head import Head
 from grpo_kernels.patching import during, function_of
 from grpo_kernels.verl.engine import BACKEND, OPTIONS, Changes, class_of, options_of
-from grpo_kernels.verl.rows import KnownRows, flag, numbers_of, packed_rows, scored
+from grpo_kernels.verl.rows import HeadTask, Layout, flag, head_task, scored
 
 _SIZES = ("local_cp_size", "min_local_rows", "pad_to_length_bucket")
 DIVIDE = ("input_ids", "pre_process", "need_roll", "use_fp8_padding", *_SIZES, "cp_layout")
@@ -37,16 +38,10 @@ PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "
 MARK = "_grpo_kernels_score"  # attribute of a head's weight that holds the function to call
 STEP = ("self", "batch_iter", "model", "logits_processor_func", "postprocess_micro_batch_func")
 
-
-class _MicroBatch:
-    """The current micro-batch."""
-
-    def __init__(self, rows: KnownRows | None) -> None:
-        self.rows = rows  # rows that count, in verl's packed order; None: all
-        self.here: KnownRows | None = None  # rows of this rank, once its labels are divided
-
-
-_micro_batch: ContextVar[_MicroBatch | None] = ContextVar("micro_batch", default=None)
+# within a step: `head_task` of its micro-batch, but for the layout; and its result, once the labels
+# are divided
+_task_in: ContextVar[Callable[[Layout], HeadTask] | None] = ContextVar("task_in", default=None)
+_task: ContextVar[HeadTask] = ContextVar("task")
 
 
 def function_changes(module: ModuleType) -> Changes:
@@ -72,12 +67,15 @@ def forward_changes(module: ModuleType) -> Changes:
     def preprocess_thd_engine(
         input_ids: Any, *args: Any, need_roll: bool = False, **options: Any
     ) -> Any:
-        micro_batch = _micro_batch.get()
-        rows = None if micro_batch is None else micro_batch.rows
-        if need_roll and micro_batch is not None and rows is not None:  # these are the labels
-            offsets = input_ids.offsets()
-            numbers = torch.nested.nested_tensor_from_jagged(numbers_of(rows), offsets)
-            micro_batch.here = rows.at(divide(numbers, *args, **options)[0].reshape(-1) - 1)
+        task_in = _task_in.get()
+        if need_roll and task_in is not None:  # these are the labels
+
+            def layout(numbers: Tensor) -> Tensor:
+                nested = torch.nested.nested_tensor_from_jagged(numbers, input_ids.offsets())
+                divided: Tensor = divide(nested, *args, **options)[0]
+                return divided.reshape(-1)
+
+            _task.set(task_in(layout))
         return divide(input_ids, *args, need_roll=need_roll, **options)
 
     yield module, "preprocess_thd_engine", preprocess_thd_engine
@@ -120,11 +118,12 @@ def engine_changes(module: ModuleType) -> Changes:
         postprocess_micro_batch_func: Any,
     ) -> Any:
         batch = next(batch_iter).to(module.get_device_id())
-        rows = None
+        task_in = None
         if _is_ours(self) and flag(batch, "use_fused_kernels", default=True):
             loss_function = postprocess_micro_batch_func.keywords["loss_function"]
-            rows = packed_rows(batch, loss_function, self.get_data_parallel_group())
-        with during(_micro_batch, _MicroBatch(rows)):
+            group = self.get_data_parallel_group()
+            task_in = functools.partial(head_task, batch, loss_function, group)
+        with during(_task_in, task_in), during(_task, HeadTask()):
             return step(
                 self, iter([batch]), model, logits_processor_func, postprocess_micro_batch_func
             )
@@ -177,11 +176,10 @@ def _score(
         hidden = hidden.view_as(hidden)  # the hook must not stay on the caller's tensor
         hidden.register_hook(lambda d_hidden: d_hidden / ranks)
     tokens = vocab_size if vocab_size < ranks * weight.size(0) else None
-    micro_batch = _micro_batch.get()
     return scored(
         hidden.reshape(-1, hidden.size(-1)),
         Head(weight, process_group=process_group, vocab_size=tokens),
         labels.reshape(-1),
-        None if micro_batch is None else micro_batch.here,
+        _task.get(HeadTask()),
         temperature,
     )

@@ -1,24 +1,23 @@
 """Find the rows of the head that a micro-batch's loss reads, and the gradient to expect there.
 
 verl's engines pass packed ids to a model: prompts, responses, padding. Only the rows in front of
-response tokens predict something that the loss reads, and only where the mask counts.
-`packed_rows` finds them in verl's packed order, from the fields of the micro-batch. A rank gives
-its head only a part of that order, padded and sharded; so an engine sends row numbers through its
-own layout (`numbers_of`), and `KnownRows.at` selects by them. The expected gradient comes from
-verl's own loss (`_slopes`).
+response tokens predict something that the loss reads, and only where the mask counts. `head_task`
+finds them in verl's packed order, from the fields of the micro-batch. A rank gives its head only a
+part of that order, padded and sharded; so `head_task` sends row numbers through the engine's own
+layout, and selects by them. The expected gradient comes from verl's own loss (`_slopes`).
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from grpo_kernels.base.choices import BatchLayout
 from grpo_kernels.objective.expected import Expectation
 from grpo_kernels.scores import linear_logprob
 
@@ -31,54 +30,25 @@ LOSSES = {
 FIELDS = {"response_mask", "old_log_probs", "advantages", "rollout_is_weights", "ref_log_prob"}
 CONSTANTS = ("dp_size", "batch_num_tokens", "global_batch_size")
 
+# lays out (N,) in verl's packed order as the engine does a call's ids, padding with 0
+Layout = Callable[[Tensor], Tensor]
 
-class KnownRows:
-    """Facts about the rows of a batch, in the trainer's order: (B, T) or packed (N,).
+
+class HeadTask:
+    """What a call needs from the head, in the call's order of rows.
 
     No dataclass: FSDP rounds the tensors of a dataclass on the way into a model.
-
-    Attributes:
-        counted: nonzero for rows whose results are read. Other rows are not projected.
-        fill: shaped like `counted`, log-probabilities to report for other rows; None: 0.
-        expected: the expected gradient, for ids shaped like `counted`; None: unknown, or none.
-        entropy: False if no entropies are read.
     """
 
-    def __init__(
-        self,
-        counted: Tensor,
-        fill: Tensor | None = None,
-        expected: Expectation | None = None,
-        *,
-        entropy: bool = True,
-    ) -> None:
-        self.counted, self.fill, self.expected, self.entropy = counted, fill, expected, entropy
-
-    def at(self, positions: Tensor) -> KnownRows:
-        """Select rows at `positions` of the flat batch; -1 gives a row that does not count."""
-
-        def select(x: Tensor) -> Tensor:
-            return F.pad(x.reshape(-1), (1, 0))[positions + 1]
-
-        expected = self.expected if torch.is_grad_enabled() else None
-        if expected is not None:
-            graded = None if expected.graded is None else select(expected.graded)
-            of_batch, flat = expected.coefficients, positions.reshape(-1)
-
-            def of_call(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Any:
-                assert of_batch is not None
-                return of_batch(flat[index], logps, entropies)
-
-            asked = None if of_batch is None else of_call
-            expected = replace(expected, graded=graded, coefficients=asked)
-        fill = None if self.fill is None else select(self.fill)
-        return KnownRows(select(self.counted) != 0, fill, expected, entropy=self.entropy)
-
-    def filled(self, logps: Tensor) -> Tensor:
-        """Return `logps` with `fill` in rows that do not count."""
-        if self.fill is None:
-            return logps
-        return torch.where(self.counted, logps, self.fill.to(logps.dtype))
+    counted: Tensor | None = None  # True for rows whose results are read; None: all
+    fill: Tensor | None = None  # log-probabilities to report for other rows; None: 0
+    expected: Expectation | None = None  # the gradient; None: unknown, or none
+    entropy: bool = True  # False: no entropies are read
+    layout: BatchLayout = "padded"  # of the trunk
+    # in distillation: ids and log-probabilities (1, N, K) for the packed tokens of this rank
+    teacher: tuple[Tensor, Tensor] | None = None
+    log_prob_min_clamp: float | None = None  # as in `topk_divergence`
+    only_teacher: bool = False  # True: no log-probabilities or entropies are needed
 
 
 class Mode(NamedTuple):
@@ -148,40 +118,47 @@ def flag(data: Any, name: str, default: Any = False) -> Any:
     return tensordict_utils.get_non_tensor_data(data=data, key=name, default=default)
 
 
-def packed_rows(data: Any, loss_function: Any, dp_group: Any) -> KnownRows | None:
-    """Return the rows of micro-batch `data` that `loss_function` reads (None: that verl reads).
+def head_task(data: Any, loss_function: Any, dp_group: Any, layout: Layout) -> HeadTask:
+    """Say what `loss_function` reads from the head in micro-batch `data` (None: what verl reads).
 
-    They are (N,) for N tokens in verl's packed order. None if all rows may be read: by an unknown
-    loss, or because log-probabilities are returned to the caller.
+    All rows count for an unknown loss, or if log-probabilities are returned to the caller.
     """
-    if flag(data, "return_model_output"):
-        return None
-    name = name_of(loss_function)
-    if loss_function is not None and not name:
-        return None
+    task, name, names = HeadTask(), name_of(loss_function), set(data.keys())
+    if flag(data, "return_model_output") or (loss_function is not None and not name):
+        return task
+    packed = data["input_ids"].values()
+    numbers = layout(torch.arange(1, len(packed) + 1, device=packed.device))
+
+    def in_call(x: Tensor) -> Tensor:
+        return F.pad(x, (1, 0))[numbers]
+
     entropy = bool(flag(data, "calculate_entropy"))
     if name == "sft_loss":
-        weights = data["loss_mask"].values().roll(-1, 0).float()  # as in the loss
-        expected = Expectation(
-            lambda index, *_: weights[index], graded=weights != 0, has_entropy_gradient=False
+        weights = in_call(data["loss_mask"].values().roll(-1, 0).float())  # as in the loss
+        task.counted, task.entropy = weights != 0, entropy
+        task.expected = Expectation(
+            lambda index, *_: weights.view(-1)[index], task.counted, has_entropy_gradient=False
         )
-        return KnownRows(weights != 0, expected=expected, entropy=entropy)
-    names = set(data.keys())
-    if not {"responses", "response_mask"} <= names:
-        return None
-    places = Places(data)
-    # Losses compare all tokens' log-probabilities with the old ones, then mask the result.
-    others = places.packed(data["old_log_probs"]) if "old_log_probs" in names else None
-    counted = places.packed(data["response_mask"]) != 0
-    config = actor_config(loss_function)
-    if others is None or config is None or not mode_of(config).by_token:
-        return KnownRows(counted, others, entropy=entropy)
-    expected = Expectation(
-        _slopes(loss_function, data, places, dp_group, entropy=entropy),
-        graded=graded_rows(data, config, places, entropy=entropy),
-        has_entropy_gradient=entropy and config.entropy_coeff != 0,
-    )
-    return KnownRows(counted, others, expected, entropy=entropy)
+    elif {"responses", "response_mask"} <= names:
+        places = Places(data)
+        task.counted = in_call(places.packed(data["response_mask"])) != 0
+        task.entropy = entropy
+        if "old_log_probs" not in names:
+            return task
+        # losses compare all tokens' log-probabilities with the old ones, then mask the result
+        task.fill = in_call(places.packed(data["old_log_probs"]))
+        config = actor_config(loss_function)
+        if config is None or not mode_of(config).by_token:
+            return task
+        # b * T + t of the response token that a row of the call predicts
+        cells = torch.arange(len(data) * places.width, device=packed.device)
+        cells = in_call(places.packed(cells.view(len(data), places.width))).flatten()
+        task.expected = Expectation(
+            _slopes(loss_function, data, places.width, cells, dp_group, entropy=entropy),
+            graded=in_call(graded_rows(data, config, places, entropy=entropy)),
+            has_entropy_gradient=entropy and config.entropy_coeff != 0,
+        )
+    return task
 
 
 def graded_rows(data: Any, config: Any, places: Places, *, entropy: bool) -> Tensor:
@@ -209,24 +186,23 @@ def joined(sequences: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def numbers_of(rows: KnownRows) -> Tensor:
-    """Number the rows from 1, (N,) int64; 0 is left for padding."""
-    return torch.arange(1, len(rows.counted) + 1, device=rows.counted.device)
-
-
 def scored(
-    hidden: Tensor, head: Any, ids: Tensor, rows: KnownRows | None, temperature: Any
+    hidden: Tensor, head: Any, ids: Tensor, task: HeadTask, temperature: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities of `ids`, and entropies if read; `rows` says which count."""
-    options: dict[str, Any] = {}
-    if rows is not None:
-        options = {
-            "completion_mask": rows.counted,
-            "expected": rows.expected,
-            "entropy": rows.entropy,
-        }
-    found = linear_logprob(hidden, head, ids, temperature=temperature, **options)
-    return found.logps if rows is None else rows.filled(found.logps), found.entropies
+    """Return log-probabilities of `ids`, and entropies if read."""
+    found = linear_logprob(
+        hidden,
+        head,
+        ids,
+        task.counted,
+        temperature=temperature,
+        expected=task.expected,
+        entropy=task.entropy,
+    )
+    logps = found.logps
+    if task.counted is not None and task.fill is not None:
+        logps = torch.where(task.counted, logps, task.fill.to(logps.dtype))
+    return logps, found.entropies
 
 
 class Places:
@@ -255,24 +231,22 @@ class Places:
 
 
 def _slopes(
-    loss_function: Any, data: Any, places: Places, dp_group: Any, *, entropy: bool
+    loss_function: Any, data: Any, width: int, cells: Tensor, dp_group: Any, *, entropy: bool
 ) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
     """Return a function for derivatives of verl's ``ppo_loss``, for modes with `by_token`.
 
     The loss is a sum over sequences, with constants of the whole mini-batch. So it is evaluated
     only on the sequences of the requested tokens, as a batch with one-token prompts and old
-    log-probabilities for all other tokens. `entropy`: True if the loss reads entropies.
+    log-probabilities for all other tokens. ``cells[i]`` is b * `width` + t of the response token
+    that row i of the call predicts. `entropy`: True if the loss reads entropies.
     """
     from tensordict import TensorDict  # verl's own dependency
 
     tensordict_utils = importlib.import_module("verl.utils.tensordict_utils")
-    width, names = places.width, set(data.keys())
-    size, device = len(data), places.lengths.device
-    # b * width + t of the response token that a packed row (N,) predicts
-    cells = places.packed(torch.arange(size * width, device=device).view(size, width))
-    there = torch.ones(size, 1 + width, dtype=torch.bool, device=device)
+    size = len(data)
+    there = torch.ones(size, 1 + width, dtype=torch.bool, device=cells.device)
     fields = {"prompts": there[:, :1], "responses": there[:, 1:], "attention_mask": there}
-    for name in names & FIELDS:
+    for name in FIELDS & set(data.keys()):
         x = data[name]
         if x.is_nested:
             x = torch.nested.to_padded_tensor(x, 0, output_size=(size, width))
@@ -283,7 +257,7 @@ def _slopes(
     def slopes(
         rows: Tensor, logps: Tensor, entropies: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return derivatives (n,) by logps and entropies (None if unused) at packed `rows` (n,)."""
+        """Return derivatives (n,) by logps and entropies (None if unused) at `rows` (n,)."""
         sequences, here = torch.unique(cells[rows] // width, return_inverse=True)
         batch = whole[sequences]
         at = here * (1 + width) + cells[rows] % width  # a sequence's last token predicts nothing

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from benchmarks import tiny_models
-from grpo_kernels import Expectation
-from grpo_kernels.verl.engine import ARGUMENT, HeadTask
-from grpo_kernels.verl.rows import KnownRows
+from grpo_kernels.verl.engine import ARGUMENT
+from grpo_kernels.verl.rows import HeadTask
 from tests.support import verl_peer
 from tests.support.case_builder import seeded
 from tests.support.verl_peer import TEMPERATURE, relative
@@ -175,33 +174,3 @@ def test_vision_language(verl_patch: ModuleType, kind: str) -> None:
         output = model(**inputs, temperature=TEMPERATURE, use_cache=False, **{ARGUMENT: task})
     assert torch.equal(output.log_probs, found[1][0])
     assert max(errors(found[1][:3], found[0][:3]).values()) < 1e-5
-
-
-COUNTED = torch.tensor([[1, 0, 1], [0, 1, 1]])
-FILL = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.float64)
-GRADED = COUNTED.bool() & torch.tensor([[True], [False]])
-
-
-def asked(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Tensor:
-    """Derivatives that tell the position in the batch."""
-    return 10.0 * index + logps
-
-
-def test_rows_of_a_call_are_those_at_its_positions() -> None:
-    """In any order, in any shape, and padding among them."""
-    positions = torch.tensor([[4, -1, 1], [0, 5, -1]])
-    of_batch = Expectation(asked, GRADED, has_entropy_gradient=False)
-    of_call = KnownRows(COUNTED, FILL, of_batch, entropy=False).at(positions)
-    assert of_call.counted.tolist() == [[True, False, False], [True, True, False]]
-    assert not of_call.entropy
-    logps = torch.full((2, 3), -1.0)
-    assert of_call.filled(logps).tolist() == [[-1.0, 0.0, 2.0], [-1.0, -1.0, 0.0]]
-    assert of_call.filled(logps).dtype == logps.dtype
-    expected = of_call.expected
-    assert expected is not None
-    assert expected.graded is not None
-    assert expected.graded.tolist() == [[False, False, False], [True, False, False]]
-    assert not expected.has_entropy_gradient
-    assert expected.coefficients is not None
-    index = torch.tensor([0, 4])  # rows of the call, at positions 4 and 5 of the batch
-    assert expected.coefficients(index, torch.tensor([1.0, 2.0]), None).tolist() == [41.0, 52.0]

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("transformers")
 
-from grpo_kernels.verl import engine
+from grpo_kernels.verl.rows import HeadTask
 from tests.support import verl_engine, verl_peer
 from tests.support.verl_engine import OURS
 from tests.support.verl_peer import TEMPERATURE, verl_module
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.unit
 LENGTHS, VOCAB, K = (5, 8), 97, 6
 
 
-def task(clamp: float | None, *, alone: bool) -> engine.HeadTask:
+def task(clamp: float | None, *, alone: bool) -> HeadTask:
     """A teacher's ids and log-probabilities of the packed tokens."""
-    made = engine.HeadTask()
+    made = HeadTask()
     ids = torch.rand(sum(LENGTHS), VOCAB).topk(K, -1).indices
     logps = (3 * torch.randn(sum(LENGTHS), VOCAB)).log_softmax(-1).gather(-1, ids)
     made.teacher, made.log_prob_min_clamp = (ids[None], logps[None]), clamp
@@ -35,7 +35,7 @@ def task(clamp: float | None, *, alone: bool) -> engine.HeadTask:
     return made
 
 
-def verls(logits: Tensor, given: engine.HeadTask) -> dict[str, Tensor]:
+def verls(logits: Tensor, given: HeadTask) -> dict[str, Tensor]:
     """verl's own, of logits (1, N, V)."""
     loss = SimpleNamespace(log_prob_min_clamp=given.log_prob_min_clamp, use_chunked_topk=False)
     theirs = verl_module("trainer.distillation.fsdp.losses").compute_forward_kl_topk

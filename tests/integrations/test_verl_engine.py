@@ -259,6 +259,21 @@ def test_what_another_may_read_is_computed() -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
 
 
+def test_a_loss_mode_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sees the old log-probabilities where nothing counts."""
+    algorithms, seen = verl_peer.core_algos(), list[dict[str, Any]]()
+
+    def mine(**given: Any) -> Any:
+        seen.append(given)
+        return algorithms.compute_policy_loss_vanilla(**given)
+
+    monkeypatch.setitem(algorithms.POLICY_LOSS_REGISTRY, "mine", mine)
+    data = batch(tools=True)
+    assert nvh(both(data, ppo_loss(config("mine")))[1], data) <= 2 + 6 * share(data) + 1e-9
+    got, old = (seen[-1][name][:, 5:9] for name in ("log_prob", "old_log_prob"))  # a tool's output
+    assert torch.equal(got, old)
+
+
 def test_what_depends_on_its_micro_batch_stays() -> None:
     """The losses that read a micro-batch as a whole, and losses of others."""
     data, theirs = batch(), ppo_loss(config())
