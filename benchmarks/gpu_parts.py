@@ -19,8 +19,8 @@ from benchmarks.providers import build
 from benchmarks.run import Results, Step, measure_runs
 from benchmarks.timing import Clock
 from grpo_kernels.backends import choose_backend
+from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform
-from grpo_kernels.backends.token_loss import TokenLoss
 
 SPREAD = 2.5  # standard deviation of the logits
 COPY_BYTES = 2 * 2**30
@@ -77,7 +77,7 @@ def _row_runs(
     out = torch.empty_like(logits, dtype=torch.bfloat16)
     stats = backend.stats(chunk, entropy=True)
     a, b, ones = (torch.full_like(stats.logps, x) for x in (1e-3, 1e-4, 1.0))
-    loss = TokenLoss(
+    loss = FusedLoss(
         surrogate="clipped", kl=None, corrects_kl=False, advantages=ones, d_policy=None,
         weights=ones / len(ones), old=-2.1 * ones, ref=None, gate=None,
         constants=(0.8, 1.2, math.inf), beta=0.0, d_entropy=0.0,

@@ -7,7 +7,7 @@
 
 #include "arguments.h"
 #include "row_stats.h"
-#include "token_loss.h"
+#include "fused_loss.h"
 
 // The arguments for rows of logits, and for the teacher's: in the schemas, and in the functions behind them.
 #define ROWS                                                                                                        \

@@ -12,7 +12,7 @@ constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype 
 
 constexpr float kLowest = -1e4f;  // e^kLowest is 0, and 0 * kLowest is 0, which 0 * -inf is not
 
-// A row of the raw projection x, and how it becomes logits:
+// A row of the raw logits x, and how it becomes scaled logits:
 //   z = r * inner, or tanh(r * inner) * outer with a soft-cap, where r = round(x + bias)
 template <class T>
 struct Row {

@@ -1,4 +1,4 @@
-// The row kernels: sums over a row of logits, and the gradient in the raw projection. Included once for each instruction
+// The row kernels: sums over a row of logits, and the gradient in the raw logits. Included once for each instruction
 // set (kernels.inl). The elements of a row belong to 32 lanes in turn. Lanes are summed apart, a tile at a time; then
 // they are added up in double, one after the other. So the bits of a row depend on the row alone.
 

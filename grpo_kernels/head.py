@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Tensors(NamedTuple):
+class HeadTensors(NamedTuple):
     """One value for each tensor of a head: the tensor itself, its gradient, or True if it needs
     one; None where the head has none.
 
-    The raw projection is ``hidden @ weight.T + lora_u @ lora_b.T + bias``.
+    The raw logits are ``hidden @ weight.T + lora_u @ lora_b.T + bias``.
     """
 
     hidden: Any  # (N, H)
@@ -50,18 +50,18 @@ class Tensors(NamedTuple):
     lora_b: Any = None  # (V, r)
 
     def factors(self) -> list[tuple[Any, Any]]:
-        """The values of the pairs (N, K), (V, K) whose products add up to the projection."""
+        """The values of the pairs (N, K), (V, K) whose products add up to the raw logits."""
         adapter = [] if self.lora_u is None or self.lora_b is None else [(self.lora_u, self.lora_b)]
         return [(self.hidden, self.weight), *adapter]
 
     @staticmethod
-    def of_factors(rows: list[Any], matrices: list[Any], bias: Any) -> Tensors:
+    def of_factors(rows: list[Any], matrices: list[Any], bias: Any) -> HeadTensors:
         """The record whose `factors` are the pairs of `rows` and `matrices`."""
         (hidden, *lora_u), (weight, *lora_b) = rows, matrices
-        return Tensors(hidden, weight, bias, *lora_u, *lora_b)
+        return HeadTensors(hidden, weight, bias, *lora_u, *lora_b)
 
-    def map(self, change: Callable[[Any], Any]) -> Tensors:
-        return Tensors(*(None if x is None else change(x) for x in self))
+    def map(self, change: Callable[[Any], Any]) -> HeadTensors:
+        return HeadTensors(*(None if x is None else change(x) for x in self))
 
 
 @hints_names
@@ -69,7 +69,7 @@ class Tensors(NamedTuple):
 class LoRA:
     """A low-rank adapter (https://arxiv.org/abs/2106.09685) on the head itself.
 
-    The adapter adds ``scaling * x @ a.T @ b.T`` to the head's raw projection, where x is `input`
+    The adapter adds ``scaling * x @ a.T @ b.T`` to the head's raw logits, where x is `input`
     or, without an `input`, the hidden states.
 
     The V x H product of `a` and `b` is never formed; an adapter costs r (H + V) multiplications per
@@ -368,26 +368,28 @@ def _check_reference(states: Any, own: Head, hidden: Tensor, weight: Tensor, pre
         check_shape(f"{prefix}bias", own.bias, ("(V,)", (vocab,)))
 
 
-def tensors_of(hidden: Tensor, head: Head, positions: Tensor) -> Tensors:
+def tensors_of(hidden: Tensor, head: Head, positions: Tensor) -> HeadTensors:
     """Return the tensors that products read: `hidden` (..., H) flattened, the adapter's at
     `positions`."""
     flat = hidden.reshape(-1, hidden.shape[-1])
     if head.lora is None:
-        return Tensors(flat, head.weight, head.bias)
-    return Tensors(flat, head.weight, head.bias, head.lora.project(hidden, positions), head.lora.b)
+        return HeadTensors(flat, head.weight, head.bias)
+    return HeadTensors(
+        flat, head.weight, head.bias, head.lora.project(hidden, positions), head.lora.b
+    )
 
 
-def gradients_wanted(hidden: Tensor, head: Head) -> Tensors:
+def gradients_wanted(hidden: Tensor, head: Head) -> HeadTensors:
     """True for each of `tensors_of` whose gradient autograd will need."""
     if not torch.is_grad_enabled():
-        return Tensors(False, False)
+        return HeadTensors(False, False)
     bias, lora = head.bias, head.lora
     of_bias = bias is not None and bias.requires_grad
     if lora is None:
-        return Tensors(hidden.requires_grad, head.weight.requires_grad, of_bias)
+        return HeadTensors(hidden.requires_grad, head.weight.requires_grad, of_bias)
     x = hidden if lora.input is None else lora.input
     of_u = x.requires_grad or lora.a.requires_grad
-    return Tensors(
+    return HeadTensors(
         hidden.requires_grad, head.weight.requires_grad, of_bias, of_u, lora.b.requires_grad
     )
 

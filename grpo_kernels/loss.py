@@ -1,85 +1,60 @@
 """The GRPO family of losses, computed from hidden states or from given log-probabilities.
 
-The steps of `grpo_loss` with the engine one_pass, and the file of each. Scale, soft-cap and
-rounding of the logits are left out (`LogitTransform`)::
+`grpo_loss` with the engine one_pass, step by step. With old_per_token_logps as `old`, advantages
+as A, and w one weight per token (the loss type's normalizer, objective/losses.py), the loss is::
 
-    a module as the head: its parameters, within its hooks, by            module.py
-    `within_module`, which runs this function with tensors
-    tokens = the positions that count                                     tokens.py
-    w      = the loss type's normalizer, one weight per token             objective/losses.py
-    engine = the cheapest that gives this loss its exact gradient;        engine/plan.py
-             lean if memory is tight
-    first_pass, before autograd knows of the call:                        engine/sweep.py
-    for each chunk of rows:
-        x = hidden @ weight.T                                             engine/gemm.py
-        z = (x + bias) / temperature                                      backends: `stats`
-        logps, entropies = log softmax(z)[id], -sum p log p               the same
-        R = logps - old_per_token_logps                                   objective/policy.py
-        a, b = d loss / d logps, d loss / d entropies                     the same
-        dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)            backends: `grad`
-        dx = dz / temperature, in the engine `d_logits`                   the same
-    for each group of chunks, mostly of one:
-        d hidden = dx @ weight                                            engine/gemm.py
-        d weight += dx.T @ hidden                                         engine/sweep.py, `_Sums`
-    l = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL backends/formulas.py
+    R    = logps - old                                                    objective/policy.py
+    l    = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL  backends/formulas.py
     loss = sum(w * l) - entropy_coef * mean entropy                       objective/policy.py
-    LossWithGradient attaches the gradient to the loss                    engine/autograd.py
-    metrics = means over the tokens or sequences                          objective/metrics.py
+    a, b = d loss / d logps, d loss / d entropies                         the same
 
-and of its backward, with g the gradient that arrives for the loss::
+and its forward and backward are::
 
-    one pass:   d hidden and d weight are stored                          engine/autograd.py
-    two passes: g a, g b (and g c); rows where all are 0 are left out;
-                `second_pass`: `sweep` again, to d hidden and d weight    engine/autograd.py
-    times g, if not yet; rounded once to the dtypes of hidden and weight (by lean, slice by slice);
-    rows of tokens that do not count become 0: `_input_gradients`         engine/autograd.py
+    a module as the head: its parameters, within its hooks                module.py
+    tokens = the positions that count                                     tokens.py
+    engine = the cheapest that gives this loss its exact gradient         engine/plan.py
+    for each chunk of rows, before autograd knows of the call:            engine/sweep.py
+        logits = hidden @ weight.T                                        engine/gemm.py
+        z = (logits + bias) / temperature                                 backends: `stats`
+        logps, entropies = log softmax(z)[id], -sum p log p               the same
+        a, b of these rows, from logps and entropies                      objective/policy.py
+        dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)            backends: `grad`
+        d_logits = dz / temperature                                       the same
+        d_hidden = d_logits @ weight                                      engine/gemm.py
+        d_weight += d_logits.T @ hidden                                   engine/sweep.py, `_Sums`
+    loss = the sum above; metrics = means over the tokens                 objective/
+    LossWithGradient attaches d_hidden and d_weight to the loss           engine/autograd.py
 
-The backends are backends/torch_rows.py (the formulas, readable), csrc/ops.cpp, and
-backends/triton_rows: reduce.py (`stats_kernel`), grad.py (`grad_kernel`), fused.py
-(`fused_kernel`). torch scales x beforehand, in `prepare_`. The last kernel, as C++ does, goes from
-x to dx at once, `fused`, and computes w l too: `evaluate` then only adds these up. torch never
-fuses, nor does Triton with a `reference`, and nobody does with a sharded head, a custom objective,
-a sampler's candidates, or a sampling ratio of this call's own log-probabilities. In fp16 on a GPU,
-`fused` leaves dx to `grad`: its range needs a factor, which the coefficients of a whole chunk
-determine.
+    backward: both times d_loss, rounded once to the inputs' dtypes;      engine/autograd.py
+    rows of tokens that do not count become 0
 
-The engines at these steps, by the names of functions in engine/sweep.py and engine/autograd.py:
+Logit scale, soft-cap and rounding are left out here (`LogitTransform`). The row work of a chunk,
+from logits to d_logits, is written out in backends/torch_rows.py; backends/triton_rows and csrc/
+have it as kernels, and can do it at once, `fused` (engine/sweep.py says when).
+
+In other engines the gradient comes later, or without a and b:
 
 ======== =============================== ============================= =========================
-engine   in the loop of `first_pass`     after it, in `grpo_loss`      in the backward
+engine   in the loop                     after it, in `grpo_loss`      in the backward
 ======== =============================== ============================= =========================
-one_pass `fused_work`; or `stats_work`,  `evaluate`: the value         the stored gradient
-         then `gradient_work`
-frozen   `stats_work`, then              `evaluate`: value, a;         the same
-         `gradient_work` with a = 1      `scale_frozen_`: rows times a
-two_pass `stats_work`                    `evaluate`: value, a, b, into `second_pass`: `sweep`
-                                         `FirstPass.coefficients`      with `gradient_work`
-lean     `stats_work`                    the same                      `second_pass`:
-                                                                       `sweep_slices`
+frozen   d_hidden as if a = 1, b = 0     rows of d_hidden times a      as above
+two_pass logps, entropies alone          a, b of all rows are kept     the loop again, from logits
+                                                                       to d_hidden, d_weight
+lean     the same                        the same                      the same, by slices of the
+                                                                       vocabulary (engine/slices.py)
+score    the same; nothing trains        -                             -
 ======== =============================== ============================= =========================
 
-Without a tensor that trains, the engine is ``score``: `stats_work`, and no gradient. If a token's a
-depends on other tokens, one pass is not enough; `frozen` still is, for a frozen head and a loss of
-the log-probabilities alone. `_couples_tokens` (objective/policy.py) says which losses couple
-tokens. For those that do not, a is known beforehand unless it reads this call's log-probabilities:
-by old ones, a KL estimate, a sampling ratio of this call, or candidates. Engines that compute the
-gradient at once send tokens that certainly get none through a loop of their own, which computes
-none.
-
-With a KL term over the whole vocabulary (`reference`) there is a third number, c = d loss / d KL,
-which adds ``c p_j (log p_j - log q_j - KL)`` to dz_j: backends/divergence.py with jsd_beta = 1,
-where the reference is the `Teacher`. With a sampler's K candidates v (`sampling_topk_ids`) there
-are K more, g_v = d loss / d log p_v. They add ``sum_v g_v (1[j = v] - p_j)``: engine/top_k.py.
-
-Kept sets take their own path, `_loss_over_sets`: log-probabilities over the ids of each set, by
-`KeptSetLogprob` (engine/kept.py, on the torch backend), and of tokens without a set over the whole
-vocabulary, by `LinearLogprob`; then the loss of these, by `_LossOfLogps`.
+With a KL term over the whole vocabulary (`reference`) a row has a third number, c = d loss / d KL,
+which adds ``c p_j (log p_j - log q_j - KL)`` to dz_j (backends/divergence.py). With a sampler's K
+candidates v (`sampling_topk_ids`) it has K more, g_v = d loss / d log p_v, which add
+``sum_v g_v (1[j = v] - p_j)`` (engine/top_k.py). Kept sets take a path of their own,
+`_loss_over_sets`: log-probabilities over each set (engine/kept.py), then the loss of these.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -87,7 +62,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.backends.token_loss import TOPK_LOGPS
+from grpo_kernels.backends.fused_loss import TOPK_LOGPS
 from grpo_kernels.base.checks import (
     check_finite,
     check_ids,
@@ -100,7 +75,7 @@ from grpo_kernels.base.checks import (
     warn_of_ratio,
 )
 from grpo_kernels.base.choices import OnMissingSet
-from grpo_kernels.engine.autograd import LossWithGradient, first_order, scatter
+from grpo_kernels.engine.autograd import LossWithGradient, first_order
 from grpo_kernels.engine.kept import score_kept
 from grpo_kernels.engine.plan import Job, Rows, Run, begin, check_run, checked_on_all_ranks, plan
 from grpo_kernels.engine.sweep import first_pass, scale_frozen_
@@ -108,7 +83,7 @@ from grpo_kernels.engine.top_k import TopKLogps, check_listed
 from grpo_kernels.engine.workspace import accumulator_of
 from grpo_kernels.head import (
     HeadLike,
-    Tensors,
+    HeadTensors,
     outside_graphs,
     read_heads,
     read_reference,
@@ -343,8 +318,7 @@ def grpo_loss(
         results = first.stats.logps, first.entropies
         has_gradient = _tokens_with_gradient(job, row_objective, evaluation)
         metrics = _metrics(arguments, tokens, *results, evaluation, has_gradient)
-        shape = tokens.layout.shape
-        logps, entropies = (scatter(x, job.rows, math.prod(shape)).view(shape) for x in results)
+        logps, entropies = map(tokens.layout.scatter, results)
     loss = LossWithGradient.apply(job, evaluation.loss, first, reference_tensors, *head_tensors)
     return LossOutput(loss, logps, entropies, metrics, job.engine, job.backend.name)
 
@@ -534,8 +508,8 @@ def policy_expectation(
     `sampling_per_token_logps`.
 
     Returns:
-        An `Expectation` whose `graded` is (B, T). If a token's gradient depends on other tokens,
-        `coefficients` is None, since a row alone does not determine its gradient; `graded` still
+        An `Expectation` whose `live` is (B, T). If a token's gradient depends on other tokens,
+        `coefficients` is None, since a row alone does not determine its gradient; `live` still
         marks the rows that may have a gradient.
 
     Raises:
@@ -679,7 +653,7 @@ def _loss_over_sets(
     tokens: Tokens,
     arguments: Mapping[str, Any],
     job: Job,
-    head: Tensors,
+    head: HeadTensors,
     sets: KeptIds,
 ) -> LossOutput:
     """The loss of log-probabilities over the sampler's kept sets."""

@@ -55,8 +55,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.fused_loss import TOPK_LOGPS, Coefficients
 from grpo_kernels.backends.interface import STATISTICS
-from grpo_kernels.backends.token_loss import TOPK_LOGPS, Coefficients
 from grpo_kernels.base.checks import (
     check_choice,
     check_ids,

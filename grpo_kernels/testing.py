@@ -71,7 +71,7 @@ def check_token_level(
         numbers = {x: some[x] for x in ("advantages", "old_per_token_logps", *OPTIONAL)}
         inputs = Tokens(layout, torch.zeros_like(some["index"]), **numbers)
         own, part = PolicyObjective(config, inputs, torch.ones_like(leaves[0])), TokenInputs(**some)
-        losses = objective(with_loss(part, lambda: own.token_losses(*leaves, alone=True)[0]))
+        losses = objective(with_loss(part, lambda: own.per_token_loss(*leaves, alone=True)[0]))
         options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
         return losses.detach(), *torch.autograd.grad(losses.sum(), leaves, **options)
 

@@ -7,6 +7,7 @@ look the same from here on.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -61,7 +62,9 @@ class Layout:
         )
 
     def scatter(self, x: Tensor) -> Tensor:
-        """(n,) -> the caller's shape, 0 where masked."""
+        """(n,) -> the caller's shape, 0 where masked; always a copy."""
+        if len(x) == math.prod(self.shape):
+            return x.clone().view(self.shape)
         full = x.new_zeros(self.shape).flatten()
         full[self.positions] = x
         return full.view(self.shape)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import (
     Chunk,
     DivergenceStats,
@@ -16,7 +17,6 @@ from grpo_kernels.backends.interface import (
     RowStats,
     Teacher,
 )
-from grpo_kernels.backends.token_loss import TokenLoss
 from grpo_kernels.backends.triton_rows import divergence, fused, grad, reduce
 from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.objective import losses
@@ -36,11 +36,11 @@ class Loss(NamedTuple):
     has_gate: bool = False
     d_entropy: float = 0.0
 
-    def of_rows(self, numbers: Callable[[], Tensor]) -> TokenLoss:
+    def of_rows(self, numbers: Callable[[], Tensor]) -> FusedLoss:
         """The loss of rows whose weights, advantages and log-probabilities are of `numbers`."""
         on_policy = self.surrogate in ("constant", "linear")
         constants = {x.surrogate: x.constants(LossConfig()) for x in losses.LOSSES.values()}
-        return TokenLoss(
+        return FusedLoss(
             surrogate=self.surrogate, constants=constants.get(self.surrogate, ()), kl=self.kl,
             corrects_kl=self.corrects_kl, advantages=None if on_policy else numbers(),
             d_policy=numbers() if on_policy else None, weights=numbers(),

@@ -3,11 +3,11 @@
 A backend computes no matrix product, and sees only each row's coefficients of the loss. Calls on a
 chunk, in this order::
 
-    prepare_(logits, transform)             raw projection -> the form that the backend reads
+    prepare_(logits, transform)             raw logits -> the form that the backend reads
     stats(chunk, ...)    -> RowStats        log-probability, entropy, the numbers `grad` needs
-    grad(chunk, stats, a, b, out)           out = d loss / d raw projection
+    grad(chunk, stats, a, b, out)           out = d loss / d raw logits
 
-If a `TokenLoss` can describe the loss and the backend fuses, ``fused`` takes the place of the last
+If a `FusedLoss` can describe the loss and the backend fuses, ``fused`` takes the place of the last
 two. `torch_rows.TorchRows` runs anywhere and is the oracle for every other backend;
 `triton_rows.rows.TritonRows` runs on a GPU, `cpp_rows.CppRows` on a CPU.
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.token_loss import TokenLoss
+from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import Extra, choices
 
@@ -27,7 +27,8 @@ def warn_of_torch(place: str, better: str, refusal: str) -> None:
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """``z = softcap(scale * round(x + bias)) / temperature`` of the raw projection x.
+    """``z = softcap(scale * round(x + bias)) / temperature``: scaled logits z of the raw logits x,
+    which are hidden @ weight.T.
 
     ``softcap(x) = cap * tanh(x / cap)``.
     """
@@ -63,9 +64,9 @@ class Chunk:
 
     Attributes:
         logits: fp32 (fp64 for fp64 inputs), the rows contiguous, as `RowBackend.prepare_` left
-            them: the raw projection, or on the torch backend the scaled logits; n is at least 16.
+            them: the raw logits, or on the torch backend the scaled logits; n is at least 16.
         ids: int64 in [0, V), each row's target; `fused` and `grad` define the meaning of other ids.
-        transform: from the raw projection to the scaled logits z.
+        transform: from the raw logits to the scaled logits z.
         first_id: the id of the first column, if the columns are a slice of the vocabulary: only
             `grad` supports that.
         teacher: the logits of another head for the same rows, if a divergence from it is wanted.
@@ -107,7 +108,7 @@ class RowStats:
     log_sum: Tensor  # log sum_j exp(z_j - max_logit)
     entropies: Tensor | None = None  # -sum_j p_j log p_j
     extras: dict[str, Tensor] = field(default_factory=dict)  # by STATISTICS, TOPK_LOGPS
-    loss_terms: dict[str, Tensor] = field(default_factory=dict)  # of `fused`, see `TokenLoss`
+    loss_terms: dict[str, Tensor] = field(default_factory=dict)  # of `fused`, see `FusedLoss`
     divergence: DivergenceStats | None = None  # of rows that have a teacher
 
     @staticmethod
@@ -166,9 +167,9 @@ class RowBackend(Protocol):
         return 0
 
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
-        """Turn the raw projection into the form that the other methods read, in place.
+        """Turn the raw logits into the form that the other methods read, in place.
 
-        A backend that reads the raw projection does nothing.
+        A backend that reads raw logits does nothing.
         """
         return None
 
@@ -198,7 +199,7 @@ class RowBackend(Protocol):
         out: Tensor,
         d_divergence: Tensor | None = None,
     ) -> None:
-        """``out = d loss / d (raw projection)``, from derivatives in a row's three numbers (n,).
+        """``out = d loss / d (raw logits)``, from derivatives in a row's three numbers (n,).
 
         `out` (n, V) may be the logits themselves, or another tensor, also a 16-bit one; the logits
         may be overwritten either way. A row whose id is not among the columns has no target.
@@ -216,16 +217,16 @@ class RowBackend(Protocol):
 
 @runtime_checkable
 class FusedRowBackend(RowBackend, Protocol):
-    """Backend that also computes a whole `TokenLoss`, between a row's statistics and gradient."""
+    """Backend that also computes a whole `FusedLoss`, between a row's statistics and gradient."""
 
     fuses_teacher: bool  # True if `fused` takes chunks with a teacher
 
     @abstractmethod
-    def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
+    def fused(self, chunk: Chunk, fused_loss: FusedLoss, out: Tensor | None) -> RowStats:
         """Do the work of `stats`, compute each row's loss (`RowStats.loss_terms`), and do the work
         of `grad` if `out` is given.
 
-        For a chunk with a teacher, `TokenLoss.kl` is ``"full"``: the divergence is computed too. An
+        For a chunk with a teacher, `FusedLoss.kl` is ``"full"``: the divergence is computed too. An
         id outside of [0, V) is invalid: the row's log-probability, loss and d_logp are NaN.
         """
         ...

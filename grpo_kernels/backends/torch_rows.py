@@ -6,7 +6,7 @@ With m = max_j z_j, e_j = exp(z_j - m), S = sum_j e_j and id the target::
     entropy  = log S - sum_j e_j (z_j - m) / S
     d z_j    = a * (1[j = id] - p_j) - b * p_j * (log p_j + entropy) + c * (k_j - p_j sum_i k_i)
 
-with a, b, c = `d_logp`, `d_entropy`, `d_divergence` (`token_loss.Coefficients`).
+with a, b, c = `d_logp`, `d_entropy`, `d_divergence` (`fused_loss.Coefficients`).
 
 The target is left out of the sum in logp, and the largest term out of the sum in log S, so that
 neither cancels when a token is nearly certain; likewise ``1 - p_id = -expm1(logp)``. A probability

@@ -20,7 +20,7 @@ from grpo_kernels.engine.plan import Job, Rows
 from grpo_kernels.engine.slices import plan_slices
 from grpo_kernels.engine.sweep import planned_bytes
 from grpo_kernels.engine.workspace import CPU, CUDA, default_workspace, meta_tensors_of
-from grpo_kernels.head import Tensors
+from grpo_kernels.head import HeadTensors
 
 R = TypeVar("R")
 MIB = 2**20
@@ -92,10 +92,10 @@ def estimate(size: Size) -> list[Need]:
     The first entry is what "auto" uses if the loss does not couple tokens and memory is not short.
     """
     n, trains = size.counted, not (size.score or size.frozen)
-    wants = Tensors(hidden=not size.score, weight=trains)
+    wants = HeadTensors(hidden=not size.score, weight=trains)
     with meta_tensors_of(CUDA if size.on_gpu else CPU):
         new = partial(torch.empty, dtype=size.dtype, device="meta")
-        head = Tensors(new(size.rows, size.hidden), new(size.vocab, size.hidden))
+        head = HeadTensors(new(size.rows, size.hidden), new(size.vocab, size.hidden))
         indices = new(n, dtype=torch.int64)
         workspace = size.workspace_bytes or default_workspace(head.weight, wants)
         job = Job(Rows(indices, indices), wants, CppRows(), size.dtype, workspace)

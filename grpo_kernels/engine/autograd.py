@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.fused_loss import TOPK_LOGPS, Coefficients
 from grpo_kernels.backends.interface import RowBackend, RowStats
-from grpo_kernels.backends.token_loss import TOPK_LOGPS, Coefficients
 from grpo_kernels.base.checks import is_one, warn_once
 from grpo_kernels.base.tensors import is_nonzero, map_tensors, take
 from grpo_kernels.engine.plan import Job, Objective
@@ -37,7 +37,7 @@ from grpo_kernels.engine.sweep import (
     sweep,
 )
 from grpo_kernels.engine.workspace import device_of
-from grpo_kernels.head import Tensors
+from grpo_kernels.head import HeadTensors
 from grpo_kernels.results import Scores
 
 F = TypeVar("F", bound=type[torch.autograd.Function])
@@ -119,13 +119,18 @@ class LossWithGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, job: Job, loss: Tensor, first: FirstPass, reference: Tensors | None, *inputs: Any
+        ctx: Any,
+        job: Job,
+        loss: Tensor,
+        first: FirstPass,
+        reference: HeadTensors | None,
+        *inputs: Any,
     ) -> Tensor:
-        tensors = Tensors(*inputs)
+        tensors = HeadTensors(*inputs)
         if job.when == "later":
             _save(ctx, job, tensors, (tensors, reference, first))
         else:
-            stored = FirstPass(_NO_STATS, first.grads, first.grad_rows)
+            stored = FirstPass(_NO_STATS, first.grads, first.live_rows)
             _save(ctx, job, tensors, (None, None, stored))
         return loss.clone()  # the copy joins the graph, `loss` must not
 
@@ -133,12 +138,14 @@ class LossWithGradient(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         job, (tensors, reference, first) = ctx.job, _saved(ctx)
         if job.when != "later":
-            stored = _input_gradients(first.grads, ctx.specs, job, first.grad_rows, d_loss)
+            stored = _input_gradients(
+                first.grads, ctx.shapes_and_dtypes, job, first.live_rows, d_loss
+            )
             return None, None, None, None, *stored
         coefficients = map_tensors(d_loss.mul, first.coefficients)
         with job.gather():
             grads, indices = second_pass(job, tensors, reference, first.stats, coefficients)
-        return None, None, None, None, *_input_gradients(grads, ctx.specs, job, indices)
+        return None, None, None, None, *_input_gradients(grads, ctx.shapes_and_dtypes, job, indices)
 
 
 @first_order
@@ -154,10 +161,10 @@ class LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, job: Job, first: FirstPass, reference: Tensors | None, *inputs: Any
+        ctx: Any, job: Job, first: FirstPass, reference: HeadTensors | None, *inputs: Any
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        tensors, stats = Tensors(*inputs), first.stats
+        tensors, stats = HeadTensors(*inputs), first.stats
         _save(ctx, job, tensors, None if job.when == "never" else (tensors, reference, first))
 
         def result(x: Tensor | None) -> Tensor | None:
@@ -184,14 +191,14 @@ class LinearLogprob(torch.autograd.Function):
             d_topk = dict(zip(ctx.job.extras, d_extras, strict=True)).get(TOPK_LOGPS)
             upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk)
             tensors, reference, first = _saved(ctx)
-            grads = _gradient(ctx.job, ctx.specs, tensors, reference, first, upstream)
+            grads = _gradient(ctx.job, ctx.shapes_and_dtypes, tensors, reference, first, upstream)
             return None, None, None, *grads
 
 
 def scored(
     job: Job,
-    tensors: Tensors,
-    reference: Tensors | None,
+    tensors: HeadTensors,
+    reference: HeadTensors | None,
     objective: Objective,
     shape: torch.Size,
     *,
@@ -210,8 +217,8 @@ def scored(
     return Scores(**{name: x.view(*shape, *x.shape[1:]) for name, x in there.items()})
 
 
-def _save(ctx: Any, job: Job, tensors: Tensors, needed: Any) -> None:
-    ctx.job, ctx.specs = job, tensors.map(lambda x: (x.shape, x.dtype))
+def _save(ctx: Any, job: Job, tensors: HeadTensors, needed: Any) -> None:
+    ctx.job, ctx.shapes_and_dtypes = job, tensors.map(lambda x: (x.shape, x.dtype))
     # saved as a flat list, without statistics that no backward reads
     saved: list[Tensor] = []
     place = torch.empty(0)
@@ -240,11 +247,11 @@ def scatter(x: Tensor, rows: Any, n: int) -> Tensor:
 
 def second_pass(
     job: Job,
-    tensors: Tensors,
-    reference: Tensors | None,
+    tensors: HeadTensors,
+    reference: HeadTensors | None,
     stats: RowStats,
     coefficients: Coefficients,
-) -> tuple[Tensors, Tensor]:
+) -> tuple[HeadTensors, Tensor]:
     """Compute the gradient of the rows with a non-zero coefficient (n,), on logits that are
     projected again; also return the rows' indices.
 
@@ -261,7 +268,7 @@ def second_pass(
     stats_of_first = lambda chunk, rows, at, out: (take(stats, at), None)  # noqa: E731
     coefficients_of = lambda at, _: take(coefficients, at)  # noqa: E731
     work = gradient_work(job, tensors, coefficients_of, stats_of_first, keeps=False)
-    grads = sweep(job, tensors, reference, work, job.needs)[1]
+    grads = sweep(job, tensors, reference, work, job.needs_grad)[1]
     assert grads is not None
     return grads, indices
 
@@ -284,32 +291,32 @@ def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
 
 def _gradient(
     job: Job,
-    specs: Tensors,
-    tensors: Tensors,
-    reference: Tensors | None,
+    shapes_and_dtypes: HeadTensors,
+    tensors: HeadTensors,
+    reference: HeadTensors | None,
     first: FirstPass,
     upstream: Coefficients,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the head's tensors; `upstream` holds the gradient of each result,
     (N,)."""
-    rows, stats, stored, grad_rows = job.rows, first.stats, first.grads, first.grad_rows
+    rows, stats, stored, live_rows = job.rows, first.stats, first.grads, first.live_rows
 
-    def again(coefficients: Coefficients) -> tuple[Tensors, Tensor]:
+    def again(coefficients: Coefficients) -> tuple[HeadTensors, Tensor]:
         return second_pass(job, tensors, reference, stats, coefficients)
 
     upstream = map_tensors(lambda x: x[rows.positions].to(job.accumulator_dtype), upstream)
-    d_score = job.d_score(upstream)
-    if d_score is None:
-        d_score = stats.logps.new_zeros(len(rows))
-        upstream = job.with_d_score(d_score, upstream)
-    if stored is None or grad_rows is None:
+    d_result = job.d_result(upstream)
+    if d_result is None:
+        d_result = stats.logps.new_zeros(len(rows))
+        upstream = job.with_d_result(d_result, upstream)
+    if stored is None or live_rows is None:
         total, indices = again(upstream)
-        return _input_gradients(total, specs, job, indices)
+        return _input_gradients(total, shapes_and_dtypes, job, indices)
     if job.engine == "frozen":
-        factor = d_score[grad_rows, None]
-        remainder = job.with_d_score(d_score.index_fill(0, grad_rows, 0.0), upstream)
-        alone = all(x is None or x is d_score for x in upstream)
-        complete = alone and grad_rows.shape[0] == len(rows)  # then nothing waits for the device
+        factor = d_result[live_rows, None]
+        remainder = job.with_d_result(d_result.index_fill(0, live_rows, 0.0), upstream)
+        alone = all(x is None or x is d_result for x in upstream)
+        complete = alone and live_rows.shape[0] == len(rows)  # then nothing waits for the device
         any_left = not complete and check_remainder(remainder, upstream)[0]
     else:
         factor, remainder = split_off(upstream, first.coefficients)
@@ -317,17 +324,17 @@ def _gradient(
         if far:  # stored and remainder are far larger than their sum, and would cancel
             warn_once(WRONG_EXPECTATION)
             total, indices = again(upstream)
-            return _input_gradients(total, specs, job, indices)
+            return _input_gradients(total, shapes_and_dtypes, job, indices)
     if not any_left:
-        return _input_gradients(stored, specs, job, grad_rows, factor)
+        return _input_gradients(stored, shapes_and_dtypes, job, live_rows, factor)
     more, indices = again(remainder)
     if job.engine == "one_pass" and 2 * len(indices) > len(rows):
         warn_once(WRONG_EXPECTATION)
     scaled = map_tensors(lambda x: _times(x, factor, x.dtype, job.backend), stored)
     ratio = ratio_at(upstream, remainder, indices)
-    total = _merge(scaled, grad_rows, more, indices, len(rows), ratio)
+    total = _merge(scaled, live_rows, more, indices, len(rows), ratio)
     every = torch.arange(len(rows), device=rows.positions.device)
-    return _input_gradients(total, specs, job, every)
+    return _input_gradients(total, shapes_and_dtypes, job, every)
 
 
 WRONG_EXPECTATION = (
@@ -356,9 +363,14 @@ def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBac
 
 
 def _merge(
-    stored: Tensors, grad_rows: Tensor, more: Tensors, indices: Tensor, n: int, ratio: Tensor
-) -> Tensors:
-    """Add the stored gradients (of `grad_rows`) and a second pass's gradients (of rows `indices`).
+    stored: HeadTensors,
+    live_rows: Tensor,
+    more: HeadTensors,
+    indices: Tensor,
+    n: int,
+    ratio: Tensor,
+) -> HeadTensors:
+    """Add the stored gradients (of `live_rows`) and a second pass's gradients (of rows `indices`).
 
     A row with one coefficient gets `ratio` (m,) times its gradient from the second pass, and
     nothing of the stored one, since their sum could be a small difference of large numbers. `ratio`
@@ -366,10 +378,10 @@ def _merge(
     """
     keeps = _graph_is_kept()
     total = []
-    for name, x, y in zip(Tensors._fields, stored, more, strict=True):
+    for name, x, y in zip(HeadTensors._fields, stored, more, strict=True):
         if name in OF_ROWS and x is not None and y is not None:
             rows = x.new_zeros(n, x.shape[1])
-            rows[grad_rows] = x
+            rows[live_rows] = x
             added = rows[indices] + y
             rows[indices] = torch.where(ratio.isnan()[:, None], added, y * ratio[:, None])
             total.append(rows)
@@ -377,16 +389,20 @@ def _merge(
             total.append(y if x is None else x)
         else:
             total.append(x + y if keeps else x.add_(y))
-    return Tensors(*total)
+    return HeadTensors(*total)
 
 
 def _input_gradients(
-    grads: Tensors, specs: Tensors, job: Job, indices: Tensor, factor: Tensor | None = None
+    grads: HeadTensors,
+    shapes_and_dtypes: HeadTensors,
+    job: Job,
+    indices: Tensor,
+    factor: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients times `factor`, () or (m, 1), each rounded once.
 
-    `specs` has the (shape, dtype) of each of the head's tensors. The gradients' rows are at
-    `indices` among the call's rows. With a sharded head, a row's gradients from the ranks' columns
+    `shapes_and_dtypes` are those of the head's tensors. The gradients' rows are at `indices` among
+    the call's rows. With a sharded head, a row's gradients from the ranks' columns
     are summed over the ranks.
     """
     rows, shard, backend = job.rows, job.shard, job.backend
@@ -401,7 +417,7 @@ def _input_gradients(
         return _spread(_times(x, factor, dtype, backend), positions, shape[0])
 
     returned: list[Tensor | None] = []
-    for name, x, spec in zip(Tensors._fields, grads, specs, strict=True):
+    for name, x, spec in zip(HeadTensors._fields, grads, shapes_and_dtypes, strict=True):
         if x is None or spec is None:
             returned.append(None)
         elif name in OF_ROWS:

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.fused_loss import Coefficients
 from grpo_kernels.backends.interface import LogitTransform, RowStats
-from grpo_kernels.backends.token_loss import Coefficients
 from grpo_kernels.base.tensors import map_tensors
 from grpo_kernels.engine.workspace import device_of
 

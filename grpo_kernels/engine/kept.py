@@ -2,7 +2,7 @@
 position's kept ids.
 
 The sets of a block of r positions are ids (r, w), padded. Forward: gather (r, w, H), multiply with
-hidden states (r, H) to raw projections (r, w), and reduce these as a chunk of w logits per row.
+hidden states (r, H) to raw logits (r, w), and reduce these as a chunk of w logits per row.
 Backward: differentiate the saved logits; gather again and multiply for d hidden; the outer product
 with hidden states is added to the ids' rows of d weight.
 
@@ -30,7 +30,7 @@ from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.autograd import first_order, scatter, scored
 from grpo_kernels.engine.plan import Job, Objective, Run, choose_engine, in_range
-from grpo_kernels.head import Tensors
+from grpo_kernels.head import HeadTensors
 from grpo_kernels.kept_ids import KeptIds
 from grpo_kernels.results import Scores
 
@@ -93,7 +93,7 @@ class KeptSets:
 
 def score_kept(
     job: Job,
-    tensors: Tensors,
+    tensors: HeadTensors,
     run: Run | None,
     kept_ids: KeptIds,
     ids: Tensor,
@@ -234,7 +234,7 @@ def _wrong(
 
 
 def plan_sets(
-    job: Job, tensors: Tensors, kept_ids: KeptIds, survey: Survey
+    job: Job, tensors: HeadTensors, kept_ids: KeptIds, survey: Survey
 ) -> tuple[KeptSets, bool]:
     """Plan the work; also return True if any position has no set. Waits for the sets' sizes."""
     rows = job.rows
@@ -282,13 +282,13 @@ def plan_spans(
 class KeptSetLogprob(torch.autograd.Function):
     """Log-probabilities (N,) and entropies (N,) or None over kept sets.
 
-    ``forward(ctx, planned, *tensors)``, with the tensors of a `Tensors`.
+    ``forward(ctx, planned, *tensors)``, with the tensors of a `HeadTensors`.
     """
 
     @staticmethod
     def forward(ctx: Any, planned: KeptSets, *inputs: Any) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        tensors, shard = Tensors(*inputs), planned.job.shard
+        tensors, shard = HeadTensors(*inputs), planned.job.shard
         positions, dtype = planned.job.rows.positions, planned.job.accumulator_dtype
         zeros = positions.new_zeros(len(positions), dtype=dtype)
         nothing = torch.full_like(zeros, -torch.inf)  # for rows without an id on this rank
@@ -307,7 +307,7 @@ class KeptSetLogprob(torch.autograd.Function):
                 for x, part in zip(_numbers(stats), _numbers(of_block), strict=True):
                     if x is not None and part is not None:
                         x[at] = part
-                if any(planned.job.needs):
+                if any(planned.job.needs_grad):
                     blocks += [kept, logits, target]
             if shard is not None:
                 stats = shard.joined(stats, planned.job.rows.ids, LogitTransform())
@@ -323,7 +323,7 @@ class KeptSetLogprob(torch.autograd.Function):
         planned: KeptSets = ctx.planned
         with planned.job.gather(), torch.autocast(planned.kept_ids.ids.device.type, enabled=False):
             saved = iter(ctx.saved_tensors)
-            tensors = Tensors(*itertools.islice(saved, ctx.count))
+            tensors = HeadTensors(*itertools.islice(saved, ctx.count))
             stats = RowStats(*itertools.islice(saved, 4))
             upstream = [x for x in (d_logps, d_entropies) if x is not None]
             if not upstream:
@@ -336,8 +336,8 @@ class KeptSetLogprob(torch.autograd.Function):
                 index = has_gradient.nonzero()[:, 0]
                 if len(index):
                     at, block = at[index], take(block, index)
-                    d_raw = _d_raw(block, planned, at, stats, d_logps, d_entropies)
-                    sums.add(factors, block[0], d_raw, at)
+                    d_logits = _d_logits(block, planned, at, stats, d_logps, d_entropies)
+                    sums.add(factors, block[0], d_logits, at)
         return None, *sums.gradients()
 
 
@@ -346,7 +346,7 @@ def _numbers(stats: RowStats) -> tuple[Tensor | None, ...]:
     return stats.logps, stats.max_logit, stats.log_sum, stats.entropies
 
 
-def _factors(tensors: Tensors, planned: KeptSets) -> list[_Gathered]:
+def _factors(tensors: HeadTensors, planned: KeptSets) -> list[_Gathered]:
     """Return memory for each factor's gathered rows, for as many entries as the workspace holds."""
     job = planned.job
     largest = max(((rows.stop - rows.start) * width for rows, width, _ in planned.spans), default=0)
@@ -356,7 +356,7 @@ def _factors(tensors: Tensors, planned: KeptSets) -> list[_Gathered]:
     return [_Gathered(matrix, dtype, wide, entries) for (_, matrix), dtype in pairs]
 
 
-def _result(x: Tensor, planned: KeptSets, tensors: Tensors) -> Tensor:
+def _result(x: Tensor, planned: KeptSets, tensors: HeadTensors) -> Tensor:
     """(n,) -> (N,): 0 if no set is projected, NaN if the row is invalid."""
     x = torch.where(planned.projected, x, 0.0)
     if planned.job.rows.invalid is not None:
@@ -392,7 +392,7 @@ def _padding(kept: Tensor) -> Tensor:
 
 
 def _logits(
-    factors: list[_Gathered], tensors: Tensors, planned: KeptSets, at: Tensor, kept: Tensor
+    factors: list[_Gathered], tensors: HeadTensors, planned: KeptSets, at: Tensor, kept: Tensor
 ) -> Tensor:
     """Return the logits (r, w) of the ids `kept`, -inf in the padding."""
     positions = planned.job.rows.positions[at]
@@ -406,7 +406,7 @@ def _logits(
     return z.masked_fill_(_padding(kept), -torch.inf)
 
 
-def _d_raw(
+def _d_logits(
     block: _Block,
     planned: KeptSets,
     at: Tensor,
@@ -414,7 +414,7 @@ def _d_raw(
     d_logps: Tensor | None,
     d_entropies: Tensor | None,
 ) -> Tensor:
-    """D loss / d (raw projection), (r, w), from statistics (n,) and upstream (N,)."""
+    """D loss / d (raw logits), (r, w), from statistics (n,) and upstream (N,)."""
     kept, logits, target = block
     positions, stats = planned.job.rows.positions[at], take(stats, at)
     dtype = planned.job.accumulator_dtype
@@ -429,22 +429,22 @@ def _d_raw(
 class _GradientSums:
     """The gradients of the head's tensors, summed over blocks."""
 
-    def __init__(self, tensors: Tensors, planned: KeptSets) -> None:
+    def __init__(self, tensors: HeadTensors, planned: KeptSets) -> None:
         self._tensors, self._planned, dtype = tensors, planned, planned.job.accumulator_dtype
         # with a sharded head, d hidden is a sum over the ranks, rounded afterwards
         divided = planned.job.shard is not None
         self._rows: list[Tensor | None] = []
         self._matrices: list[Tensor | None] = []
-        pairs = zip(tensors.factors(), planned.job.needs.factors(), strict=False)
+        pairs = zip(tensors.factors(), planned.job.needs_grad.factors(), strict=False)
         for (x, matrix), (rows, whole) in pairs:
             of_rows = dtype if divided else x.dtype
             self._rows.append(torch.zeros_like(x, dtype=of_rows) if rows else None)
             self._matrices.append(torch.zeros_like(matrix, dtype=dtype) if whole else None)
         self._bias = None
-        if tensors.bias is not None and planned.job.needs.bias:
+        if tensors.bias is not None and planned.job.needs_grad.bias:
             self._bias = torch.zeros_like(tensors.bias, dtype=dtype)
 
-    def add(self, factors: list[_Gathered], kept: Tensor, d_raw: Tensor, at: Tensor) -> None:
+    def add(self, factors: list[_Gathered], kept: Tensor, d_logits: Tensor, at: Tensor) -> None:
         """Add the gradient of the rows `at` (r,), from ids (r, w) and d raw (r, w)."""
         positions, features = (
             self._planned.job.rows.positions[at],
@@ -455,7 +455,7 @@ class _GradientSums:
             states = factor.operand(x[positions])
             d_states = torch.zeros_like(states)
             for columns in factor.pieces(*kept.shape):
-                index, part = kept[:, columns], d_raw[:, columns]
+                index, part = kept[:, columns], d_logits[:, columns]
                 if rows is not None:
                     d_states += torch.bmm(part[:, None, :], factor.of(index))[:, 0]
                 if matrix is not None:
@@ -463,22 +463,22 @@ class _GradientSums:
             if rows is not None:
                 rows[positions] = d_states.to(rows.dtype)
         if self._bias is not None:
-            self._bias.index_add_(0, kept.reshape(-1), d_raw.reshape(-1))
+            self._bias.index_add_(0, kept.reshape(-1), d_logits.reshape(-1))
 
-    def gradients(self) -> Tensors:
+    def gradients(self) -> HeadTensors:
         """Return the gradients in the dtypes of the head's tensors."""
         shard = self._planned.job.shard
         for x in self._rows:
             if shard is not None and x is not None:
                 shard.sum_(x)
-        sums = Tensors.of_factors(self._rows, self._matrices, self._bias)
+        sums = HeadTensors.of_factors(self._rows, self._matrices, self._bias)
         pairs = zip(sums, self._tensors, strict=True)
-        return Tensors(
+        return HeadTensors(
             *(None if x is None or like is None else x.to(like.dtype) for x, like in pairs)
         )
 
 
-def entry_bytes(tensors: Tensors, job: Job) -> int:
+def entry_bytes(tensors: HeadTensors, job: Job) -> int:
     """Return the bytes of one entry's gathered rows."""
     pairs = zip(tensors.factors(), job.operand_dtypes(tensors), strict=True)
     wide = job.accumulator_dtype
@@ -516,10 +516,10 @@ class _Gathered:
             y[:n].copy_(x[:n])
         return self._stages[-1][:n].view(*kept.shape, self._matrix.shape[1])
 
-    def outer(self, d_raw: Tensor, x: Tensor) -> Tensor:
+    def outer(self, d_logits: Tensor, x: Tensor) -> Tensor:
         """(r, w) and (r, K) -> (r w, K): d matrix of each entry; valid until the next call."""
-        out = self._stages[-1][: d_raw.numel()]
-        torch.bmm(d_raw[:, :, None], x[:, None, :], out=out.view(*d_raw.shape, out.shape[1]))
+        out = self._stages[-1][: d_logits.numel()]
+        torch.bmm(d_logits[:, :, None], x[:, None, :], out=out.view(*d_logits.shape, out.shape[1]))
         return out
 
     def pieces(self, rows: int, width: int) -> list[slice]:

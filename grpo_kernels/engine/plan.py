@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import check_backend, choose_backend
+from grpo_kernels.backends.fused_loss import Coefficients, FusedLoss
 from grpo_kernels.backends.interface import FusedRowBackend, LogitTransform, RowBackend, RowStats
-from grpo_kernels.backends.token_loss import Coefficients, TokenLoss
 from grpo_kernels.base.checks import (
     check_budget,
     check_choice,
@@ -59,8 +59,8 @@ from grpo_kernels.engine.workspace import (
 )
 from grpo_kernels.head import (
     Head,
+    HeadTensors,
     Reference,
-    Tensors,
     first_ids,
     gradients_wanted,
     products_dtype,
@@ -146,8 +146,8 @@ class Objective(Protocol):
         is_expected: True for what a caller expects; the backward compares it with the gradient that
             arrives, and computes what is missing.
         live: (n,) bool, rows that may have a coefficient other than 0; None: all.
-        score_alone: True if the loss depends on each row's score alone, its log-probability or
-            divergence (`Job.d_score`). Read only if the head is frozen, since it may evaluate a
+        one_coefficient: True if the loss depends on one number of each row, its log-probability or
+            divergence (`Job.d_result`). Read only if the head is frozen, since it may evaluate a
             user's function.
     """
 
@@ -158,12 +158,12 @@ class Objective(Protocol):
     @property
     def live(self) -> Tensor | None: ...
     @property
-    def score_alone(self) -> bool: ...
+    def one_coefficient(self) -> bool: ...
 
     def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
         """Return the coefficients of the rows at `index` (m,), from their statistics."""
 
-    def token_loss(self) -> TokenLoss | None:
+    def fused_loss(self) -> FusedLoss | None:
         """Return the same as a loss that one kernel computes; None if no kernel can."""
 
 
@@ -201,10 +201,10 @@ class Job:
 
     Attributes:
         rows: n rows (none until `plan`); all other positions are 0 in all results.
-        needs: which of the head's tensors need a gradient.
+        needs_grad: which of the head's tensors need a gradient.
         dtype: dtype of the products' operands; `reference_dtype` is the second head's, None without
             one.
-        transform: from raw projections to logits, without bias and temperature.
+        transform: from raw to scaled logits, without bias and temperature.
         jsd_beta: the divergence from the second head, see `backends.interface.Teacher`.
         shard: this rank's shard, if the head's rows are divided among ranks.
         entropy, extras: further results.
@@ -212,7 +212,7 @@ class Job:
     """
 
     rows: Rows
-    needs: Tensors
+    needs_grad: HeadTensors
     backend: RowBackend
     dtype: torch.dtype
     workspace_bytes: int
@@ -259,35 +259,37 @@ class Job:
         return hasattr(backend, "fused") and (alone or backend.fuses_teacher)
 
     @property
-    def score_is_divergence(self) -> bool:
-        """True if what a row is scored by is its divergence, not its log-probability. Not asked of
-        a loss with a reference, which depends on both."""
+    def result_is_divergence(self) -> bool:
+        """True if a row's result is its divergence, not its log-probability. Not asked of a loss
+        with a reference, which depends on both."""
         return self.reference_dtype is not None or isinstance(self.rows.top_k, TopKTeacher)
 
-    def d_score(self, coefficients: Coefficients) -> Tensor | None:
-        """Return the coefficient of the rows' score."""
-        return coefficients.d_divergence if self.score_is_divergence else coefficients.d_logp
+    def d_result(self, coefficients: Coefficients) -> Tensor | None:
+        """Return d loss / d result, (n,) or None."""
+        return coefficients.d_divergence if self.result_is_divergence else coefficients.d_logp
 
-    def with_d_score(self, value: Tensor, others: Coefficients = _NONE) -> Coefficients:
-        """Return `others` with `value` (n,) as the coefficient of the rows' score."""
-        return others._replace(**{"d_divergence" if self.score_is_divergence else "d_logp": value})
+    def with_d_result(self, value: Tensor, others: Coefficients = _NONE) -> Coefficients:
+        """Return `others` with `value` (n,) as d loss / d result."""
+        return others._replace(**{"d_divergence" if self.result_is_divergence else "d_logp": value})
 
     def products(self, weight: Tensor, dtype: torch.dtype | None = None) -> Products:
         """Return the products with `weight`, which may be a part of the head."""
         slice_bytes = min(SLICE_BYTES, self.workspace_bytes // 8)
         return Products(weight, dtype or self.dtype, self.accumulator_dtype, slice_bytes)
 
-    def operand_dtypes(self, head: Tensors) -> list[torch.dtype]:
-        """Return the operands' dtype for each of `Tensors.factors`; an adapter keeps its own."""
+    def operand_dtypes(self, head: HeadTensors) -> list[torch.dtype]:
+        """Return the operands' dtype of each factor of `head`; an adapter keeps its own."""
         _, *adapter = head.factors()
         return [self.dtype, *(torch.promote_types(u.dtype, b.dtype) for u, b in adapter)]
 
-    def all_products(self, head: Tensors, columns: slice = slice(None)) -> list[Products]:
-        """Return the products of `Tensors.factors`, in their order."""
+    def all_products(self, head: HeadTensors, columns: slice = slice(None)) -> list[Products]:
+        """Return the products of `HeadTensors.factors`, in their order."""
         pairs = zip(head.factors(), self.operand_dtypes(head), strict=True)
         return [self.products(matrix[columns], dtype) for (_, matrix), dtype in pairs]
 
-    def converted(self, head: Tensors, reference: Tensors | None) -> tuple[Tensors, Tensors | None]:
+    def converted(
+        self, head: HeadTensors, reference: HeadTensors | None
+    ) -> tuple[HeadTensors, HeadTensors | None]:
         """Return both heads with weights in the dtype of 16-bit products, if memory allows copies.
 
         Otherwise each product converts its weight slice by slice.
@@ -299,7 +301,7 @@ class Job:
         return _converted(head, self.dtype), reference
 
 
-def _converted(head: Tensors, dtype: torch.dtype) -> Tensors:
+def _converted(head: HeadTensors, dtype: torch.dtype) -> HeadTensors:
     wanted = converted_dtype(head.weight, dtype)
     return head if wanted is None else head._replace(weight=head.weight.to(wanted))
 
@@ -342,7 +344,7 @@ def begin(
     """
     run = Run() if run is None else run
     check_run(run)
-    dtype, needs = products_dtype(hidden, head.weight), gradients_wanted(hidden, head)
+    dtype, needs_grad = products_dtype(hidden, head.weight), gradients_wanted(hidden, head)
     weights = [(head.weight, dtype)]
     _warn_if_promoted("hidden", hidden, "weight", *weights[0])
     reference_options: dict[str, Any] = {}
@@ -352,10 +354,10 @@ def begin(
         _warn_if_promoted(f"{prefix}hidden", states, f"{prefix}weight", *weights[1])
         reference_options["reference_dtype"] = weights[1][1]
         reference_options["reference_transform"] = _transform(own, weights[1][1])
-    memory = free_memory(weights, hidden, needs, run.workspace_bytes)
+    memory = free_memory(weights, hidden, needs_grad, run.workspace_bytes)
     return Job(
         rows=_NO_ROWS,
-        needs=needs,
+        needs_grad=needs_grad,
         backend=choose_backend(backend or run.backend, hidden.device, dtype)[0],
         dtype=dtype,
         workspace_bytes=run.workspace_bytes or 0,
@@ -378,7 +380,7 @@ def plan(
     reference: Reference | None = None,
     prefix: str = "reference.",
     names: tuple[str, str] = ("completion_ids", "topk_ids"),
-) -> tuple[Job, Tensors, Tensors | None]:
+) -> tuple[Job, HeadTensors, HeadTensors | None]:
     """Plan a call that `begin` began; return it and the tensors of both heads.
 
     Args:
@@ -404,7 +406,7 @@ def plan(
     if workspace_bytes is None:
         widest = head.weight if shard is None else widest_part(head.weight, shard)
         heads = 1 if reference is None else 2
-        workspace_bytes = default_workspace(widest, job.needs, memory, heads=heads)
+        workspace_bytes = default_workspace(widest, job.needs_grad, memory, heads=heads)
     job = replace(job, memory=memory, shard=shard, workspace_bytes=workspace_bytes)
     rows = rows if objective is None else in_range(rows, names, vocab, job.first_id)
     job = replace(job, rows=rows)
@@ -423,10 +425,10 @@ def choose_engine(name: str, job: Job, objective: Objective) -> str:
     Raises:
         ValueError: the engine `name` cannot give this gradient.
     """
-    needs, known = job.needs, objective.known
+    needs_grad, known = job.needs_grad, objective.known
     if objective.is_expected and device_of(job.rows.positions.device).is_capturing():
         known = "all_rows"  # in a CUDA graph, the comparison would wait
-    head_trains, no_gradient = any(needs[1:]), not any(needs)
+    head_trains, no_gradient = any(needs_grad[1:]), not any(needs_grad)
     if name == "auto" and job.memory.tight and head_trains:
         return "lean"
     serves: dict[str, Callable[[], bool]] = {
@@ -435,7 +437,7 @@ def choose_engine(name: str, job: Job, objective: Objective) -> str:
             not head_trains
             and not isinstance(job.rows.top_k, TopKLogps)
             # without a gradient, a user's function is not evaluated for this
-            and ((no_gradient and job.reference_dtype is None) or objective.score_alone)
+            and ((no_gradient and job.reference_dtype is None) or objective.one_coefficient)
         ),
         "one_pass": lambda: known in ("before", "own_row"),
         "two_pass": lambda: True,
@@ -504,7 +506,7 @@ def _compared(
         "reference": None if other is None else (other[0], replace(other[1], process_group=None)),
         "hidden": hidden,
         "counted tokens": len(rows),
-        "gradients wanted": [bool(x) for x in job.needs],
+        "gradients wanted": [bool(x) for x in job.needs_grad],
         "dtype of the products": [job.dtype, job.reference_dtype],
         "backend that serves": choose_backend(run.backend, hidden.device, job.dtype)[0].name,
     }

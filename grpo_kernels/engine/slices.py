@@ -13,14 +13,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.fused_loss import Coefficients
 from grpo_kernels.backends.interface import RowStats
-from grpo_kernels.backends.token_loss import Coefficients
 from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.gemm import Products
 from grpo_kernels.engine.plan import Job, Rows
 from grpo_kernels.engine.sweep import Projection, row_bias, write_gradient
 from grpo_kernels.engine.workspace import device_of
-from grpo_kernels.head import Tensors
+from grpo_kernels.head import HeadTensors
 
 MOST_ROWS = 8192  # rows at a time; with more, slices would become narrow
 SLICE_MULTIPLE = 128  # columns; slices start at multiples of it
@@ -29,16 +29,16 @@ FEATURES_SHARE = 4  # the rows' operands take at most 1 / FEATURES_SHARE of the 
 
 def sweep_slices(
     job: Job,
-    tensors: Tensors,
-    reference: Tensors | None,
+    tensors: HeadTensors,
+    reference: HeadTensors | None,
     stats: RowStats,
     coefficients: Coefficients,
-) -> Tensors:
+) -> HeadTensors:
     """Return the gradient of the n rows of `job`, from their statistics and coefficients (n,).
 
     It equals the gradient of `sweep`, but d weight and d lora_b have their own dtype, rounded once.
     """
-    rows, needs, dtype = job.rows, job.needs, job.accumulator_dtype
+    rows, needs_grad, dtype = job.rows, job.needs_grad, job.accumulator_dtype
     bias = row_bias(tensors.bias, slice(None), dtype)
     transform = job.transform.with_temperature_and_bias(rows.inv_temperature, bias)
     # one factor for all rows and slices, since the gradients are summed over both
@@ -56,11 +56,11 @@ def sweep_slices(
     new = tensors.hidden.new_empty if blocks else tensors.hidden.new_zeros
     d_rows: list[Tensor | None] = []  # per factor: (m, K)
     d_matrices: list[Tensor | None] = []  # (V, K), in their own dtype
-    pairs = zip(tensors.factors(), needs.factors(), strict=False)
+    pairs = zip(tensors.factors(), needs_grad.factors(), strict=False)
     for (x, matrix), (needs_rows, needs_matrix) in pairs:
         d_rows.append(new(m, x.shape[1], dtype=dtype) if needs_rows else None)
         d_matrices.append(new(matrix.shape, dtype=matrix.dtype) if needs_matrix else None)
-    d_bias = tensors.hidden.new_zeros(vocab, dtype=dtype) if needs.bias else None
+    d_bias = tensors.hidden.new_zeros(vocab, dtype=dtype) if needs_grad.bias else None
 
     def add_block(
         projection: Projection,
@@ -115,7 +115,7 @@ def sweep_slices(
             if total is not None:
                 total.mul_(1.0 / fp16_scale)
     d_rows = [None if x is None else x[:n] for x in d_rows]
-    return Tensors.of_factors(d_rows, d_matrices, d_bias)
+    return HeadTensors.of_factors(d_rows, d_matrices, d_bias)
 
 
 def _blocks(rows: Rows, most: int) -> Iterator[tuple[slice, int, Tensor]]:
@@ -135,7 +135,9 @@ def _blocks(rows: Rows, most: int) -> Iterator[tuple[slice, int, Tensor]]:
         yield slice(start, start + m), count, index
 
 
-def plan_slices(job: Job, tensors: Tensors, reference: Tensors | None) -> tuple[int, int, int]:
+def plan_slices(
+    job: Job, tensors: HeadTensors, reference: HeadTensors | None
+) -> tuple[int, int, int]:
     """Return how many rows and columns to take at a time within the workspace, and the bytes they
     take.
 
@@ -151,7 +153,7 @@ def plan_slices(job: Job, tensors: Tensors, reference: Tensors | None) -> tuple[
     logit_bytes = size + (0 if dtype == job.accumulator_dtype else dtype.itemsize)
     row_bytes = 0 if rows.top_k is None else rows.top_k.row_bytes()
     column_bytes = padding_bytes = 0
-    triples = zip(factors, tensors.factors(), job.needs.factors(), strict=False)
+    triples = zip(factors, tensors.factors(), job.needs_grad.factors(), strict=False)
     for p, (x, matrix), (_, wanted) in triples:
         # for an adapter more precise than d logits
         converted = 0 if p.d_logits_dtype == dtype else dtype.itemsize

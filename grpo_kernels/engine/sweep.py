@@ -2,7 +2,7 @@
 
 For each chunk of rows: project, and do the row work. For each group of chunks, whose d logits share
 one product: add up the gradients. The logits of a chunk are the only tensor with a vocabulary
-dimension besides the weight and its gradient. d logits, the gradient in the raw projection, may be
+dimension besides the weight and its gradient. Its gradient, d logits, may be
 written into the same memory. Three functions make the row work of a chunk::
 
     stats_work     the statistics of each row
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.fused_loss import TOPK_LOGPS, Coefficients, FusedLoss
 from grpo_kernels.backends.interface import (
     STATISTICS,
     Chunk,
@@ -29,7 +30,6 @@ from grpo_kernels.backends.interface import (
     RowStats,
     Teacher,
 )
-from grpo_kernels.backends.token_loss import TOPK_LOGPS, Coefficients, TokenLoss
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.gemm import Products
@@ -37,7 +37,7 @@ from grpo_kernels.engine.plan import Job, Objective, Rows
 from grpo_kernels.engine.ranks import widest_part
 from grpo_kernels.engine.top_k import TopKLogps
 from grpo_kernels.engine.workspace import Group, device_of, divide
-from grpo_kernels.head import Tensors
+from grpo_kernels.head import HeadTensors
 
 Index = Tensor | slice  # index of rows: (m,) int64, or a slice
 # chunk, its rows, their index among the sweep's rows (`at`), memory for d logits (m, V) (`out`) ->
@@ -50,15 +50,15 @@ CoefficientsOf = Callable[[Index, RowStats], Coefficients]
 class FirstPass(NamedTuple):
     """Results of a first pass: the statistics (n,) of all rows and, if due now, a gradient.
 
-    `grads` is the gradient from the rows `grad_rows` (m,), in the accumulator's dtype: of the loss
-    in one_pass, of the sum of the rows' scores in frozen, and None if it is computed later.
+    `grads` is the gradient from the rows `live_rows` (m,), in the accumulator's dtype: of the loss
+    in one_pass, of the sum of the rows' results in frozen, and None if it is computed later.
     `coefficients` (n,) are what a backward needs: those of the loss if it computes the gradient,
     those that a caller expected if it compares them.
     """
 
     stats: RowStats
-    grads: Tensors | None = None
-    grad_rows: Tensor | None = None
+    grads: HeadTensors | None = None
+    live_rows: Tensor | None = None
     coefficients: Coefficients = Coefficients()
 
     @property
@@ -69,7 +69,7 @@ class FirstPass(NamedTuple):
 
 
 def first_pass(
-    job: Job, tensors: Tensors, reference: Tensors | None, objective: Objective
+    job: Job, tensors: HeadTensors, reference: HeadTensors | None, objective: Objective
 ) -> FirstPass:
     """Compute the statistics of all rows and, if due now, the gradient of the live rows.
 
@@ -81,16 +81,16 @@ def first_pass(
             return FirstPass(sweep(job, tensors, reference, stats_work(job))[0])
         n, device, live = len(job.rows), job.rows.positions.device, objective.live
         every = torch.arange(n, device=device)
-        grad_rows = every if live is None else indices_of(live)
+        live_rows = every if live is None else indices_of(live)
         fuses = job.engine == "one_pass" and job.fuses
-        token_loss = objective.token_loss() if fuses else None
+        fused_loss = objective.fused_loss() if fuses else None
         # noted for the backward: a caller's function may not return the same twice
         expected: dict[str, Tensor] = {}
 
         def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
             if job.engine == "frozen":
-                return job.with_d_score(torch.ones_like(stats.logps))
-            rows = grad_rows[at]
+                return job.with_d_result(torch.ones_like(stats.logps))
+            rows = live_rows[at]
             coefficients = objective.coefficients_at(rows, stats)
             if objective.is_expected:
                 for name, x in coefficients._asdict().items():
@@ -99,43 +99,43 @@ def first_pass(
             return coefficients
 
         # the rows with gradient, then those without
-        grad_job, grad_loss = job, token_loss
-        if grad_rows.shape[0] < n:
-            grad_job, grad_loss = job.at(grad_rows), take(token_loss, grad_rows)
+        grad_job, grad_loss = job, fused_loss
+        if live_rows.shape[0] < n:
+            grad_job, grad_loss = job.at(live_rows), take(fused_loss, live_rows)
         work = stats_work(grad_job) if grad_loss is None else fused_work(grad_job, grad_loss)
         # in fp16 d logits need a factor, which all coefficients of a chunk determine: `fused_work`
         # then computes statistics and loss alone
         if grad_loss is None or job.products(tensors.weight).scales_gradient:
             work = gradient_work(grad_job, tensors, coefficients_of, work)
-        stats, grads = sweep(grad_job, tensors, reference, work, job.needs, grad_loss)
-        if live is not None and grad_rows.shape[0] < n:
-            rest = indices_of_false(live, n - grad_rows.shape[0])
-            stats = _with_rest(job, tensors, reference, token_loss, (grad_rows, stats), rest)
+        stats, grads = sweep(grad_job, tensors, reference, work, job.needs_grad, grad_loss)
+        if live is not None and live_rows.shape[0] < n:
+            rest = indices_of_false(live, n - live_rows.shape[0])
+            stats = _with_rest(job, tensors, reference, fused_loss, (live_rows, stats), rest)
         if not objective.is_expected or job.engine == "frozen":
             # a loss gets its coefficients from its evaluation, a frozen head's backward reads none
-            return FirstPass(stats, grads, grad_rows)
+            return FirstPass(stats, grads, live_rows)
         coefficients = Coefficients(**expected)
-        if token_loss is not None:  # then it is made of numbers, not of what a function returns
+        if fused_loss is not None:  # then it is made of numbers, not of what a function returns
             coefficients = objective.coefficients_at(every, stats)
-        if job.d_score(coefficients) is None:
-            coefficients = job.with_d_score(stats.logps.new_zeros(n), coefficients)
-        return FirstPass(stats, grads, grad_rows, coefficients)
+        if job.d_result(coefficients) is None:
+            coefficients = job.with_d_result(stats.logps.new_zeros(n), coefficients)
+        return FirstPass(stats, grads, live_rows, coefficients)
 
 
 def _with_rest(
     job: Job,
-    tensors: Tensors,
-    reference: Tensors | None,
-    token_loss: TokenLoss | None,
+    tensors: HeadTensors,
+    reference: HeadTensors | None,
+    fused_loss: FusedLoss | None,
     done: tuple[Tensor, RowStats],
     rest: Tensor,
 ) -> RowStats:
     """Return the statistics of all rows: of the `done` ones, at an index, and of the `rest`, which
     get no gradient."""
-    (index, stats), rest_job, rest_loss = done, job.at(rest), take(token_loss, rest)
+    (index, stats), rest_job, rest_loss = done, job.at(rest), take(fused_loss, rest)
     work = stats_work(rest_job) if rest_loss is None else fused_work(rest_job, rest_loss)
-    others = sweep(rest_job, tensors, reference, work, token_loss=rest_loss)[0]
-    both = concatenated(job, [stats, others], stats.logps, token_loss)
+    others = sweep(rest_job, tensors, reference, work, fused_loss=rest_loss)[0]
+    both = concatenated(job, [stats, others], stats.logps, fused_loss)
     return take(both, torch.cat([index, rest]).argsort())
 
 
@@ -143,7 +143,7 @@ def scale_frozen_(first: FirstPass, d_logp: Tensor) -> None:
     """With a frozen head, turn the gradient of each row's log-probability into the loss's, in
     place."""
     assert first.grads is not None
-    first.grads.hidden.mul_(d_logp[first.grad_rows, None])
+    first.grads.hidden.mul_(d_logp[first.live_rows, None])
 
 
 def stats_work(job: Job) -> RowWork:
@@ -151,8 +151,8 @@ def stats_work(job: Job) -> RowWork:
     return lambda chunk, rows, at, out: (statistics(job, chunk, rows), None)
 
 
-def fused_work(job: Job, token_loss: TokenLoss) -> RowWork:
-    """Row work: statistics with `token_loss` and, if memory for it is passed, d logits, by one
+def fused_work(job: Job, fused_loss: FusedLoss) -> RowWork:
+    """Row work: statistics with `fused_loss` and, if memory for it is passed, d logits, by one
     kernel."""
     backend: Any = job.backend
 
@@ -160,14 +160,14 @@ def fused_work(job: Job, token_loss: TokenLoss) -> RowWork:
         chunk: Chunk, rows: Rows, at: Index, out: Tensor | None
     ) -> tuple[RowStats | None, Tensor | None]:
         marked = chunk if rows.marked is None else replace(chunk, ids=rows.marked)
-        return backend.fused(marked, take(token_loss, at), out), None
+        return backend.fused(marked, take(fused_loss, at), out), None
 
     return work
 
 
 def gradient_work(
     job: Job,
-    tensors: Tensors,
+    tensors: HeadTensors,
     coefficients_of: CoefficientsOf,
     statistics_by: RowWork,
     *,
@@ -217,7 +217,7 @@ def statistics(job: Job, chunk: Chunk, rows: Rows) -> RowStats:
 def write_gradient(
     job: Job, chunk: Chunk, rows: Rows, stats: RowStats, coefficients: Coefficients, out: Tensor
 ) -> None:
-    """Write ``out = d loss / d (raw projection)``, (n, V), of rows with these statistics."""
+    """Write ``out = d loss / d (raw logits)``, (n, V), of rows with these statistics."""
     if rows.top_k is not None:
         rows.top_k.grad(job.backend, chunk, stats, coefficients, out)
         return
@@ -228,22 +228,22 @@ def write_gradient(
 
 def sweep(
     job: Job,
-    tensors: Tensors,
-    reference: Tensors | None,
+    tensors: HeadTensors,
+    reference: HeadTensors | None,
     work: RowWork,
-    needs: Tensors | None = None,
-    token_loss: TokenLoss | None = None,
-) -> tuple[RowStats, Tensors | None]:
+    needs_grad: HeadTensors | None = None,
+    fused_loss: FusedLoss | None = None,
+) -> tuple[RowStats, HeadTensors | None]:
     """Call `work` with the logits of all rows, a chunk at a time.
 
-    Returns their statistics (empty if `work` returns none), and the gradients that `needs` asks
-    for, in the accumulator's dtype; gradients of rows are those of the job's rows alone.
-    `token_loss` is that of a fused `work`: without a row, it tells which statistics are returned.
+    Returns their statistics (empty if `work` returns none), and the gradients that `needs_grad`
+    asks for, in the accumulator's dtype; gradients of rows are those of the job's rows alone.
+    `fused_loss` is that of a fused `work`: without a row, it tells which statistics are returned.
     """
     rows, parts = job.rows, []
-    groups = plan_groups(job, tensors, reference, needs)
+    groups = plan_groups(job, tensors, reference, needs_grad)
     projection = Projection(job, tensors, reference)
-    sums = None if needs is None else _Sums(job, tensors, groups, needs)
+    sums = None if needs_grad is None else _Sums(job, tensors, groups, needs_grad)
     with torch.autocast(tensors.hidden.device.type, enabled=False), torch.no_grad():
         most = max((group.chunk_rows for group in groups), default=0)
         logits, reference_logits = projection.new_logits(most)
@@ -267,14 +267,14 @@ def sweep(
             if sums is not None and d_logits is not None:
                 if group.n < group.padded_rows:
                     d_logits[group.n : group.padded_rows] = 0.0
-                d_rows = d_logits[: group.padded_rows]
-                sums.add(group, projection.products, operands[0], d_rows, fp16_scale)
-        stats = concatenated(job, parts, tensors.hidden, token_loss)
+                d_group = d_logits[: group.padded_rows]
+                sums.add(group, projection.products, operands[0], d_group, fp16_scale)
+        stats = concatenated(job, parts, tensors.hidden, fused_loss)
         return stats, None if sums is None else sums.gradients()
 
 
 def concatenated(
-    job: Job, parts: list[RowStats], like: Tensor, token_loss: TokenLoss | None
+    job: Job, parts: list[RowStats], like: Tensor, fused_loss: FusedLoss | None
 ) -> RowStats:
     """Concatenate the statistics of `parts`, on the device of `like`."""
     if parts:
@@ -282,10 +282,10 @@ def concatenated(
     stats = RowStats.empty(
         like,
         job.accumulator_dtype,
-        entropy=job.entropy or token_loss is not None,
-        extras=() if token_loss is not None else job.extras,
-        loss_terms=() if token_loss is None else token_loss.terms,
-        divergence=job.score_is_divergence,
+        entropy=job.entropy or fused_loss is not None,
+        extras=() if fused_loss is not None else job.extras,
+        loss_terms=() if fused_loss is None else fused_loss.terms,
+        divergence=job.result_is_divergence,
     )
     if isinstance(job.rows.top_k, TopKLogps):
         stats.extras[TOPK_LOGPS] = stats.logps.new_empty(0, job.rows.top_k.given)
@@ -306,34 +306,34 @@ def indices_of_false(x: Tensor, count: int) -> Tensor:
 
 
 def plan_groups(
-    job: Job, tensors: Tensors, reference: Tensors | None, needs: Tensors | None
+    job: Job, tensors: HeadTensors, reference: HeadTensors | None, needs_grad: HeadTensors | None
 ) -> list[Group]:
     """Return the groups of a sweep over the rows of `job`."""
-    costs = _costs(job, tensors, reference, needs)
+    costs = _costs(job, tensors, reference, needs_grad)
     return divide(len(job.rows), job.workspace_bytes, device_of(tensors.weight.device), **costs)
 
 
 def planned_bytes(
-    job: Job, tensors: Tensors, reference: Tensors | None, needs: Tensors | None
+    job: Job, tensors: HeadTensors, reference: HeadTensors | None, needs_grad: HeadTensors | None
 ) -> int:
     """Return the peak bytes of a sweep's chunks; works on meta tensors too.
 
     That is at most `Job.workspace_bytes`, if that is enough for a chunk of `Device.fewest_rows`.
     """
-    costs = _costs(job, tensors, reference, needs)
+    costs = _costs(job, tensors, reference, needs_grad)
     return max(
         (
             group.chunk_rows * costs["chunk_row_bytes"]
             + group.padded_rows * costs["group_row_bytes"]
             + costs["scratch_bytes"](group.chunk_rows)
-            for group in plan_groups(job, tensors, reference, needs)
+            for group in plan_groups(job, tensors, reference, needs_grad)
         ),
         default=0,
     )
 
 
 def _costs(
-    job: Job, tensors: Tensors, reference: Tensors | None, needs: Tensors | None
+    job: Job, tensors: HeadTensors, reference: HeadTensors | None, needs_grad: HeadTensors | None
 ) -> dict[str, Any]:
     """Return the costs of a sweep, as arguments of `divide`.
 
@@ -344,7 +344,7 @@ def _costs(
     vocab = products.weight.shape[0]
     width = device_of(tensors.weight.device).row_width(vocab)
     row_bytes = width * job.accumulator_dtype.itemsize
-    separate = needs is not None and products.d_logits_dtype != job.accumulator_dtype
+    separate = needs_grad is not None and products.d_logits_dtype != job.accumulator_dtype
     chunk_row_bytes, slice_bytes = row_bytes, products.slice_bytes
     if job.rows.top_k is not None:
         chunk_row_bytes += job.rows.top_k.row_bytes()
@@ -359,7 +359,7 @@ def _costs(
         scratch = job.backend.scratch_rows(m, vocab, teacher=reference is not None) * row_bytes
         return max(slice_bytes, scratch)
 
-    grouped = needs is not None and separate and needs.weight
+    grouped = needs_grad is not None and separate and needs_grad.weight
     return {
         "chunk_row_bytes": chunk_row_bytes,
         "group_row_bytes": products.hidden_bytes() + d_logits,
@@ -392,12 +392,16 @@ class Projection:
     """The products that compute logits, chunk after chunk.
 
     Attributes:
-        products: one for each pair of `Tensors.factors`, on these columns.
+        products: one for each pair of `HeadTensors.factors`, on these columns.
         first_id: the id of the first column.
     """
 
     def __init__(
-        self, job: Job, tensors: Tensors, reference: Tensors | None, columns: slice = slice(None)
+        self,
+        job: Job,
+        tensors: HeadTensors,
+        reference: HeadTensors | None,
+        columns: slice = slice(None),
     ) -> None:
         self._job, self.first_id = job, columns.start or 0
         self._hidden = [x for x, _ in tensors.factors()]
@@ -481,8 +485,10 @@ def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor 
 class _Sums:
     """The gradients of the head's tensors, summed over the groups."""
 
-    def __init__(self, job: Job, tensors: Tensors, groups: list[Group], needs: Tensors) -> None:
-        self._job, self._tensors, self._needs = job, tensors, needs
+    def __init__(
+        self, job: Job, tensors: HeadTensors, groups: list[Group], needs_grad: HeadTensors
+    ) -> None:
+        self._job, self._tensors, self._needs = job, tensors, needs_grad
         self._padded = max((group.start + group.padded_rows for group in groups), default=0)
         # per factor: (n, K), and padding, which the next group overwrites
         self._d_rows: list[Tensor | None] = []
@@ -493,15 +499,15 @@ class _Sums:
 
     def _allocate(self) -> None:
         # called only once the first group's d logits are under way
-        new, dtype, needs = self._tensors.hidden, self._job.accumulator_dtype, self._needs
+        new, dtype, needs_grad = self._tensors.hidden, self._job.accumulator_dtype, self._needs
         # the first group's product writes the matrices; without a group they are 0
         new_matrix = new.new_empty if len(self._job.rows) > 0 else new.new_zeros
-        pairs = zip(self._tensors.factors(), needs.factors(), strict=False)
+        pairs = zip(self._tensors.factors(), needs_grad.factors(), strict=False)
         for (x, matrix), (needs_rows, needs_matrix) in pairs:
             rows = new.new_empty(self._padded, x.shape[1], dtype=dtype) if needs_rows else None
             self._d_rows.append(rows)
             self._d_matrices.append(new_matrix(matrix.shape, dtype=dtype) if needs_matrix else None)
-        if needs.bias:
+        if needs_grad.bias:
             self._bias = new.new_zeros(self._tensors.weight.shape[0], dtype=dtype)
 
     def add(
@@ -530,13 +536,13 @@ class _Sums:
         if self._bias is not None:
             self._bias.add_(d_logits.sum(dim=0, dtype=self._bias.dtype))
 
-    def gradients(self) -> Tensors:
+    def gradients(self) -> HeadTensors:
         if not self._d_rows:
             self._allocate()
         if self._fp16_scale is not None:
             self._rescale(1.0 / self._fp16_scale)
         rows = [None if x is None else x[: len(self._job.rows)] for x in self._d_rows]
-        return Tensors.of_factors(rows, self._d_matrices, self._bias)
+        return HeadTensors.of_factors(rows, self._d_matrices, self._bias)
 
     def _rescale(self, factor: Tensor) -> None:
         for x in (*self._d_matrices, self._bias):

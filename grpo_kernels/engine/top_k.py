@@ -1,7 +1,7 @@
 """K ids of each row: their log-probabilities, or the divergence from a teacher that gives its own
 log-probabilities of them.
 
-The K logits are gathered from a chunk of raw projections before a backend reads it, and are
+The K logits are gathered from a chunk of raw logits before a backend reads it, and are
 transformed here. A loss of the log-probabilities, with coefficients g_k = d loss / d log p_k, has::
 
     d loss / d z_k = g_k - p_k G      d loss / d z_v = -p_v G, v not among the K      G = sum_k g_k
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.divergence import forward, reverse
+from grpo_kernels.backends.fused_loss import TOPK_LOGPS, Coefficients
 from grpo_kernels.backends.interface import (
     Chunk,
     DivergenceStats,
@@ -42,7 +43,6 @@ from grpo_kernels.backends.interface import (
     RowBackend,
     RowStats,
 )
-from grpo_kernels.backends.token_loss import TOPK_LOGPS, Coefficients
 from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.checks import check_shape, check_signed_ids, check_tensor
 
@@ -108,7 +108,7 @@ class TopK:
         d_z: Tensor,
         out: Tensor,
     ) -> None:
-        """Write d loss / d (raw projection) to `out` (n, V), `d_z` (n, K) at the ids.
+        """Write d loss / d (raw logits) to `out` (n, V), `d_z` (n, K) at the ids.
 
         Args:
             total: (n,); times -p_v, it is d loss / d z_v of all other ids, without the entropy's
@@ -119,8 +119,8 @@ class TopK:
         nowhere = replace(chunk, ids=torch.full_like(chunk.ids, -1))
         alone = replace(stats, divergence=None)  # the backend sees no teacher
         backend.grad(nowhere, alone, total, d_entropy, out)
-        d_raw = d_z * _d_projection(self.z, chunk.transform)
-        _overwrite(out, columns, here, d_raw.to(out.dtype))
+        d_logits = d_z * _d_projection(self.z, chunk.transform)
+        _overwrite(out, columns, here, d_logits.to(out.dtype))
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class TopKLogps(TopK):
         coefficients: Coefficients,
         out: Tensor,
     ) -> None:
-        """``out = d loss / d (raw projection)``, (n, V), as `RowBackend.grad` writes."""
+        """``out = d loss / d (raw logits)``, (n, V), as `RowBackend.grad` writes."""
         d_logp, d_entropy, _, d_topk = coefficients
         assert d_logp is not None
         if d_topk is None:
@@ -243,7 +243,7 @@ class TopKTeacher(TopK):
         coefficients: Coefficients,
         out: Tensor,
     ) -> None:
-        """``out = d_divergence * d D / d (raw projection)``, (n, V), as `RowBackend.grad` writes.
+        """``out = d_divergence * d D / d (raw logits)``, (n, V), as `RowBackend.grad` writes.
 
         No other coefficient is read.
         """
@@ -319,7 +319,7 @@ def _rest(logps: Tensor) -> Tensor:
 
 
 def _d_projection(z: Tensor, transform: LogitTransform) -> Tensor | float:
-    """Return d z / d (raw projection) of logits z (n, K)."""
+    """Return d z / d (raw logits) of logits z (n, K)."""
     inv_t, cap = transform.inv_temperature, transform.softcap
     factor = transform.scale * inv_t
     return factor if cap is None else factor * (1.0 - (z / (cap * inv_t)).square())

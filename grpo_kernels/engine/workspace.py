@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.head import Tensors
+from grpo_kernels.head import HeadTensors
 
 MIB = 2**20
 # the most chunks of a group with `LARGE_CHUNK_ROWS` rows each, else with `LEAST_CHUNK_ROWS`
@@ -172,7 +172,7 @@ AMPLE = Memory(tight=False, converts=True, workspace=max(CUDA.workspaces))
 def free_memory(
     weights: list[tuple[Tensor, torch.dtype]],
     hidden: Tensor,
-    needs: Tensors,
+    needs_grad: HeadTensors,
     workspace_bytes: int | None,
 ) -> Memory:
     """Ask the device for its free memory, and decide; on a CPU return `AMPLE`.
@@ -195,13 +195,13 @@ def free_memory(
         copies += 0 if dtype is None else x.numel() * dtype.itemsize
     gradients = sum(
         x.numel() * (accumulator_of(x.dtype).itemsize + x.element_size())
-        for x, wanted in ((weight, needs.weight), (hidden, needs.hidden))
+        for x, wanted in ((weight, needs_grad.weight), (hidden, needs_grad.hidden))
         if wanted
     )
     if workspace_bytes is not None:
         budgets = [workspace_bytes]
     else:
-        large = large_workspace(weight, needs, heads=len(weights))
+        large = large_workspace(weight, needs_grad, heads=len(weights))
         # the workspaces up to the first that is large enough
         budgets = [x for x in device.workspaces if x < large]
         budgets.append(device.workspaces[len(budgets)])
@@ -212,28 +212,28 @@ def free_memory(
     converts = gradients + copies + budgets[0] <= free
     held = gradients + (copies if converts else 0)
     return Memory(
-        tight=needs.weight and gradients + budgets[0] > free,
+        tight=needs_grad.weight and gradients + budgets[0] > free,
         converts=converts,
         workspace=max((x for x in budgets if held + x <= free), default=budgets[0]),
     )
 
 
 def default_workspace(
-    weight: Tensor, needs: Tensors, memory: Memory = AMPLE, *, heads: int = 1
+    weight: Tensor, needs_grad: HeadTensors, memory: Memory = AMPLE, *, heads: int = 1
 ) -> int:
     """Return the default budget in bytes: `large_workspace`, but at most `memory.workspace`."""
-    return min(large_workspace(weight, needs, heads), memory.workspace)
+    return min(large_workspace(weight, needs_grad, heads), memory.workspace)
 
 
-def large_workspace(weight: Tensor, needs: Tensors, heads: int = 1) -> int:
+def large_workspace(weight: Tensor, needs_grad: HeadTensors, heads: int = 1) -> int:
     """Return the bytes of chunks of `LARGE_CHUNK_ROWS` rows, within the device's `workspaces`.
 
     On a GPU, a product with fewer rows is bound by reading the weight. On a CPU, products are too
     slow for that to matter. `heads` is the number of heads whose logits exist at the same time.
     """
     device, (vocab, width) = device_of(weight.device), weight.shape
-    chunks = CHUNKS_OF_A_GROUP[0] if needs.weight else 1  # whose d logits exist at a time
-    d_logits = 2 * chunks if any(needs) else 0
+    chunks = CHUNKS_OF_A_GROUP[0] if needs_grad.weight else 1  # whose d logits exist at a time
+    d_logits = 2 * chunks if any(needs_grad) else 0
     row_bytes = device.row_width(vocab) * (4 * heads + d_logits) + width * 4 * chunks
     return min(max(device.workspaces[0], LARGE_CHUNK_ROWS * row_bytes), device.workspaces[-1])
 

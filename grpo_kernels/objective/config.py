@@ -495,7 +495,7 @@ def check_terms(
 ) -> None:
     """Require a KL term's own reference and no other; warn of one that nothing reads."""
     check_objective(config, objective)
-    # an objective may not read it: `PolicyObjective.token_losses` checks if it does
+    # an objective may not read it: `PolicyObjective.per_token_loss` checks if it does
     if config.estimates_kl and ref_per_token_logps is None and objective is None:
         hint = "completion_logprobs or linear_logprob compute it"
         if has_reference:

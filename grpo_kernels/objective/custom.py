@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.fused_loss import Coefficients
 from grpo_kernels.backends.interface import RowStats
-from grpo_kernels.backends.token_loss import Coefficients
 from grpo_kernels.base.checks import no_attribute
 from grpo_kernels.objective.config import check_loss_is_read, warn_of_loss
 from grpo_kernels.objective.policy import Evaluation, MetricInputs, PolicyObjective, stats_of_logps
@@ -191,7 +191,7 @@ class CustomObjective:
         return self.evaluate(stats_of_logps(nothing, nothing)).coefficients.d_entropy is not None
 
     @property
-    def score_alone(self) -> bool:
+    def one_coefficient(self) -> bool:
         return not self.has_entropy_gradient
 
     def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
@@ -200,7 +200,7 @@ class CustomObjective:
         some = self.tokens.at(index), self.of_config.at(index), chosen
         return CustomObjective(self.function, *some).evaluate(stats).coefficients
 
-    def token_loss(self) -> None:
+    def fused_loss(self) -> None:
         """None: a row kernel cannot call the user's function."""
         return None
 
@@ -265,7 +265,7 @@ class CustomObjective:
         def of_config() -> Tensor:  # differentiable in the `logps` that the function has
             own, alone = self.of_config, not couples
             # not `inputs`, which holds this function: a cycle would keep all these tensors
-            losses, metric_inputs = own.token_losses(rows(visible), entropies, alone=alone)
+            losses, metric_inputs = own.per_token_loss(rows(visible), entropies, alone=alone)
             read.append(metric_inputs)
             return shaped(losses)
 

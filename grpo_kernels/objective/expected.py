@@ -10,8 +10,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.fused_loss import Coefficients, FusedLoss
 from grpo_kernels.backends.interface import RowStats
-from grpo_kernels.backends.token_loss import Coefficients, TokenLoss
 from grpo_kernels.base.checks import check_shape, check_tensor, hints_names
 from grpo_kernels.base.tensors import take
 from grpo_kernels.objective.custom import CustomObjective
@@ -30,14 +30,14 @@ class Expectation:
             `logps` is (n,); `entropies` is (n,) or None. The function returns a = d loss / d logp;
             or (a, b) with b = d loss / d entropy; or, in a call with divergences, (a, b, c) with c
             = d loss / d divergence; each is (n,). None: the gradient of a token is not known from
-            that token alone, and only `graded` is used.
-        graded: bool, shaped like the ids. Where it is False, all coefficients are certainly 0, and
+            that token alone, and only `live` is used.
+        live: bool, shaped like the ids. Where it is False, all coefficients are certainly 0, and
             no gradient is computed. None: True everywhere.
         has_entropy_gradient: False if b is always None.
     """
 
     coefficients: Callable[[Tensor, Tensor, Tensor | None], Any] | None
-    graded: Tensor | None = None
+    live: Tensor | None = None
     has_entropy_gradient: bool = True
 
 
@@ -56,7 +56,7 @@ def expectation_of(objective: PolicyObjective | CustomObjective, tokens: Tokens)
 
     return Expectation(
         None if objective.known == "all_rows" else coefficients,
-        graded=layout.scatter(live),
+        live=layout.scatter(live),
         has_entropy_gradient=objective.has_entropy_gradient,
     )
 
@@ -75,7 +75,7 @@ class ExpectedGradient:
         compute: a function from the index (m,) of rows and their statistics to coefficients; None:
             not known row by row.
         live: (n,) bool, rows that may have a coefficient other than 0; None: all.
-        score_alone: True if each row has a single coefficient.
+        one_coefficient: True if each row has a single coefficient.
         coefficients: (n,), if known before the forward.
     """
 
@@ -86,12 +86,12 @@ class ExpectedGradient:
         compute: CoefficientsOf | None = None,
         live: Tensor | None = None,
         *,
-        score_alone: bool = True,
+        one_coefficient: bool = True,
         coefficients: Coefficients | None = None,
     ) -> None:
         if coefficients is not None:
             compute = lambda index, _: take(coefficients, index)  # noqa: E731
-        self.compute, self.live, self.score_alone = compute, live, score_alone
+        self.compute, self.live, self.one_coefficient = compute, live, one_coefficient
         self.coefficients = coefficients
         self.known: Literal["before", "own_row", "all_rows", "backward"] = "own_row"
         if compute is None and live is None:
@@ -105,12 +105,12 @@ class ExpectedGradient:
         assert self.compute is not None
         return self.compute(index, stats)
 
-    def token_loss(self) -> TokenLoss | None:
+    def fused_loss(self) -> FusedLoss | None:
         """Return the gradient of divergences from a second head as a loss."""
         if self.coefficients is None or self.coefficients.d_divergence is None:
             return None
         weights, d_logp = self.coefficients.d_divergence, self.coefficients.d_logp
-        return TokenLoss(
+        return FusedLoss(
             surrogate="constant",
             constants=(),
             kl="full",
@@ -165,8 +165,8 @@ def expected_divergence(
         for name, x in zip(("expected", "expected[1]"), pair, strict=False)
     ]
     coefficients = Coefficients(None if len(weights) == 1 else weights[1], None, weights[0])
-    score_alone = len(weights) == 1
-    return ExpectedGradient(coefficients=coefficients, score_alone=score_alone)
+    one_coefficient = len(weights) == 1
+    return ExpectedGradient(coefficients=coefficients, one_coefficient=one_coefficient)
 
 
 def read_expected(
@@ -211,13 +211,15 @@ def read_expected(
         b = None if b is None else usable(rows("expected[1]", b))
         nonzero = (a != 0) if b is None else (a != 0) | (b != 0)
         both = Coefficients(a, b)
-        return ExpectedGradient(lambda index, _: take(both, index), nonzero, score_alone=b is None)
+        return ExpectedGradient(
+            lambda index, _: take(both, index), nonzero, one_coefficient=b is None
+        )
 
-    graded, function = expected.graded, expected.coefficients
-    live = None if graded is None else rows("expected.graded", graded).bool()
-    score_alone = not (expected.has_entropy_gradient or divergence)
+    live, function = expected.live, expected.coefficients
+    live = None if live is None else rows("expected.live", live).bool()
+    one_coefficient = not (expected.has_entropy_gradient or divergence)
     if function is None:
-        return ExpectedGradient(None, live, score_alone=score_alone)
+        return ExpectedGradient(None, live, one_coefficient=one_coefficient)
 
     def compute(index: Tensor, stats: RowStats) -> Coefficients:
         answer = function(positions[index], stats.logps, stats.entropies)
@@ -230,4 +232,4 @@ def read_expected(
                 check_shape(name, x, ("index.shape", tuple(index.shape)))
         return Coefficients(*(None if x is None else usable(x) for x in given))
 
-    return ExpectedGradient(compute, live, score_alone=score_alone)
+    return ExpectedGradient(compute, live, one_coefficient=one_coefficient)

@@ -50,14 +50,14 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times
+from grpo_kernels.backends.fused_loss import TOPK_LOGPS, Coefficients, FusedLoss
 from grpo_kernels.backends.interface import RowStats
-from grpo_kernels.backends.token_loss import TOPK_LOGPS, Coefficients, TokenLoss
 from grpo_kernels.base.tensors import bounded, is_nonzero, quantile, scored_difference
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import LogRatio, loss_type_of
@@ -186,7 +186,7 @@ class PolicyObjective:
         )
 
     @property
-    def score_alone(self) -> bool:
+    def one_coefficient(self) -> bool:
         """True if the loss depends on the tokens' log-probabilities alone."""
         reads_more = self.has_entropy_gradient or self.config.needs_reference_head
         return not (reads_more or self.is_centered)
@@ -243,14 +243,14 @@ class PolicyObjective:
     def _constants(self) -> tuple[float, ...]:
         return tuple(float(x) for x in self.loss_type.constants(self.config))
 
-    def token_loss(self) -> TokenLoss | None:
+    def fused_loss(self) -> FusedLoss | None:
         """Return the loss that a row kernel can compute by itself; None if tokens are coupled or
         lack their ratio."""
         if self.known == "all_rows" or self.lacks_sampling_ratio or self.is_centered:
             return None
         config, tokens = self.config, self.tokens
         on_policy_surrogate = "linear" if self.loss_type.is_linear else "constant"
-        return TokenLoss(
+        return FusedLoss(
             surrogate=on_policy_surrogate if self.on_policy else self.loss_type.surrogate,
             constants=() if self.on_policy else self._constants,
             kl=config.kl_estimator if config.beta != 0.0 else None,
@@ -267,23 +267,30 @@ class PolicyObjective:
 
     def evaluate(self, stats: RowStats) -> Evaluation:
         """Compute the loss and its gradient at the statistics of all tokens. They come from the
-        terms that a row kernel computed for `token_loss`; or from log-probabilities, entropies,
+        terms that a row kernel computed for `fused_loss`; or from log-probabilities, entropies,
         divergences (with a second head) and the log-probabilities (n, K) of a sampler's
         candidates."""
-        entropies: Any = stats.entropies
+        logps, entropies, keep, d_topk = stats.logps, cast(Tensor, stats.entropies), None, None
         if stats.loss_terms:
-            return self._assembled(stats.loss_terms, entropies)
-        divergences = None if stats.divergence is None else stats.divergence.value
-        keep = _keep_high_entropy(self.config, entropies)
-        loss, d_logp, metric_inputs = self._per_token(stats.logps, keep, divergences)
-        d_topk = None
-        if self.is_centered:
-            centering, d_topk = self._centering(stats.extras[TOPK_LOGPS], stats.logps, keep)
-            loss = loss + centering
-        policy_loss = (self.token_weights * loss).sum()
-        return self._with_bonus(policy_loss, d_logp, entropies, keep, metric_inputs, d_topk)
+            policy_loss, d_logp, metric_inputs = self._of_kernel(stats.loss_terms)
+        else:
+            divergences = None if stats.divergence is None else stats.divergence.value
+            keep = _keep_high_entropy(self.config, entropies)
+            per_token, d_logp, metric_inputs = self._per_token(logps, keep, divergences)
+            if self.is_centered:
+                centering, d_topk = self._centering(stats.extras[TOPK_LOGPS], logps, keep)
+                per_token = per_token + centering
+            policy_loss = (self.token_weights * per_token).sum()
+        loss, d_entropy = policy_loss, None
+        if self.has_entropy_gradient:  # of the mean over the kept tokens
+            kept = torch.ones_like(entropies) if keep is None else keep.to(entropies.dtype)
+            weights = self.config.entropy_coef * kept / kept.sum().clamp(min=1.0)
+            loss, d_entropy = policy_loss - times(entropies, weights).sum(), -weights
+        d_divergence = self._d_divergence()  # beta w, known beforehand
+        coefficients = Coefficients(d_logp, d_entropy, d_divergence, d_topk)
+        return Evaluation(loss, coefficients, policy_loss, metric_inputs)
 
-    def token_losses(
+    def per_token_loss(
         self, logps: Tensor, entropies: Tensor, *, alone: bool
     ) -> tuple[Tensor, MetricInputs]:
         """Return l_t (n,) without the entropy bonus, differentiable once in `logps`, and the inputs
@@ -303,9 +310,11 @@ class PolicyObjective:
             )
         keep = _keep_high_entropy(self.config, entropies.detach())
         loss, _, metric_inputs = self._per_token(logps.detach(), keep, None)
-        return _TokenLosses.apply(logps, loss, self, keep), metric_inputs
+        return _PerTokenLoss.apply(logps, loss, self, keep), metric_inputs
 
-    def _assembled(self, terms: dict[str, Tensor], entropies: Tensor) -> Evaluation:
+    def _of_kernel(self, terms: dict[str, Tensor]) -> tuple[Tensor, Tensor, MetricInputs]:
+        """Return the loss without the entropy bonus, a_t, and the inputs of the metrics, from the
+        terms of a fused kernel."""
         policy_loss, at_one = terms["loss"].sum(), None
         if self.on_policy:
             at_one = self._at_ratio_one.metric_inputs
@@ -314,7 +323,7 @@ class PolicyObjective:
         both = terms["log_ratio"], terms["log_ratio"], terms.get("kl")
         of_one = (None, None) if at_one is None else (at_one.phi, at_one.near_policy)
         metric_inputs = MetricInputs(*both, *of_one, *self._sampling_terms(None))
-        return self._with_bonus(policy_loss, terms["d_logp"], entropies, None, metric_inputs)
+        return policy_loss, terms["d_logp"], metric_inputs
 
     def _centering(
         self, topk_logps: Tensor, logps: Tensor, keep_entropy: Tensor | None
@@ -332,24 +341,6 @@ class PolicyObjective:
             value[rows], d_topk[rows] = times(logp, c).sum(dim=1), c
         weights = (self.token_weights * factor)[:, None]
         return times(value, factor), times(d_topk, weights)
-
-    def _with_bonus(
-        self,
-        policy_loss: Tensor,
-        d_logp: Tensor,
-        entropies: Tensor,
-        keep: Tensor | None,
-        metric_inputs: MetricInputs,
-        d_topk: Tensor | None = None,
-    ) -> Evaluation:
-        """Subtract ``entropy_coef`` times the mean entropy of the kept tokens from the loss."""
-        loss, d_entropy = policy_loss, None
-        if self.has_entropy_gradient:
-            kept = torch.ones_like(entropies) if keep is None else keep.to(entropies.dtype)
-            weight = self.config.entropy_coef * kept / kept.sum().clamp(min=1.0)
-            loss, d_entropy = policy_loss - times(entropies, weight).sum(), -weight
-        coefficients = Coefficients(d_logp, d_entropy, self._d_divergence(), d_topk)
-        return Evaluation(loss, coefficients, policy_loss, metric_inputs)
 
     def _per_token(
         self, logps: Tensor, keep_entropy: Tensor | None, divergences: Tensor | None
@@ -450,7 +441,7 @@ def _couples_tokens(config: LossConfig, *, on_policy: bool, sampled: bool) -> bo
     return config.corrects_kl and config.importance_sampling_level == "sequence"
 
 
-class _TokenLosses(torch.autograd.Function):
+class _PerTokenLoss(torch.autograd.Function):
     """``forward(ctx, logps, loss, objective, keep)`` -> `loss` (n,), with its gradient in logps:
     a_t, where the upstream gradient is the weights. That gradient cannot be differentiated."""
 

@@ -205,7 +205,7 @@ def _live(
     given = {name: _moved(x, mask) for name, x in loss_inputs.items() if name in _OF_EXPECTATION}
     given |= {"completion_mask": mask, "advantages": _moved(advantages, mask)}
     expected = policy_expectation(loss_fn.config, **given)
-    return None if expected.graded is None else expected.graded.any(dim=1)
+    return None if expected.live is None else expected.live.any(dim=1)
 
 
 # fmt: off

@@ -116,8 +116,8 @@ def foreseen(
 
 def live_sequences(trainer: Any, expected: Expectation | None) -> Tensor | None:
     """Return (B,) bool, the sequences that may get a gradient; None if unknown."""
-    graded = None if expected is None else expected.graded
-    return None if graded is None or trainer.aux_loss_enabled else graded.any(dim=1)
+    live = None if expected is None else expected.live
+    return None if live is None or trainer.aux_loss_enabled else live.any(dim=1)
 
 
 def without_dead(

@@ -38,11 +38,11 @@ from grpo_kernels.verl.rows import (
     actor_config,
     by_sequence,
     flag,
-    graded_rows,
     has_other_terms,
     head_task,
     is_by_width,
     joined,
+    live_rows,
     may_move,
     mode_of,
     slopes_of,
@@ -366,9 +366,9 @@ def _live_sequences(data: Any, loss_function: Any) -> list[bool]:
     if reason is not None:
         raise ValueError(f"{OPTIONS}.zero_advantage: expected 'train' {reason}, got 'score'")
     entropy = bool(flag(data, "calculate_entropy"))
-    graded = graded_rows(data, config, Places(data), entropy=entropy)
+    live = live_rows(data, config, Places(data), entropy=entropy)
     lengths = data["input_ids"].offsets().diff().tolist()
-    return [bool(x.any()) for x in graded.split(lengths)]
+    return [bool(x.any()) for x in live.split(lengths)]
 
 
 def _reason_to_train(data: Any, config: Any) -> str | None:

@@ -155,13 +155,13 @@ def head_task(data: Any, loss_function: Any, dp_group: Any, layout: Layout) -> H
         cells = in_call(places.packed(cells.view(len(data), places.width))).flatten()
         task.expected = Expectation(
             _slopes(loss_function, data, places.width, cells, dp_group, entropy=entropy),
-            graded=in_call(graded_rows(data, config, places, entropy=entropy)),
+            live=in_call(live_rows(data, config, places, entropy=entropy)),
             has_entropy_gradient=entropy and config.entropy_coeff != 0,
         )
     return task
 
 
-def graded_rows(data: Any, config: Any, places: Places, *, entropy: bool) -> Tensor:
+def live_rows(data: Any, config: Any, places: Places, *, entropy: bool) -> Tensor:
     """Return (N,) bool, the packed rows that may get a gradient from an actor's loss."""
     mode, names = mode_of(config), ["response_mask"]
     if mode.by_advantage and not has_other_terms(config, entropy=entropy):

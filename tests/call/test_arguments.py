@@ -167,7 +167,7 @@ VALUES: list[Wrong] = [
     ("logprob", "expected", lambda x: (x, x, x), ValueError),
     ("logprob", "expected[1]", lambda x: (x, x[:, 1:]), ValueError, str((B, T - 1))),
     ("logprob", "expected[1]", lambda x: (x, 1.0), TypeError, "float"),
-    ("logprob", "expected.graded", lambda x: Expectation(lambda x: x, graded=x[:1] > 0), ValueError,
+    ("logprob", "expected.live", lambda x: Expectation(lambda x: x, live=x[:1] > 0), ValueError,
      str((1, T))),
     ("expectation", "config", None, TypeError, "NoneType"),
     ("expectation", "num_items_in_batch", -1, ValueError),

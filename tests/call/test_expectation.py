@@ -100,9 +100,9 @@ WRONG: dict[str, tuple[Any, Tensor | None, Tensor | None]] = {
     **{f"{x} times too large in a row": (ONES.index_fill(0, ROW, x), ONES, None)
        for x in (1e2, 1e6, 3e38)},
     **{f"{x} in a row": (A.index_fill(0, ROW, x), A, None) for x in (float("nan"), float("inf"))},
-    "nothing but that half is graded": (Expectation(None, HALF), A, B),
-    "nothing but that none is graded": (Expectation(None, torch.zeros(N)), None, B),
-    "nothing but that all are graded": (Expectation(None, ONES), A, None),
+    "nothing but that half are live": (Expectation(None, HALF), A, B),
+    "nothing but that none is live": (Expectation(None, torch.zeros(N)), None, B),
+    "nothing but that all are live": (Expectation(None, ONES), A, None),
     "tiny": (A * 1e-30, ANY, None),
     "the largest there is": (A.sign() * torch.finfo(torch.float32).max, ANY, None),
     "beyond float32": (A.double() * 1e300, ANY, None),
@@ -112,8 +112,8 @@ WRONG: dict[str, tuple[Any, Tensor | None, Tensor | None]] = {
     "zero, both": ((torch.zeros(N), torch.zeros(N)), A, B),
     "mostly zero": (A * FIRST, A, None),
     "zero where it comes": (A * (torch.arange(N) < 16), A * (torch.arange(N) >= 16), None),
-    "graded wrongly": (Expectation(ask, graded=HALF), A, B),
-    "graded and wrong": (Expectation(lambda *x: x[1] * 0 + 1, graded=torch.arange(N) % 3), A, B),
+    "wrongly live": (Expectation(ask, live=HALF), A, B),
+    "live and wrong": (Expectation(lambda *x: x[1] * 0 + 1, live=torch.arange(N) % 3), A, B),
 }  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def rows_wrong(a: int, b: int) -> tuple[Tensor, Tensor]:
 
 
 ONLY_A = Expectation(lambda *x: (A[x[0]], None), has_entropy_gradient=False)
-GRADED = Expectation(lambda *x: A[x[0]], graded=FIRST)
+LIVE = Expectation(lambda *x: A[x[0]], live=FIRST)
 Row = tuple[Any, Tensor | None, Tensor | None, float]
 COSTS: dict[str, Row] = {
     # right, up to a factor
@@ -150,7 +150,7 @@ COSTS: dict[str, Row] = {
     "a function": (lambda index, logps, entropies: A[index] * 3, A, None, 3.0),
     "both": ((A, B), A, B, 3.0),
     "both, a function": (ask, -0.3 * A, -0.3 * B, 3.0),
-    "both, graded": (Expectation(ask, graded=ONES > 0), 1e3 * A, 1e3 * B, 3.0),
+    "both, live": (Expectation(ask, live=ONES > 0), 1e3 * A, 1e3 * B, 3.0),
     # rows that do not fit, and no others, are computed again: 6VH each
     **{f"{a} rows wrong about a, {b} about b": (
         rows_wrong(a, b), 0.5 * A, 0.5 * B, 3 + 3 * multiplied(max(a, b)) / N
@@ -160,7 +160,7 @@ COSTS: dict[str, Row] = {
     "nothing comes": (A, torch.zeros(N), None, 3.0),
     "half is known to carry none": (A * HALF, A * HALF, None, 2.0),
     "half was wrongly said to carry none": (A * HALF, A, None, 2.0 + 1.5),
-    "graded: 8 rows": (GRADED, A * FIRST, None, (3 * multiplied(8) + N - 8) / N),
+    "live: 8 rows": (LIVE, A * FIRST, None, (3 * multiplied(8) + N - 8) / N),
 }  # fmt: skip
 
 
@@ -265,7 +265,7 @@ def test_policy_expectation_of_coupled_tokens(options: dict[str, Any], frozen: b
 
     expected = assert_foreseen(case, flops)
     assert expected.coefficients is None
-    assert torch.equal(expected.graded, (case.advantages != 0)[:, None].expand(4, 8))
+    assert torch.equal(expected.live, (case.advantages != 0)[:, None].expand(4, 8))
 
 
 def test_one_large_upstream_gradient_hides_no_wrong_row() -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import Chunk, RowStats
-from grpo_kernels.backends.token_loss import TokenLoss
 from grpo_kernels.backends.triton_rows.rows import TritonRows
 
 MULTIPLE = 64
@@ -45,11 +45,11 @@ class RowsApart(TritonRows):
         with _written(chunk, out) as (wide, wide_out):
             super().grad(wide, stats, a, b, wide_out, c)
 
-    def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
+    def fused(self, chunk: Chunk, fused_loss: FusedLoss, out: Tensor | None) -> RowStats:
         if out is None:
-            return super().fused(_apart(chunk), token_loss, None)
+            return super().fused(_apart(chunk), fused_loss, None)
         with _written(chunk, out) as (wide, wide_out):
-            return super().fused(wide, token_loss, wide_out)
+            return super().fused(wide, fused_loss, wide_out)
 
 
 def _apart(chunk: Chunk) -> Chunk:

@@ -198,7 +198,7 @@ LOGPROBS = {
     "frozen": (HIDDEN, None, MASK, 0.0, (1, 0)),
     "frozen-entropies": (HIDDEN, None, MASK, 1.0, (1, 2)),
     "right": (BOTH, Expectation(constant), MASK, 0.0, (1, 1)),
-    "right-some": (BOTH, Expectation(constant, graded=HALF), HALF, 0.0, (2, 1)),
+    "right-some": (BOTH, Expectation(constant, live=HALF), HALF, 0.0, (2, 1)),
     "wrong": (BOTH, Expectation(constant), RISING, 0.0, (1, 2)),
 }
 
@@ -210,8 +210,8 @@ def test_linear_logprob(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trains, expected, gradient, of_entropies, documented = LOGPROBS[name]
     with pretended(monkeypatch) as waits:
         given = batch(trains=trains)
-        if expected is not None and expected.graded is not None:
-            expected = replace(expected, graded=OnGPU(expected.graded))
+        if expected is not None and expected.live is not None:
+            expected = replace(expected, live=OnGPU(expected.live))
         tensors = (given[x] for x in ("hidden", "head", "completion_ids"))
         scores = linear_logprob(
             *tensors, completion_mask=OnGPU(MASK), expected=expected, run=ON_TORCH

@@ -50,7 +50,7 @@ SENT: dict[str, Any] = {
     "large": lambda x, g: x * 1e6,
 }
 FORMS = (
-    "tensor", "pair", "pair with None", "function", "function of pairs", "expectation", "graded",
+    "tensor", "pair", "pair with None", "function", "function of pairs", "expectation", "live",
     "no coefficients",
 )  # fmt: skip
 OF_HEAD = ("temperature", "logit_scale", "final_logit_softcapping")
@@ -104,14 +104,14 @@ def expectation(options: Options, g: Tensor, h: Tensor, random_: torch.Generator
     def pairs(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Any:
         return a.flatten()[index], None if b is None else b.flatten()[index]
 
-    graded = torch.rand(g.shape, generator=random_) < 0.5
+    live = torch.rand(g.shape, generator=random_) < 0.5
     return {
         "tensor": a,
         "function": rows,
         "function of pairs": pairs,
         "expectation": Expectation(pairs, has_entropy_gradient=False),
-        "graded": Expectation(pairs, graded=graded),
-        "no coefficients": Expectation(None, graded=graded),
+        "live": Expectation(pairs, live=live),
+        "no coefficients": Expectation(None, live=live),
     }[form]
 
 

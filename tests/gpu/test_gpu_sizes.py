@@ -10,8 +10,8 @@ from torch import Tensor
 
 from grpo_kernels import Run, grpo_loss, linear_logprob
 from grpo_kernels.backends import LogitTransform, choose_backend
+from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import Chunk, RowStats
-from grpo_kernels.backends.token_loss import TokenLoss
 from grpo_kernels.base.tensors import take
 from tests.support.on_device import BACKENDS, leaves, relative, same_bits, truth
 
@@ -38,7 +38,7 @@ def test_row_kernels_beyond_2_to_the_31_logits(
     some = torch.randn(few, v, generator=g, device=device) * 3
     some_ids = torch.randint(v, (few,), generator=g, device=device)
     rows = torch.arange(n, device=device) % few
-    loss = TokenLoss(
+    loss = FusedLoss(
         surrogate="clipped", kl=None, corrects_kl=False, advantages=some_ids / v, d_policy=None,
         weights=torch.ones(few, device=device), old=-some_ids / v, ref=None, gate=None,
         constants=(0.8, 1.2, math.inf), beta=0.0, d_entropy=0.0,

@@ -469,8 +469,8 @@ def logprob_case(d: Draw, **options: Any) -> Results:
         def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Any:
             return rows[0][index] * logps, None if rows[1] is None else rows[1][index]
 
-        graded = d.integers(3, B, T).ne(0)
-        given["expected"] = d.choice((a, (a, b), grpo_kernels.Expectation(coefficients, graded)))
+        live = d.integers(3, B, T).ne(0)
+        given["expected"] = d.choice((a, (a, b), grpo_kernels.Expectation(coefficients, live)))
     return c.score(**given)
 
 
@@ -484,7 +484,7 @@ def policy_expectation_case(d: Draw, **options: Any) -> Results:
     expected = expect(config, completion_mask=c.mask, **inputs)
     given = {"completion_mask": c.mask, "temperature": config.temperature, "expected": expected}
     result = c.score(**given)
-    return result | ({} if expected.graded is None else {"graded": expected.graded})
+    return result | ({} if expected.live is None else {"live": expected.live})
 
 
 def divergence_case(d: Draw, **options: Any) -> Results:

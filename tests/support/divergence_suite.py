@@ -64,7 +64,7 @@ class DivergenceSuite:
     def chunk(
         self, raw: Tensor, other: Tensor, beta: float, ids: Tensor | None = None, two: Two = PLAINS
     ) -> Chunk:
-        """Copies of the raw projections of both heads (n, V), prepared."""
+        """Copies of the raw logits of both heads (n, V), prepared."""
         raw, other = raw.to(self.device, self.dtype), other.to(self.device, self.dtype)
         if self.dtype == torch.float64:
             two = in_double(two[0]), in_double(two[1])

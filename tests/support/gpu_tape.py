@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
-from grpo_kernels.backends.token_loss import TokenLoss
 from tests.support import pretend_gpu
 from tests.support.chosen import choose_by
 from tests.support.measure import AllocationWatcher
@@ -195,9 +195,9 @@ class NotedRows:
             Event("launch", "scale", 0, tuple(x.shape), x.nbytes + factor.nbytes, out.nbytes)
         )
 
-    def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
+    def fused(self, chunk: Chunk, fused_loss: FusedLoss, out: Tensor | None) -> RowStats:
         self._tape.rows("fused", chunk.logits, out, reads=1 if out is None else 2)
-        return self._statistics(chunk.logits, loss_terms=token_loss.terms)
+        return self._statistics(chunk.logits, loss_terms=fused_loss.terms)
 
     def _statistics(
         self, logits: Tensor, extras: tuple[str, ...] = (), loss_terms: tuple[str, ...] = ()

@@ -11,8 +11,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
+from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, Teacher
-from grpo_kernels.backends.token_loss import TokenLoss
 from grpo_kernels.backends.triton_rows.device import row_config
 from grpo_kernels.backends.triton_rows.divergence import diverge_kernel, launch_diverge
 from grpo_kernels.backends.triton_rows.fused import fused_kernel, launch_fused
@@ -41,7 +41,7 @@ def launch_all(n: int, at: int, swept: float) -> None:
     x, ids = torch.zeros(n, V), torch.zeros(n + at, dtype=torch.int64)[at:]
     ones = torch.ones(n + at)[at:]
     transform = LogitTransform(scale=1 + swept, softcap=30 + swept, inv_temperature=1 / (1 + swept))
-    loss = TokenLoss(
+    loss = FusedLoss(
         surrogate="clipped", kl="k3", corrects_kl=True, advantages=ones, d_policy=None,
         weights=ones, old=ones, ref=ones, gate=ones, beta=swept, d_entropy=0.1 + swept,
         constants=(1 - swept, 1 + swept, math.inf if swept else 2.0),

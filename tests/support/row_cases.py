@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.formulas import ESTIMATORS
+from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import (
     Chunk,
     DivergenceStats,
@@ -18,7 +19,6 @@ from grpo_kernels.backends.interface import (
     RowStats,
     Teacher,
 )
-from grpo_kernels.backends.token_loss import TokenLoss
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.typing import Extra
@@ -51,7 +51,7 @@ def make_transform(
     return replace(kinds[kind % 4], rounded_to=rounded_to)
 
 
-def make_loss(logps: Tensor, kind: int) -> TokenLoss:
+def make_loss(logps: Tensor, kind: int) -> FusedLoss:
     """Each surrogate and estimator in turn, with log-ratios on both sides of the bounds."""
     some = lambda: torch.randn_like(logps)  # noqa: E731
     kl, names = (None, *ESTIMATORS)[kind % 4], (*FUSED, *ON_POLICY)
@@ -62,7 +62,7 @@ def make_loss(logps: Tensor, kind: int) -> TokenLoss:
         constants = FUSED[surrogate].constants(
             LossConfig(epsilon_high=high, delta=None if kind % 7 else 1.5)
         )
-    return TokenLoss(
+    return FusedLoss(
         surrogate=surrogate,
         constants=constants,
         kl=kl,
@@ -111,7 +111,7 @@ def in_double(values: Any) -> Any:
 
 
 def prepared(kernels: RowBackend, chunk: Chunk) -> Chunk:
-    """A copy of the raw projections of `chunk`, and of its teacher's, as `kernels` read them."""
+    """A copy of the raw logits of `chunk`, and of its teacher's, as `kernels` read them."""
     logits, teacher = chunk.logits.clone(), chunk.teacher
     kernels.prepare_(logits, chunk.transform)
     if teacher is not None:
@@ -130,7 +130,7 @@ def statistics(kernels: RowBackend, chunk: Chunk, extras: tuple[str, ...] = EXTR
     return replace(stats, divergence=DivergenceStats(*found, teacher.max_logit, teacher.log_sum))
 
 
-def full_loss(logps: Tensor, kind: int) -> TokenLoss:
+def full_loss(logps: Tensor, kind: int) -> FusedLoss:
     """Loss number `kind` with the divergence as its KL."""
     return replace(make_loss(logps, kind), kl="full", ref=None, corrects_kl=False, beta=0.7)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times
+from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import LogitTransform, RowStats
-from grpo_kernels.backends.token_loss import TokenLoss
 from tests.support.row_cases import tensors_of
 
 U = 2.0**-24
@@ -112,7 +112,7 @@ def gradient(at: Truth, ids: Tensor, a: Tensor, b: Tensor | None) -> tuple[Tenso
 
 
 def loss_terms(
-    loss: TokenLoss, logps: Tensor, log_ratio: Tensor
+    loss: FusedLoss, logps: Tensor, log_ratio: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """The terms of `loss` (n,) by `formulas` in float64, and the sizes of what they are sums of."""
     slopes = loss.d_policy if loss.advantages is None else loss.advantages
@@ -186,7 +186,7 @@ LOWEST = -1e4  # in the place of -inf: e^ of it is 0 in float64 too, and 0 * it 
 
 @dataclass(frozen=True)
 class Divergence:
-    """D (n,) and d D / d (raw projection) (n, V), with their bounds."""
+    """D (n,) and d D / d (raw logits) (n, V), with their bounds."""
 
     value: Tensor
     bound: Tensor

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.fused_loss import LOSS_TERMS, FusedLoss
 from grpo_kernels.backends.interface import (
     STATISTICS,
     Chunk,
@@ -26,7 +27,6 @@ from grpo_kernels.backends.interface import (
     RowStats,
     warn_of_torch,
 )
-from grpo_kernels.backends.token_loss import LOSS_TERMS, TokenLoss
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
@@ -107,8 +107,8 @@ class CppRows(FusedRowBackend):
             out=out,
         )  # fmt: skip
 
-    def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
-        loss, new = token_loss, _columns(chunk.logits)
+    def fused(self, chunk: Chunk, fused_loss: FusedLoss, out: Tensor | None) -> RowStats:
+        loss, new = fused_loss, _columns(chunk.logits)
         found: dict[str, Any] = {
             name: new() for name in ("logps", "max_logit", "log_sum", "entropies")
         }

@@ -1,4 +1,4 @@
-"""A whole `TokenLoss` in one launch: statistics, loss, and d loss / d (raw projection).
+"""A whole `FusedLoss` in one launch: statistics, loss, and d loss / d (raw logits).
 
 The first pass over a row is that of `stats`, with the same bits. The second is that of `grad`. It
 goes back from the row's end, which the cache may still hold.
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grpo_kernels.backends.fused_loss import LOSS_TERMS, FusedLoss
 from grpo_kernels.backends.interface import Chunk, RowStats
-from grpo_kernels.backends.token_loss import LOSS_TERMS, TokenLoss
 from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.grad import (
     barrier,
@@ -37,11 +37,11 @@ from grpo_kernels.backends.triton_rows.transform import (
 
 def launch_fused(
     chunk: Chunk,  # an id of -1 is invalid: logp and the loss's terms are NaN
-    loss: TokenLoss,
+    loss: FusedLoss,
     out: Tensor | None,  # (n, V), may be the chunk's logits
     config: RowConfig,
 ) -> RowStats:
-    """Statistics with the loss's terms; d loss / d (raw projection) goes to `out`."""
+    """Statistics with the loss's terms; d loss / d (raw logits) goes to `out`."""
     n, new = len(chunk.logits), chunk.logits.new_empty
     found: dict[str, Any] = {x: new(n) for x in ("logps", "max_logit", "log_sum", "entropies")}
     terms = {name: new(n) for name in loss.terms}
@@ -81,7 +81,7 @@ def fused_kernel(
     # the tile
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`BLOCK_N` rows, from raw projection to loss and, with `out_ptr`, gradient."""
+    """`BLOCK_N` rows, from raw logits to loss and, with `out_ptr`, gradient."""
     rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
     row_ptrs, inner, outer = row_pointers(
         logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP

@@ -1,4 +1,4 @@
-"""d loss / d (raw projection) of a chunk of logits from its statistics; a gradient times a number.
+"""d loss / d (raw logits) of a chunk of logits from its statistics; a gradient times a number.
 
 A program writes all elements as if none were the target. After a barrier it writes the target's
 column again. So no column is compared with the target.
@@ -45,7 +45,7 @@ def launch_grad(
     config: RowConfig,
     d_divergence: Tensor | None = None,  # (n,), where the chunk has a teacher
 ) -> None:
-    """Write d loss / d (raw projection) to `out`."""
+    """Write d loss / d (raw logits) to `out`."""
     n, vocab = chunk.logits.shape
     with_teacher: dict[str, Any] = {}
     if d_divergence is not None:
@@ -209,7 +209,7 @@ def write_tile(
     of_teacher=None, DIVERGENCE: tl.constexpr = None,
     TEACHER_HAS_SOFTCAP: tl.constexpr = False, TEACHER_ROUNDED_TO: tl.constexpr = None,
 ):  # fmt: skip
-    """Write one tile (R, BLOCK_V) of d loss / d (raw projection), as if no column were the target.
+    """Write one tile (R, BLOCK_V) of d loss / d (raw logits), as if no column were the target.
 
     It goes by quarters: a thread reads and writes four neighbours at a time, a warp whole sectors,
     even of 16 bits. All quarters are read before the first is written: the compiler has to assume

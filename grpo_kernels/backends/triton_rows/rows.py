@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
+from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import Chunk, FusedRowBackend, RowStats
-from grpo_kernels.backends.token_loss import TokenLoss
 from grpo_kernels.backends.triton_rows.device import RowConfig, arch_of, on, row_config
 from grpo_kernels.backends.triton_rows.divergence import launch_diverge
 from grpo_kernels.backends.triton_rows.fused import launch_fused
@@ -59,10 +59,10 @@ class TritonRows(FusedRowBackend):
         with on(x.device):
             launch_scale(x, factor, out)
 
-    def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
+    def fused(self, chunk: Chunk, fused_loss: FusedLoss, out: Tensor | None) -> RowStats:
         config = self._config("fused", chunk)
         with on(chunk.logits.device):
-            return launch_fused(chunk, token_loss, out, config)
+            return launch_fused(chunk, fused_loss, out, config)
 
     def _config(self, kernel: str, chunk: Chunk) -> RowConfig:
         return row_config(kernel, chunk.logits.shape[1], arch_of(chunk.logits.device))

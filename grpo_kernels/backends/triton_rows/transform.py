@@ -1,4 +1,4 @@
-"""The rows of a head: from the raw projection x to scaled logits z, on the fly, and d z / d x.
+"""The rows of a head: from the raw logits x to scaled logits z, on the fly, and d z / d x.
 
 z = softcap(scale * round(x + bias)) / T. The constants of a row are folded into two factors
 (`LogitTransform.inner_outer`): z = x * inner, or with a soft-cap z = tanh(x * inner) * outer.
@@ -87,7 +87,7 @@ def row_pointers(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCA
 
 @triton.jit
 def load_projection(x_ptrs, bias_ptr, columns, mask, ROUNDED_TO: tl.constexpr):
-    """The raw projection at `x_ptrs`, in the vocabulary's `columns`, with the bias, rounded.
+    """The raw logits at `x_ptrs`, in the vocabulary's `columns`, with the bias, rounded.
 
     It is 0 outside of `mask`; None means that all count.
     """

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.backends.formulas import times
+from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import Chunk, RowStats
-from grpo_kernels.backends.token_loss import TokenLoss
 from tests.support.row_cases import ON_POLICY, PLAIN, same
 from tests.support.surrogate_suite import EACH, INF, NAN, Constants, SurrogateSuite
 
@@ -27,7 +27,7 @@ def fused(logps: Tensor, **changes: Any) -> RowStats:
     """The terms of a loss whose log-probabilities (n,) are `logps` up to rounding."""
     raw = torch.stack([torch.zeros_like(logps), logps.neg().expm1().log()], 1)  # p = 1 / (1 + e^z)
     chunk, nothing = Chunk(raw, torch.zeros(len(raw), dtype=torch.int64), PLAIN), 0 * raw[:, 0]
-    loss = TokenLoss(
+    loss = FusedLoss(
         surrogate="constant", constants=(), kl=None, corrects_kl=False, weights=nothing + 1.0,
         advantages=None, d_policy=None, old=None, ref=None, gate=None, d_entropy=0.0,
         beta=0.0 if changes.get("kl") is None else 1.0,

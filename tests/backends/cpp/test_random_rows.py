@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import CppRows
+from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import Chunk, RowStats
-from grpo_kernels.backends.token_loss import TokenLoss
 from tests.support.row_cases import (
     EXTRAS,
     FIELDS,
@@ -141,21 +141,21 @@ class Everywhere(CppRows):
                 assert same(run(odd, slice(0, vocab)).contiguous(), want)
                 assert same(run(odd, slice(0, cut), slice(cut, vocab)).contiguous(), want)
 
-    def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
+    def fused(self, chunk: Chunk, fused_loss: FusedLoss, out: Tensor | None) -> RowStats:
         assert out is not None
         bad, odd = self._some_beyond(chunk)
         results = []
         for _ in instruction_sets():
             chunk = replace(chunk, logits=self._placed(chunk.logits, self._dtype, torch.nan))
             to = self._placed(out, out.dtype, UNTOUCHED)
-            results.append(super().fused(chunk, token_loss, to))
+            results.append(super().fused(chunk, fused_loss, to))
             assert_untouched_around(to)
             assert_same(results[-1], results[0])
-            assert_same(super().fused(chunk, token_loss, None), results[0])
+            assert_same(super().fused(chunk, fused_loss, None), results[0])
             if len(results) == 1:
                 out.copy_(to)
             assert same(to.contiguous(), out.contiguous())
-            spoiled = super().fused(replace(chunk, ids=odd), token_loss, to)
+            spoiled = super().fused(replace(chunk, ids=odd), fused_loss, to)
             for name, term in spoiled.loss_terms.items():
                 assert same(term[~bad], results[0].loss_terms[name][~bad]), name
                 assert term[bad].isnan().all(), name

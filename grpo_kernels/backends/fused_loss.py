@@ -10,7 +10,7 @@ With R = logp - old (0 on-policy), w the weight, gate the importance ratio and t
 On-policy R is 0 and the policy term's derivative, `d_policy`, is known beforehand. Two surrogates
 are for that alone: ``"constant"``, whose loss is known, too, and left out here, and ``"linear"``,
 whose loss is d_logp * logp. The loss is NaN where the log-probability is not finite. d_logp is NaN,
-too, where the id is -1. `PolicyObjective.token_loss` makes the record. It knows no vocabulary; the
+too, where the id is -1. `PolicyObjective.fused_loss` makes the record. It knows no vocabulary; the
 kernels know no policy.
 """
 
@@ -42,7 +42,7 @@ class Coefficients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokenLoss:
+class FusedLoss:
     """A loss whose tokens are not coupled. Tensors are (n,), in the accumulator's dtype."""
 
     surrogate: str  # one of `formulas.SURROGATES`
