@@ -116,10 +116,11 @@ def _head(
 
 def _measured(model: Any) -> Head | None:
     """Return the head with constants measured on the model; None if parameters are sharded."""
-    for x in model.parameters():
-        if x.is_meta or hasattr(x, "ds_status") or type(x).__name__ in ("DTensor", "FlatParameter"):
+    base, sharded = causal_lm(model), ("DTensor", "FlatParameter")
+    for x in base.parameters():
+        if x.is_meta or hasattr(x, "ds_status") or type(x).__name__ in sharded:
             return None
-    return measured_head(model, model.forward)
+    return measured_head(base, base.forward)
 
 
 class FusedDistillationTrainer(LogsShares, DistillationTrainer):
@@ -136,11 +137,8 @@ class FusedDistillationTrainer(LogsShares, DistillationTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._shares = Shares()
-        unwrap, teacher = self.accelerator.unwrap_model, self.teacher_model
-        self._heads = (
-            _measured(causal_lm(unwrap(self.model))),
-            None if teacher is None else _measured(causal_lm(unwrap(teacher))),
-        )
+        teacher = self.teacher_model
+        self._heads = _measured(self.model), None if teacher is None else _measured(teacher)
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute TRL's loss with `divergence_loss`."""

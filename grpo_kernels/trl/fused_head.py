@@ -75,11 +75,11 @@ class Call:
     counted: Tensor | None = None  # (B, T), nonzero for tokens that are read; None: all labels
     expected: Expectation | None = None  # of the gradient
     live: Tensor | None = None  # (B,) bool, sequences that may get a gradient; None: all
-    score: Callable[..., Scores] | None = None  # like `linear_logprob`, with the call as first arg
+    score: Callable[..., Scores] | None = None  # called like `linear_logprob`, in its place
     is_unscored: bool = False  # old log-probabilities still have to be put into the inputs
-    scores: tuple[Tensor, Tensor] | None = None  # log-probabilities and entropies (B, T)
-    divergences: Tensor | None = None  # (B, T), of the exact KL
-    is_done: bool = False  # True: scores are known, no model runs
+    # (B, T) each, by their names in `Scores`; the divergence is that of the exact KL
+    results: dict[str, Tensor] = field(default_factory=dict)
+    is_done: bool = False  # True: the results are known, no model runs
 
     @functools.cached_property
     def rows(self) -> tuple[Tensor, ...]:
@@ -95,13 +95,6 @@ class Call:
             return False
         # `equal` synchronizes with the device
         return all(x is y or torch.equal(x, y) for x, y in zip(self.rows, (ids, mask), strict=True))
-
-    @property
-    def fill(self) -> Tensor | None:
-        """Return log-probabilities (B, T) to report for tool tokens, so that ratios are finite."""
-        given = [self.inputs.get(x) for x in ("old_per_token_logps", "ref_per_token_logps")]
-        is_needed = self.counted is not self.inputs.get("completion_mask")
-        return next((x for x in given if x is not None), None) if is_needed else None
 
 
 @dataclass(eq=False)
@@ -136,7 +129,7 @@ class FusedHead:
             raise ValueError("labels: expected (B, L) with fused_lm_head=True, got None")
         needed, length = targets != IGNORED, targets.shape[1]
         options, call = self.options, self.call or Call()
-        compute = functools.partial(call.score, call) if call.score else linear_logprob
+        compute = call.score or linear_logprob
         columns, counted = slice(0, length), needed
         if call.counted is not None:  # only the last T columns are read
             columns = slice(length - 1 - call.counted.shape[1], length - 1)
@@ -181,16 +174,19 @@ class FusedHead:
         results, output, shares = run_in_head(
             model, run, score, inputs, options.layout, needed, call.live, state_of
         )
+        found, device = dict(zip(names, results, strict=True)), results[0].device
+        if "divergence" in found:
+            call.results["divergence"] = found.pop("divergence")
         # TRL's record is fp32
-        single = (x.float() if x.dtype == torch.float64 else x for x in results)
-        found = dict(zip(names, single, strict=True))
-        device = results[0].device
+        found = {name: x.float() if x.dtype == torch.float64 else x for name, x in found.items()}
         counted, needed = counted.to(device), needed.to(device)
         options.shares.join(shares)
         options.shares.add_rows(counted, [found["logps"], found.get("entropies")])
-        if call.fill is not None:
+        earlier = (call.inputs.get(x) for x in ("old_per_token_logps", "ref_per_token_logps"))
+        fill = next((x for x in earlier if x is not None), None)
+        if fill is not None:  # tool tokens: so that their ratios are finite
             others = labeled.to(device) & ~counted
-            found["logps"] = torch.where(others, call.fill.to(device), found["logps"])
+            found["logps"] = torch.where(others, fill.to(device), found["logps"])
         end = length - 1 if shift_labels is None else length
         around = (columns.start, end - columns.stop)
         found = {name: F.pad(x, around) for name, x in found.items()}  # no views: FSDP2 hooks them
@@ -263,7 +259,7 @@ def adapters_allowed() -> AbstractContextManager[None]:
 
 def check_head(model: nn.Module, args: Any) -> None:
     """Raise unless the head is ``nn.Linear``, alone or with plain LoRA and without fp32 cast."""
-    head = heads.inner_head(heads.causal_lm(model).get_output_embeddings())
+    head = heads.describe_head(model).weight
     if modules.linear_of(head) is head:
         return
     modules.active_adapters(head)
@@ -319,10 +315,8 @@ def patch_trl(
         ValueError: an unknown option, or one that differs from the patch already applied.
     """
     global _in_force
-    of_run: dict[str, Any] = {"engine": engine, "backend": backend}
-    of_run["workspace_bytes"] = workspace_bytes
-    asked = {"layout": layout, "logits_dtype": logits_dtype, **of_run}
-    options = HeadOptions(Run(**of_run), layout, logits_dtype)
+    asked = {**locals()}
+    options = HeadOptions(Run(engine, backend, workspace_bytes), layout, logits_dtype)
     if _in_force is not None:
         for name, value in _in_force[0].items():
             if asked[name] != value:

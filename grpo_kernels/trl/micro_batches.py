@@ -69,19 +69,19 @@ def config_of(trainer: Any, **overrides: Any) -> LossConfig:
 
 
 def foreseen(
-    trainer: Any, inputs: Batch, *, is_unscored: bool = False
-) -> tuple[LossConfig | None, Expectation | None]:
-    """Return the trainer's loss configuration and its expected gradient; None if unknown.
+    trainer: Any, inputs: Batch
+) -> tuple[LossConfig | None, Expectation | None, Tensor | None]:
+    """Return a loss's configuration, gradient, and sequences (B,) bool that may get a gradient.
 
-    `is_unscored`: True if the loss computes the old log-probabilities. Policy term and entropy
-    bonus must share one scale. TRL divides the bonus and most losses by the accumulation steps G;
-    dapo, cispo and vespo divide by num_items / world_size * G / steps_per_generation instead. G is
-    left out of both, so these three divide by num_items / (world_size * steps_per_generation).
+    Each is None if unknown. Policy term and entropy bonus must share one scale. TRL divides the
+    bonus and most losses by the accumulation steps G; dapo, cispo and vespo divide by num_items /
+    world_size * G / steps_per_generation instead. G is left out of both, so these three divide by
+    num_items / (world_size * steps_per_generation).
     """
     owner, config = trainer.loss_owner, None
     is_gmpo = owner.__name__ == "GMPOTrainer" and owner.__module__.startswith("trl.")
     if not torch.is_grad_enabled() or not (is_gmpo or owner is GRPOTrainer):
-        return None, None
+        return None, None, None
     overrides: dict[str, Any] = {"kl_estimator": trainer.kl_estimator}
     if is_gmpo:  # it overrides the loss and reads none of these options
         overrides = {"loss_type": "gmpo", "entropy_coef": 0.0, "delta": None}
@@ -89,8 +89,8 @@ def foreseen(
     elif trainer.use_adaptive_entropy:  # TRL stores the weight on the trainer
         too_low = trainer._last_world_entropy <= trainer.args.entropy_target
         overrides["entropy_coef"] = trainer.entropy_coef if too_low else 0.0
-    if not is_gmpo and is_unscored and is_corrected(trainer):  # the loss computes the ratio
-        overrides |= correction_options(trainer)
+    if not is_gmpo and is_corrected(trainer) and RATIO not in inputs:
+        overrides |= correction_options(trainer)  # the loss computes the ratio
     given = {"advantages": inputs["advantages"], OLD: inputs.get(OLD)}
     items = inputs.get("num_items_in_batch")
     if items is not None:
@@ -106,18 +106,14 @@ def foreseen(
         enters = loss_type_of(config).importance_ratio
         if enters == "argument" or (enters == "factor" and is_corrected(trainer)):
             given[RATIO] = inputs.get(RATIO)
-        return config, policy_expectation(config, completion_mask=counted_tokens(inputs), **given)
+        expected = policy_expectation(config, completion_mask=counted_tokens(inputs), **given)
     except (TypeError, ValueError) as error:  # options or shapes that only TRL accepts
         warnings.warn(
             f"grpo_kernels: cannot predict the gradient of this loss: {error}", stacklevel=3
         )
-        return config, None
-
-
-def live_sequences(trainer: Any, expected: Expectation | None) -> Tensor | None:
-    """Return (B,) bool, the sequences that may get a gradient; None if unknown."""
-    live = None if expected is None else expected.live
-    return None if live is None or trainer.aux_loss_enabled else live.any(dim=1)
+        return config, None, None
+    live = None if trainer.aux_loss_enabled else expected.live  # (B, T)
+    return config, expected, None if live is None else live.any(dim=1)
 
 
 def without_dead(
@@ -253,7 +249,7 @@ def regrouped(trainer: Any, batches: list[Batch], *, in_trees: bool) -> list[Bat
         window = Window(batches[start : start + count])
         size = len(batches[0]["prompt_ids"])
         batch = {name: _joined([x[name] for x in window.batches]) for name in batches[0]}
-        live = live_sequences(trainer, foreseen(trainer, batch)[1])
+        _, _, live = foreseen(trainer, batch)
         is_live = [True] * size * count if live is None else live.tolist()
         columns = batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1]
         both = zip(batch["prompt_ids"].cpu(), batch["prompt_mask"].cpu(), strict=True)
@@ -263,9 +259,8 @@ def regrouped(trainer: Any, batches: list[Batch], *, in_trees: bool) -> list[Bat
         parts = divided(prompts, lengths, is_live, count, budget, size, in_trees=in_trees)
         for i, samples in enumerate(parts):
             own = samples_of(batch, samples or [0])
-            for name in own if not samples else ():  # no tokens, and no ratio that overflows
-                if name == "completion_mask" or name.endswith("_per_token_logps"):
-                    own[name] = torch.zeros_like(own[name])
+            if not samples:
+                own, _ = without_dead(own, torch.zeros(1, dtype=torch.bool), None)
             found.append({**own, PART: Part(window, samples, is_last=i == count - 1)})
     return found
 

@@ -26,7 +26,6 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ from grpo_kernels.objective.policy import bounded_ratio
 from grpo_kernels.patching import LogsShares, all_replaced, replaced
 from grpo_kernels.results import Scores
 from grpo_kernels.scores import linear_divergence
-from grpo_kernels.transformers.head import inner_head
+from grpo_kernels.transformers.head import describe_head
 from grpo_kernels.trl import micro_batches
 from grpo_kernels.trl.fused_head import Call, head_of
 from grpo_kernels.trl.micro_batches import OLD, RATIO, REFERENCE, Batch, is_corrected, metrics_of
@@ -102,9 +101,9 @@ class Scoring(LogsShares):
         if self._is_deferred:  # pretend: no correction, no optimizer step before the batch ends
             changes.append((self, "vllm_importance_sampling_correction", False))
             changes.append((self.args, "gradient_accumulation_steps", self._micro_steps))
-        own = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-        for name in ("_generate", "_calculate_rewards"):  # these see the original values
-            changes.append((self, name, partial(_within, own, getattr(self, name))))
+        unchanged = all_replaced([(owner, x, getattr(owner, x)) for owner, x, _ in changes])
+        for name in ("_generate", "_calculate_rewards"):  # these see the trainer's own values
+            changes.append((self, name, unchanged(getattr(self, name))))
         with self._over_sets({}), all_replaced(changes):
             batch: Batch = super()._generate_and_score_completions(inputs)
             sets = head_of(self.model).sets
@@ -222,8 +221,7 @@ class Scoring(LogsShares):
         else:
             if not (phi or is_corrected(self)):  # these have metrics over all sequences
                 # zeros stand for old log-probabilities, which the loss will have
-                expected = micro_batches.foreseen(self, {**batch, OLD: zeros})[1]
-                live = micro_batches.live_sequences(self, expected)
+                _, _, live = micro_batches.foreseen(self, {**batch, OLD: zeros})
             logps = self._score(self.model, batch, live)
         self._take_old(batch, logps)
         self._log_figures()
@@ -286,7 +284,7 @@ class Scoring(LogsShares):
         found: Tensor | Reference
         with self._as_reference() as model:
             if self._has_exact_kl:
-                found = Reference(self.accelerator.unwrap_model(model))
+                found = Reference(model)
                 self._score(model, inputs, score=found.take)
             else:
                 found = self._score(model, inputs)
@@ -351,22 +349,16 @@ class Scoring(LogsShares):
         score = super()._get_per_token_logps_and_entropies
         if call is None or not call.is_of(model, *given):
             return score(model, *given, *args, **kwargs)
-        if call.is_done and call.scores is not None:
-            return (*call.scores, None)
+        if call.is_done:
+            return call.results["logps"], call.results["entropies"], None
         with replaced(head_of(model), "call", call):
             results = score(model, *given, *args, **kwargs)
-        call.scores = results[:2]
+        scores = zip(("logps", "entropies"), results[:2], strict=True)
+        call.results |= {name: x for name, x in scores if x is not None}
         if call.is_unscored:
             call.is_unscored = False
             self._take_old(call.inputs, results[0])
         return results
-
-
-def _within(
-    changes: Sequence[tuple[Any, str, Any]], method: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    with all_replaced(changes):
-        return method(*args, **kwargs)
 
 
 def reader_of(trainer: Any, names: Sequence[str]) -> str | None:
@@ -389,7 +381,7 @@ class Reference:
     """
 
     def __init__(self, model: Any) -> None:
-        head = inner_head(model.get_output_embeddings())
+        head = describe_head(model).weight
         self._linear = modules.linear_of(head)
         if self._linear is not head and modules.active_adapters(head):
             raise ValueError(
@@ -398,31 +390,18 @@ class Reference:
             )
         self._hidden, self._constants = torch.empty(0), Head(None)
 
-    def take(
-        self, _: Call, hidden: Tensor, head: Head, ids: Tensor, *, extras: Sequence[str], **how: Any
-    ) -> Scores:
+    def take(self, hidden: Tensor, head: Head, ids: Tensor, **how: Any) -> Scores:
         """Keep `hidden` (B, T, H') and return zeros; `Call.score` of the reference."""
         self._constants = replace(head, weight=None, bias=None, lora=None)
         self._hidden = hidden.detach().clone()  # a view would keep the prompt's too
-        zeros = hidden.new_zeros(ids.shape, dtype=torch.float32)
-        return Scores(**dict.fromkeys(("logps", "entropies", *extras), zeros))
+        return Scores(logps=hidden.new_zeros(ids.shape, dtype=torch.float32))
 
     def compare(
-        self,
-        call: Call,
-        hidden: Tensor,
-        head: Head,
-        ids: Tensor,
-        *,
-        extras: Sequence[str],
-        **how: Any,
+        self, hidden: Tensor, head: Head, ids: Tensor, *, extras: Sequence[str], **how: Any
     ) -> Scores:
-        """Compute the divergences; `Call.score` of the policy. TRL's loss reads no `extras`."""
+        """Score `ids` with the divergence; `Call.score` of the policy. TRL reads no `extras`."""
         states = self._hidden.to(hidden.device)
         # read here: under FSDP2 the weight is a different tensor inside a forward
         weight, bias = modules.constants_of(self._linear, "reference")
         reference = replace(self._constants, weight=weight, bias=bias)
-        found = linear_divergence(hidden, head, (states, reference), completion_ids=ids, **how)
-        if call.divergences is None or torch.is_grad_enabled():
-            call.divergences = found.divergence
-        return Scores.of(logps=found.logps, entropies=found.entropies)
+        return linear_divergence(hidden, head, (states, reference), completion_ids=ids, **how)

@@ -55,6 +55,7 @@ from grpo_kernels.trl.micro_batches import OLD, PART, RATIO, REFERENCE, Batch, P
 from grpo_kernels.trl.scoring import STATES, reader_of
 
 _logger = logging.getLogger(__name__)
+_RESULTS: tuple[str, ...] = ("logps", "entropies", "divergence")  # of a `Call`
 _SEES_MICRO_BATCHES = (*scoring.READERS, "get_off_policy_mask", "get_gamma_weights")
 
 
@@ -126,13 +127,13 @@ class FusedLossMixin(scoring.Scoring):
         found = option is True or (option == "auto" and reason is None)
         if option == "auto" and not found:
             _logger.debug("regroup: samples stay in TRL's micro-batches, because of %s", reason)
-        budget = self.tokens_per_forward
+        budget, expected = self.tokens_per_forward, "a number of tokens, an int >= 1, or None"
+        if not found:
+            expected = "None where samples are not regrouped"
+            expected += f" ({reason})" if option == "auto" else ""
         is_number = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
         if budget is not None and not (found and is_number):
-            expected = "a number of tokens, an int >= 1, or None" if found else "None"
-            why = "" if found else " where samples are not regrouped"
-            why += f" ({reason})" if not found and option == "auto" else ""
-            raise ValueError(f"tokens_per_forward: expected {expected}{why}, got {budget!r}")
+            raise ValueError(f"tokens_per_forward: expected {expected}, got {budget!r}")
         return found
 
     def _check_options(self) -> None:
@@ -144,10 +145,7 @@ class FusedLossMixin(scoring.Scoring):
         only = "zero_advantage: expected 'score' or 'train' with"
         read_all = "which reads all sequences, got 'skip'"
         for is_wrong, message in (
-            (
-                skips and args.use_adaptive_entropy,
-                f"{only} use_adaptive_entropy, {read_all}",
-            ),
+            (skips and args.use_adaptive_entropy, f"{only} use_adaptive_entropy, {read_all}"),
             (
                 skips and self.fused_sampling_correction is True,
                 f"{only} fused_sampling_correction, {read_all}",
@@ -250,7 +248,7 @@ class FusedLossMixin(scoring.Scoring):
             return batches
         in_trees = self.layout == "tree"
         if in_trees:
-            trunk = trunk_of(self.accelerator.unwrap_model(self.model))
+            trunk = trunk_of(self.model)
             if trial.fits_trees(trunk) is None:  # not tried yet: run it on one sample
                 self._score(self.model, micro_batches.samples_of(batches[0], [0]))
             in_trees = trial.fits_trees(trunk) is True
@@ -275,25 +273,22 @@ class FusedLossMixin(scoring.Scoring):
         self._log_figures()
         if part is not None and part.is_last:
             for batch in part.window.restored():  # TRL's micro-batches, for metrics; no model runs
-                scores = batch.pop("logps"), batch.pop("entropies")
-                call = Call(model, batch, scores=scores, is_done=True)
-                call.divergences = batch.pop("divergences", None)
+                results = {name: batch.pop(name) for name in _RESULTS if name in batch}
                 with torch.no_grad():
-                    self._loss_by_trl(call)
+                    self._loss_by_trl(Call(model, batch, results=results, is_done=True))
         return loss
 
     def _loss_of(self, model: Any, inputs: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a micro-batch's loss, and the tensors behind its metrics, (B, ...) by name."""
         is_unscored = self._is_unscored(inputs)
         inputs = {**inputs}  # if unscored, the loss adds its own log-probabilities
-        config, expected = micro_batches.foreseen(self, inputs, is_unscored=is_unscored)
-        live: Tensor | None = None
+        config, expected, live = micro_batches.foreseen(self, inputs)
         factor: Tensor | float = 1.0
-        if self.zero_advantage != "train":
-            live = micro_batches.live_sequences(self, expected)
-        if self.zero_advantage == "skip" and live is not None:
+        if self.zero_advantage == "train":
+            live = None
+        elif self.zero_advantage == "skip" and live is not None:
             inputs, factor = micro_batches.without_dead(inputs, live, config)
-            config, expected = micro_batches.foreseen(self, inputs, is_unscored=is_unscored)
+            config, expected, _ = micro_batches.foreseen(self, inputs)
         mask = inputs["completion_mask"]
         counted = mask if config is None else micro_batches.counted_tokens(inputs)
         call = Call(model, inputs, counted, expected, live, is_unscored=is_unscored)
@@ -305,11 +300,7 @@ class FusedLossMixin(scoring.Scoring):
             for name in (OLD, RATIO, REFERENCE, "completion_mask")
             if name in inputs
         }
-        if call.scores is not None:
-            kept |= {"logps": call.scores[0].detach(), "entropies": call.scores[1].detach()}
-        if call.divergences is not None:
-            kept["divergences"] = call.divergences.detach()
-        return factor * loss, kept
+        return factor * loss, kept | {name: x.detach() for name, x in call.results.items()}
 
     def _loss_by_trl(self, call: Call) -> Tensor:
         """Compute TRL's loss of a call, plus the exact KL if requested."""
@@ -325,11 +316,11 @@ class FusedLossMixin(scoring.Scoring):
                 loss: Tensor = super()._compute_loss(call.model, call.inputs)
             if not has_exact_kl:
                 return loss
-            if call.divergences is None:
+            if "divergence" not in call.results:
                 raise RuntimeError(
                     "kl_estimator: expected TRL's loss to run its fused head, but it did not"
                 )
-            return micro_batches.with_exact_kl(self, loss, call.inputs, call.divergences)
+            return micro_batches.with_exact_kl(self, loss, call.inputs, call.results["divergence"])
 
     @property
     def loss_owner(self) -> type:

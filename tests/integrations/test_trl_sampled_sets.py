@@ -173,8 +173,8 @@ COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 
 @pytest.mark.parametrize(
     ("below", "options"),
-    [(Forward, {}), (Parts, {}), (Parts, COMPILED)],
-    ids=["a forward", "parts", "parts, compiled"],
+    [(OwnLoss, {}), (Forward, {}), (Parts, {}), (Parts, COMPILED)],
+    ids=["all rows", "a forward", "parts", "parts, compiled"],
 )
 def test_a_loss_of_a_class_below_is_over_the_sets(below: type, options: dict[str, Any]) -> None:
     """However it scores them."""
