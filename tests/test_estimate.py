@@ -217,6 +217,9 @@ def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> N
 
 
 LENGTHS, ROW = "--prompt 256 --completion 512", {"prompt": 1, "completion": 1}
+STATE, MEAN = "--log: expected a trainer_state.json", "completions/mean_length"
+EMPTY = {MEAN: 0.0, "completions/max_length": 0.0, "frac_reward_zero_std": 1.0}
+NO_LOGS = ({}, [], {"log_history": [{MEAN: 5.0}]}, {"log_history": [EMPTY]})
 
 
 @pytest.mark.parametrize(
@@ -233,8 +236,9 @@ LENGTHS, ROW = "--prompt 256 --completion 512", {"prompt": 1, "completion": 1}
         ("--samples FILE", [{"prompt": 1}] * 8, "line 1: completion: expected a number of tokens"),
         ("--samples FILE", [ROW | {"completion": 0}] * 8, "or text with --tokenizer, got '0'"),
         ("--samples FILE", [ROW | {"reward": 1}, *[ROW] * 7], "a reward in every line or in none"),
+        ("--samples FILE", [ROW | {"reward": [1.0]}] * 8, "reward: expected a number, got '[1.0]'"),
         ("--prompt 9 --log FILE", [], "expected JSON, got ''"),
-        ("--prompt 9 --log FILE", [{}], "--log: expected a trainer_state.json that has"),
+        *(("--prompt 9 --log FILE", [x], f"{STATE} that has {MEAN}") for x in NO_LOGS),
     ],
 )
 def test_wrong_arguments_say_what_was_expected(

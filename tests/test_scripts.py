@@ -211,21 +211,22 @@ def test_a_script_with_another_trainer_is_compared_with_stock_trl(
 
 
 @pytest.mark.parametrize(
-    ("command", "script", "message"),
+    ("command", "processes", "message"),
     [
-        ("run", "/nowhere.py", "script: expected a Python file, got /nowhere.py"),
-        ("compare", "/nowhere.py", "script: expected a Python file, got /nowhere.py"),
-        ("compare", __file__, "expected one process, without accelerate launch"),
+        ("run /nowhere.py", "1", "script: expected a Python file, got /nowhere.py"),
+        ("compare /nowhere.py", "1", "script: expected a Python file, got /nowhere.py"),
+        (f"compare {__file__}", "2", "expected one process, without accelerate launch"),
+        (f"compare --json /no/x {__file__}", "1", "--json: expected a file in a folder that exist"),
     ],
 )
-def test_one_process_and_a_script_are_expected(
+def test_wrong_arguments_end_a_command_before_anything_runs(
     command: str,
-    script: str,
+    processes: str,
     message: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", processes)
     with pytest.raises(SystemExit, match="2"):
-        main([command, script])
+        main(command.split())
     assert message in capsys.readouterr().err

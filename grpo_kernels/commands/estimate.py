@@ -30,6 +30,7 @@ NOTE = (
     "Computed from counts of matrix products, not measured. "
     "Attention, rewards and the optimizer are left out."
 )
+LOGGED = ("completions/mean_length", "completions/max_length", "frac_reward_zero_std")  # by TRL
 SAVINGS = {  # in the order of the table
     "padding": "padding is skipped",
     "prompts": "each prompt runs once for all its completions",
@@ -139,6 +140,7 @@ def batches_of_samples(
 
         encode = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False).encode
     counts: dict[str, list[int]] = {"prompt": [], "completion": []}
+    rewards: list[float | None] = []
     for i, row in enumerate(rows, 1):
         for name in counts:
             x = given = row.get(name) if isinstance(row, dict) else None
@@ -149,7 +151,11 @@ def batches_of_samples(
                 text = "expected a number of tokens, a list of ids, or text with --tokenizer"
                 raise ValueError(f"--samples, line {i}: {name}: {text}, got {str(given)[:40]!r}")
             counts[name].append(x)
-    rewards = [row.get("reward") for row in rows]
+        reward = row.get("reward")
+        if not isinstance(reward, (int, float, type(None))):
+            text = f"expected a number, got {str(reward)[:40]!r}"
+            raise ValueError(f"--samples, line {i}: reward: {text}")
+        rewards.append(reward)
     if 0 < rewards.count(None) < len(rows):
         text = "expected a reward in every line or in none"
         raise ValueError(f"--samples: {text}, got none in {rewards.count(None)} of {len(rows)}")
@@ -243,6 +249,7 @@ def _computed(options: argparse.Namespace) -> dict[str, Any]:
     if prompt is None and options.samples is None:
         raise ValueError("--prompt is required with --completion and --log")
     state = {} if options.log is None else json.loads(options.log.read_text())
+    state = state if isinstance(state, dict) else {}
     batch = options.batch or state.get("train_batch_size") or 8
     kl, iterations = options.beta > 0, options.iterations
     training = Training(
@@ -257,17 +264,14 @@ def _computed(options: argparse.Namespace) -> dict[str, Any]:
         batches = batches_of_samples(rows, training, options.equal, options.tokenizer)
     else:
         prompts = prompt[0], longest_of(n / min(group, n), prompt)
+        logged = [[x.get(name) for name in LOGGED] for x in state.get("log_history", [])]
         if options.log is None:
             longest = longest_of(n, options.completion, options.max_completion or math.inf)
-            lengths = [(options.completion[0], longest, options.equal)]
-        else:
-            names = ("completions/mean_length", "completions/max_length", "frac_reward_zero_std")
-            logged = [x for x in state.get("log_history", []) if names[0] in x]
-            lengths = [tuple(x[name] for name in names) for x in logged]
-        batches = [Batch(*prompts, *x) for x in lengths]
+            logged = [[options.completion[0], longest, options.equal]]
+        batches = [Batch(*prompts, *x) for x in logged if None not in x and x[0] > 0]
     if not batches:
-        text = "expected a trainer_state.json that has completions/mean_length"
-        raise ValueError(f"--log: {text}, got {options.log} without it")
+        text = f"expected a trainer_state.json that has {', '.join(LOGGED)}"
+        raise ValueError(f"--log: {text}, got {options.log} without them")
     model = memory.known_or_read(options.model, MODELS, partial(read_model, options.model))
     gains = factors(model, batches, training)
     gain, longest = math.prod(gains.values()), max(x.longest for x in batches)

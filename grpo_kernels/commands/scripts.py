@@ -300,6 +300,8 @@ def compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         parser.error("compare: expected one process, without accelerate launch or torchrun")
+    if options.save is not None and not options.save.absolute().parent.is_dir():
+        parser.error(f"--json: expected a file in a folder that exists, got {options.save}")
     runs = {}
     with tempfile.TemporaryDirectory(prefix="grpo_kernels-") as folder:
         for variant in (STOCK, FUSED):
