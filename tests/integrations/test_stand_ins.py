@@ -8,16 +8,11 @@ Without one, as in continuous integration, each case is skipped and says so.
 from __future__ import annotations
 
 import ast
-import math
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-
-from tests.support.trainer_stand_ins import IPOLoss
 
 TRAINERS = {
     "openrlhf.models.actor": ["Actor.forward"],
@@ -26,7 +21,6 @@ TRAINERS = {
     "prime_rl.trainer.models.layers.lm_head": [
         "sampling_replay_mask", "FusedOutputLinear.__init__", "FusedOutputLinear.forward",
     ],
-    "prime_rl.trainer.rl.loss": ["IPOLoss.score_centering_loss"],
     "open_instruct.grpo_utils": ["forward_for_logprobs"],
     "swift.rlhf_trainers.grpo_trainer": ["GRPOTrainer._get_logps_via_local_forward"],
     "torchtune.dev.rl.linear_grpo_loss": ["LinearGRPOLoss.__init__", "LinearGRPOLoss.forward"],
@@ -75,32 +69,6 @@ def arguments_of(source: str, name: str) -> ast.arguments:
 def test_a_trainers_stand_in_has_its_signature(module: str, name: str) -> None:
     stand_in = arguments_of((SUPPORT / "trainer_stand_ins.py").read_text(), name)
     assert ast.unparse(stand_in) == ast.unparse(arguments_of(source_of(module), name))
-
-
-def test_prime_rls_score_centering_is_the_stand_ins() -> None:
-    tree = ast.parse(source_of("prime_rl.trainer.rl.loss"))
-    (whole,) = (x for x in tree.body if getattr(x, "name", None) == "IPOLoss")
-    method: Any = {x.name: x for x in whole.body if isinstance(x, ast.FunctionDef)}
-    method = method["score_centering_loss"]
-    for argument in method.args.args:
-        argument.annotation = None
-    method.returns = None
-    found: dict[str, Any] = {"torch": torch, "math": math}
-    exec(compile(ast.Module([method], []), "prime-rl", "exec"), found)
-    logps = torch.randn(2, 9, 5, dtype=torch.float64).log_softmax(-1)
-    logps[1, 0, 3:] = -torch.inf
-    for eps, most in ((0.2, 1e4), (9.0, 1.3)):
-        trainer = logps[0].clone().requires_grad_()
-        inputs = SimpleNamespace(
-            trainer_mask_logprobs=trainer, inference_mask_logprobs=logps[1],
-            loss_mask=torch.arange(9) % 3 > 0, trainer_logprobs=trainer[:, 0],
-        )  # fmt: skip
-        given = inputs, torch.randn(6).double(), torch.rand(6).double()
-        own = IPOLoss(SimpleNamespace(eps=eps, max_importance_ratio=most))
-        results = (own.score_centering_loss(*given), found[method.name](own, *given))
-        grads = [torch.autograd.grad(x, trainer)[0] for x in results]
-        torch.testing.assert_close(results[0], results[1])
-        torch.testing.assert_close(grads[0], grads[1])
 
 
 @pytest.mark.parametrize(("module", "name"), PEERS)

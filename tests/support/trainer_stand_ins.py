@@ -79,17 +79,6 @@ def scores_of(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return logps.gather(-1, ids[..., None])[..., 0], -(logps.exp() * logps).sum(-1)
 
 
-def next_scores(
-    model: nn.Module, ids: Tensor, attention_mask: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Of every token but the first: (B, L - 1) each."""
-    positions = (attention_mask.cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
-    logits = model(
-        input_ids=ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
-    ).logits
-    return scores_of(logits[:, :-1] / temperature, ids[:, 1:])
-
-
 def unpad_and_slice_tensor(
     sequences: Tensor, attention_mask: Tensor, ring_attn_group: Any
 ) -> tuple[Any, ...]:
@@ -154,7 +143,11 @@ class HFModelWrapper(nn.Module):
         compute_entropy=False, entropy_requires_grad=True, pixel_values=None, image_grid_thw=None,
         mm_token_type_ids=None,
     ):  # fmt: skip
-        logps, entropies = next_scores(self.model, sequences, attention_mask, temperature)
+        positions = (attention_mask.cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
+        logits = self.model(
+            sequences, attention_mask=attention_mask, position_ids=positions, use_cache=False
+        ).logits
+        logps, entropies = scores_of(logits[:, :-1] / temperature, sequences[:, 1:])
         entropies = nn.functional.pad(entropies, (0, 1))
         entropies = entropies if entropy_requires_grad else entropies.detach()
         logps = logps[:, -num_actions:]
@@ -224,30 +217,6 @@ class FusedOutputLinear(nn.Linear):
             if self.return_mask_logprobs:
                 output["mask_logprobs"] = (kept_logits - normalizers).where(kept, 0)
         return output
-
-
-class IPOLoss:
-    """prime-rl's of its source of September 2026, with score centering over the kept sets."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-    def loss(self, inputs):
-        logps, sampled = inputs.trainer_logprobs, inputs.inference_logprobs
-        inside = (logps.exp() - sampled.exp()).abs() <= self.config.eps
-        ratio = (logps - sampled).exp().clamp(max=self.config.max_importance_ratio)
-        advantages = self.config.adv_tau * inputs.advantages[inputs.loss_mask]
-        policy = -(advantages * (ratio * inside)[inputs.loss_mask]).sum()
-        return policy + self.score_centering_loss(inputs, advantages, None)
-
-    def score_centering_loss(self, inputs, advantages, weights):
-        given = inputs.trainer_mask_logprobs, inputs.inference_mask_logprobs
-        logps, sampled = (x[inputs.loss_mask] for x in given)
-        p, q = logps.detach().exp(), sampled.exp()
-        capped = torch.minimum(p, q * self.config.max_importance_ratio)
-        counts = sampled.isfinite() & ((p - q).abs() <= self.config.eps)
-        per_token = advantages * (torch.where(counts, capped, 0.0) * logps).sum(-1)
-        return (per_token if weights is None else per_token * weights).sum()
 
 
 class LinearGRPOLoss(nn.Module):
