@@ -62,7 +62,7 @@ class NotSeen(Exception):
 def build_sanitized(folder: Path) -> tuple[Path, dict[str, str]]:
     """The library, and the environment that a process needs to load it."""
     library = folder / "sanitized.so"
-    build.compile_library(build.source_folder(), library, FLAGS)
+    build.compile_library(library, FLAGS)
     linked = subprocess.run(
         ["ldd", str(library)], capture_output=True, text=True, check=True
     ).stdout

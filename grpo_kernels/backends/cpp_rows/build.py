@@ -68,13 +68,13 @@ def load() -> Library:
     if has_ops():  # someone's own build, such as one with sanitizers
         return Library("loaded before")
     try:
-        return load_from(PREBUILT, source_folder())
+        return find()
     except Unavailable as why:
         return Library(refusal=str(why))
 
 
-def load_from(prebuilt: Path, sources: Path) -> Library:
-    """Load `prebuilt`, else the library that the cache has for `sources`, else build and load it.
+def find() -> Library:
+    """Load `PREBUILT`, else the library that the cache has for the sources, else build and load it.
 
     Raises:
         Unavailable: none of them works.
@@ -82,11 +82,11 @@ def load_from(prebuilt: Path, sources: Path) -> Library:
     if sys.platform == "win32":
         raise Unavailable("there is no Windows build; use WSL")
     troubles: list[str] = []
-    if _loads(prebuilt, troubles):
-        return Library("prebuilt", prebuilt)
+    if _loads(PREBUILT, troubles):
+        return Library("prebuilt", PREBUILT)
     folder = cache_folder()
     try:
-        path = folder / f"{cache_key(sources)}.so"
+        path = folder / f"{cache_key()}.so"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _loads(path, troubles):
             return Library("cached", path)
@@ -97,7 +97,7 @@ def load_from(prebuilt: Path, sources: Path) -> Library:
             descriptor, beside = tempfile.mkstemp(dir=folder, prefix="building-", suffix=".so")
             os.close(descriptor)
             try:
-                compile_library(sources, Path(beside))
+                compile_library(Path(beside))
                 os.replace(beside, path)
             finally:
                 Path(beside).unlink(missing_ok=True)
@@ -163,8 +163,9 @@ def source_folder() -> Path:
     return installed if installed.is_dir() else PACKAGE.with_name("csrc")
 
 
-def source_files(folder: Path) -> list[Path]:
+def source_files() -> list[Path]:
     """The files that are compiled and those that they include, sorted by name."""
+    folder = source_folder()
     files = [path for path in sorted(folder.glob("*")) if path.suffix in (".cpp", ".h", ".inl")]
     if not any(path.suffix == ".cpp" for path in files):
         raise Unavailable(f"its sources are not in {folder}; install grpo_kernels again")
@@ -182,10 +183,10 @@ def cache_folder() -> Path:
         ) from None
 
 
-def cache_key(sources: Path) -> str:
+def cache_key() -> str:
     """A digest of all that the library depends on: sources, flags, torch and platform."""
     target = (FLAGS, torch.__version__, platform.machine(), platform.libc_ver())
-    contents = [(path.name, path.read_bytes()) for path in source_files(sources)]
+    contents = [(path.name, path.read_bytes()) for path in source_files()]
     return hashlib.sha256(repr((target, contents)).encode()).hexdigest()[:16]
 
 
@@ -201,8 +202,8 @@ def compiler() -> list[str]:
     return [compilers[0], *named[1:]]
 
 
-def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> None:
-    """Compile every .cpp in `sources` to the shared library `output`, in one call.
+def compile_library(output: Path, extra: Sequence[str] = ()) -> None:
+    """Compile the sources to the shared library `output`, in one call of the compiler.
 
     A line on stderr says that it begins. At DEBUG the log has the command and the compiler's
     output.
@@ -213,7 +214,7 @@ def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> N
     Raises:
         Unavailable: no sources, no compiler, one that fails, or one that takes too long.
     """
-    units = [str(path) for path in source_files(sources) if path.suffix == ".cpp"]
+    units = [str(path) for path in source_files() if path.suffix == ".cpp"]
     root = Path(torch.__file__).parent
     command = [*compiler(), *FLAGS, *extra, "-isystem", str(root / "include"), *units]
     command += ["-o", str(output), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
@@ -256,11 +257,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = parser.parse_args(arguments).into
     try:
         if folder is None:
-            path = load_from(PREBUILT, source_folder()).path
+            path = find().path
         else:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder.absolute() / f"{NAME}.so"
-            compile_library(source_folder(), path)
+            compile_library(path)
     except Unavailable as why:
         print(why, file=sys.stderr)
         return 1

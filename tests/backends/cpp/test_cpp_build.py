@@ -78,13 +78,15 @@ class World:
         self.sources.mkdir()
         (self.sources / "ops.cpp").write_text("// 1")
         (self.sources / "row.h").write_text("// 2")
+        patch.setattr(build, "PREBUILT", self.prebuilt)
+        patch.setattr(build, "source_folder", lambda: self.sources)
         patch.setattr(torch.ops, "load_library", self.load)
         patch.setattr(build, "has_ops", lambda: self.loaded == GOOD)
         self.compiles(GOOD)
 
     @property
     def place(self) -> Path:
-        return self.cache / f"{build.cache_key(self.sources)}.so"
+        return self.cache / f"{build.cache_key()}.so"
 
     def put(self, content: str) -> Path:
         self.cache.mkdir(parents=True)
@@ -119,7 +121,7 @@ class World:
 
     def find(self) -> build.Library:
         try:
-            return build.load_from(self.prebuilt, self.sources)
+            return build.find()
         except build.Unavailable as why:
             return build.Library(refusal=str(why))
 
@@ -306,15 +308,15 @@ def test_fresh_cache_is_filled_once_and_serves_without_a_compiler(tmp_path: Path
 
 
 def test_key_is_of_sources_flags_and_torch(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [build.cache_key(world.sources)]
+    keys = [build.cache_key()]
     (world.sources / "notes.txt").write_text("no source")
-    assert build.cache_key(world.sources) == keys[0]
+    assert build.cache_key() == keys[0]
     (world.sources / "row.h").write_text("// 3")
-    keys.append(build.cache_key(world.sources))
+    keys.append(build.cache_key())
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O3"))
-    keys.append(build.cache_key(world.sources))
+    keys.append(build.cache_key())
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    keys.append(build.cache_key(world.sources))
+    keys.append(build.cache_key())
     assert len(set(keys)) == 4
 
 
@@ -391,7 +393,6 @@ def test_library_that_someone_else_loaded_is_taken() -> None:
 
 
 def test_command_says_where_or_why_not(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    world.patch.setattr(build, "source_folder", lambda: world.sources)
     assert build.main([]) == 0
     assert Path(capsys.readouterr().out.strip()) == world.place
     assert build.main(["--into", str(world.folder / "here")]) == 0
