@@ -172,13 +172,10 @@ def table() -> list[str]:
     """Markdown: default options; TRL's trainer without and with Triton, and ours."""
     from trl import GRPOTrainer
 
+    from benchmarks.tables import markdown
     from grpo_kernels.trl import FusedGRPOTrainer
 
-    lines = [
-        "| trainer | rows projected | completion tokens | with gradient | counted | "
-        "formula | value |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name, trainer_class, compact in (
         ("GRPOTrainer (every position)", GRPOTrainer, False),
         ("GRPOTrainer (labeled rows)", GRPOTrainer, True),
@@ -187,10 +184,11 @@ def table() -> list[str]:
         c = count(trainer_class, compact=compact)
         ours = trainer_class is FusedGRPOTrainer
         expected = c.size * (6 * c.live + 2 * (c.scored - c.live) if ours else 8 * c.rows)
-        formula = "6VH live + 2VH rest" if ours else "8VH rows"
-        numbers = [f"{x / c.steps:g}" for x in (c.rows, c.scored, c.live)]
-        lines.append(
-            f"| {name} | {' | '.join(numbers)} | {c.flops / c.steps:,.0f} | {formula} | "
-            f"{expected / c.steps:,.0f} |"
-        )
-    return lines
+        rows.append({
+            "trainer": name, "rows projected": f"{c.rows / c.steps:g}",
+            "completion tokens": f"{c.scored / c.steps:g}",
+            "with gradient": f"{c.live / c.steps:g}", "counted": f"{c.flops / c.steps:,.0f}",
+            "formula": "6VH live + 2VH rest" if ours else "8VH rows",
+            "value": f"{expected / c.steps:,.0f}",
+        })  # fmt: skip
+    return markdown(rows)

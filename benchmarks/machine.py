@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import subprocess
 import time
@@ -38,7 +37,7 @@ def about(*, on_gpu: bool, commit: str | None = None) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit or git_commit(ROOT),
         "machine": found,
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: report.version(name) for name in PACKAGES},
     }
 
 
@@ -55,13 +54,6 @@ def git_commit(root: Path) -> str | None:
         return named + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
 
 
 def _nvidia_smi(*fields: str) -> dict[str, str]:

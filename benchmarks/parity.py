@@ -202,20 +202,18 @@ def differences(stock: list[dict[str, float]], ours: list[dict[str, float]]) -> 
 
 def table(results: list[Result]) -> list[str]:
     """Markdown rows, one per configuration."""
-    lines = [
-        "| configuration | loss | gradient norm | worst metric | which | clipped at most | equal |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for r in results:
-        within = "yes" if r.equal else "NO"
-        if r.case.tolerance != TOLERANCE:
-            within += f" (within {r.case.tolerance:g})"
-        lines.append(
-            f"| {r.case.name} | {r.loss:.1e} | {r.grad_norm:.1e} | {r.metric:.1e} | {r.worst} | "
-            f"{r.clipped:.1%} "
-            f"| {within} |"
-        )
-    return lines
+    from benchmarks import tables
+
+    return tables.markdown([
+        {
+            "configuration": r.case.name, "loss": f"{r.loss:.1e}",
+            "gradient norm": f"{r.grad_norm:.1e}", "worst metric": f"{r.metric:.1e}",
+            "which": r.worst, "clipped at most": f"{r.clipped:.1%}",
+            "equal": ("yes" if r.equal else "NO")
+            + (f" (within {r.case.tolerance:g})" if r.case.tolerance != TOLERANCE else ""),
+        }
+        for r in results
+    ])  # fmt: skip
 
 
 def page(results: list[Result], flops: list[str], steps: int) -> str:

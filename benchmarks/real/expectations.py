@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 
+from benchmarks.tables import markdown
 from grpo_kernels.commands.estimate import MODELS, Batch, Training, factors, whole
 
 MEAN = 512  # tokens of a completion
@@ -22,15 +23,16 @@ BATCHES = {
 
 def lines() -> list[str]:
     """The table: the training without generation, and in brackets the whole step."""
-    table = [["training", *BATCHES], ["---"] * (1 + len(BATCHES))]
+    rows = []
     for model, lora, beta in itertools.product(MODELS.values(), (True, False), (0, 0.04)):
-        gains = [
-            math.prod(factors(model, [batch], Training(lora=lora, kl=beta > 0, vllm=vllm)).values())
-            for batch, vllm in BATCHES.values()
-        ]
         name = f"{model.name}, {'LoRA' if lora else 'all parameters'}, beta {beta}"
-        table.append([name, *(f"{x:.1f} ({whole(x, GENERATION):.1f})" for x in gains)])
-    return [f"| {' | '.join(row)} |" for row in table]
+        row = {"training": name}
+        for batch_name, (batch, vllm) in BATCHES.items():
+            training = Training(lora=lora, kl=beta > 0, vllm=vllm)
+            gain = math.prod(factors(model, [batch], training).values())
+            row[batch_name] = f"{gain:.1f} ({whole(gain, GENERATION):.1f})"
+        rows.append(row)
+    return markdown(rows)
 
 
 if __name__ == "__main__":

@@ -53,10 +53,7 @@ def collect() -> dict[str, dict[str, str]]:
             "python": platform.python_version(),
             "grpo-kernels": VERSION,
             "torch": str(torch.__version__),  # with its build: +cpu, +cu130
-            **{
-                name: next((x.version for x in metadata.distributions(name=name)), "absent")
-                for name in PACKAGES
-            },
+            **{name: version(name) for name in PACKAGES},
         },
         "system": {
             "os": platform.platform(),
@@ -92,6 +89,11 @@ def _devices() -> list[torch.device]:
     """Return the CPU and every CUDA or ROCm device."""
     gpus = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     return [torch.device("cpu"), *gpus]
+
+
+def version(package: str) -> str:
+    """Return the installed version of a package, or "absent"."""
+    return next((x.version for x in metadata.distributions(name=package)), "absent")
 
 
 def _cpu_name() -> str:
