@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import chain
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -199,8 +198,8 @@ def process_advantages(
     Each reward is normalized over all steps of its group: (r - mean) / (std + eps).
 
     Args:
-        step_rewards: (B, S), or a list of numbers per completion. NaN or None marks an unscored
-            step, which is ignored.
+        step_rewards: (B, S), or a list of numbers per completion, on any device. NaN or None marks
+            an unscored step, which is ignored.
         step_ends: (B, S), or a list per completion: the column of each step's last token. Columns
             are in [0, T) and increase from step to step; those of unscored steps are ignored.
         num_generations, group_ids, std, eps, process_group: as in `group_advantages`.
@@ -208,7 +207,7 @@ def process_advantages(
         length: the length T; pass either `length` or `completion_mask`.
 
     Returns:
-        (B, T) advantages, 0 after the last step.
+        (B, T) advantages on the mask's device, 0 after the last step.
 
     Raises:
         TypeError, ValueError: as in `group_advantages`; also if a step end is outside [0, T), or is
@@ -228,7 +227,7 @@ def process_advantages(
     mask = _bool_mask(completion_mask)
     _check_shape("completion_mask", mask, "(B, T)", (batch_size, mask.shape[1]))
     columns = mask.shape[1]
-    x = widen(table)
+    x, ends = widen(table.to(mask.device)), ends.to(mask.device, torch.int64)
     scored = ~x.isnan()
     _require_all(~x.isinf(), x, "step_rewards", "finite values, or NaN for an unscored step")
     in_range = ~scored | ((ends >= 0) & (ends < columns))
@@ -443,9 +442,8 @@ def _groups(
         given: Any = num_generations
         hint = "; pass group ids as group_ids=" if isinstance(given, Tensor | list | tuple) else ""
         why = " completions per prompt, since a group of one has advantage 0 and nothing trains"
-        _check_int(
-            "num_generations", given, fewest, why if type(given) is int and given == 1 else "", hint
-        )
+        why = why if type(given) is int and given == 1 else ""
+        _check_int("num_generations", given, fewest, why, hint)
     sizes, start = [rows], 0
     if process_group is not None:
         sizes = gather_stacked(torch.tensor(rows, device=device), process_group).tolist()
@@ -551,7 +549,7 @@ def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
     """Return rewards and ends as (B, S) tensors, ragged lists padded with NaN and -1."""
     rewards, ends = _lists("step_rewards", step_rewards), _lists("step_ends", step_ends)
     if not isinstance(ends, Tensor):
-        odd = [x for x in chain(*ends) if not isinstance(x, Integral)]
+        odd = [x for row in ends for x in row if not isinstance(x, Integral)]
         if odd:
             raise TypeError(
                 "step_ends: expected integers, the column of each step's last token, got "
@@ -571,7 +569,7 @@ def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
     _check_shape("step_ends", ends, "(B, S)", rewards.shape)
     if ends.is_floating_point():
         raise TypeError(f"step_ends: expected integers, got {ends.dtype}")
-    return rewards, ends.to(rewards.device, torch.int64)
+    return rewards, ends
 
 
 def _lists(name: str, given: Any) -> Any:

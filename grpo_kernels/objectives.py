@@ -42,7 +42,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.formulas import times
 from grpo_kernels.base.checks import check_number, check_shape, check_tensor, only_public
-from grpo_kernels.base.tensors import discounted_sums, sequence_means
+from grpo_kernels.base.tensors import discounted_sums, scored_difference, sequence_means
 from grpo_kernels.objective.config import preset_hint
 from grpo_kernels.objective.custom import TokenInputs
 
@@ -365,8 +365,8 @@ def m2po_mask(
         check_tensor(name, x, like=completion_mask, floating=True)
         check_shape(name, x, ("completion_mask.shape", tuple(completion_mask.shape)))
     counts = completion_mask != 0
-    difference = old.to(torch.promote_types(old.dtype, torch.float32)) - sampling
-    moved = torch.nan_to_num(difference, nan=0.0)[counts].square()
+    wide = old.to(torch.promote_types(old.dtype, torch.float32))
+    moved = scored_difference(wide, sampling)[counts].square()
     places = moved.argsort(descending=True)
     number = torch.arange(len(moved), 0, -1, device=moved.device)
     # the mean of a token's and of all smaller d^2

@@ -84,7 +84,7 @@ def compute_rewards(
     """
     funcs = _as_list(reward_funcs)
     names = [_name(func) for func in funcs]
-    tokenizers = _tokenizers(processing_classes, funcs, names)
+    tokenizers = _tokenizers(processing_classes, funcs)
     inputs: dict[str, Any] = {"prompts": prompts, "completions": completions}
     inputs |= {"completion_ids": completion_ids, **columns}
     if not isinstance(prompts, (list, tuple)):
@@ -231,7 +231,7 @@ def _as_list(reward_funcs: Any) -> list[Any]:
     return funcs
 
 
-def _tokenizers(given: Any, funcs: list[Any], names: list[str]) -> list[Any]:
+def _tokenizers(given: Any, funcs: list[Any]) -> list[Any]:
     """Return one tokenizer per function; check those of reward models."""
     tokenizers = [*given] if isinstance(given, (list, tuple)) else [given] * len(funcs)
     if len(tokenizers) != len(funcs):
@@ -243,13 +243,13 @@ def _tokenizers(given: Any, funcs: list[Any], names: list[str]) -> list[Any]:
         pad = getattr(tokenizer, "pad_token_id", None)
         if pad is None:
             got = "None" if tokenizer is None else "pad_token_id None"
-            expected = f"the tokenizer of reward model {names[i]!r}, with a pad token"
+            expected = f"the tokenizer of reward model {_name(func)!r}, with a pad token"
             raise ValueError(f"processing_classes[{i}]: expected {expected}, got {got}")
         # A decoder scores the last token that is not config.pad_token_id: a wrong id makes it score
         # a wrong token.
         wrong = getattr(getattr(func, "config", None), "pad_token_id", pad)
         if wrong != pad:
-            expected = f"config.pad_token_id of {names[i]!r} to be its tokenizer's, {pad}"
+            expected = f"config.pad_token_id of {_name(func)!r} to be its tokenizer's, {pad}"
             raise ValueError(f"reward_funcs[{i}]: expected {expected}, got {wrong}")
     return tokenizers
 

@@ -44,7 +44,6 @@ __all__ = ["Correction", "correct"]
 only_public(__name__)
 
 Bound = float | tuple[float | None, float | None]
-_SMALLEST_MEAN = 1e-8  # a smaller mean weight is not divided by
 
 
 class Correction(NamedTuple):
@@ -219,7 +218,7 @@ def correct(
             total = torch.stack([own.sum(), own.new_tensor(len(own))])
             total, count = all_reduce(total, "sum", process_group)
             mean = total / count
-            mean = torch.where(mean > _SMALLEST_MEAN, mean, 1.0)
+            mean = torch.where(mean > 1e-8, mean, 1.0)  # no division by a smaller mean
             weights = weights / mean
             results["rollout_is_batch_norm_factor"] = mean
         weights = torch.where(mask, weights, 0.0)

@@ -230,6 +230,14 @@ def test_process_lists_are_padded_tensors():
     assert adv.process_advantages([[], [], []], [[], [], []], 3, length=0).shape == (3, 0)
 
 
+def test_process_lists_follow_the_mask_to_its_device(monkeypatch):
+    lists, mask = ([[0.1, 0.9], [0.5]], [[3, 7], [5]], 2), torch.ones(2, 8)
+    expected = adv.process_advantages(*lists, completion_mask=mask)
+    with pretended(monkeypatch):
+        found = adv.process_advantages(*lists, completion_mask=OnGPU(mask))
+    assert isinstance(found, OnGPU) and torch.equal(here(found), expected)
+
+
 def test_a_length_waits_for_the_device_no_more_than_a_mask(monkeypatch):
     with pretended(monkeypatch) as waits:
         given = OnGPU(torch.rand(4, 2)), OnGPU(torch.arange(8).view(4, 2)), 2
@@ -554,6 +562,7 @@ WRONG: list[tuple[type[Exception], str, Any, str]] = [
     (ValueError, "num_generations", 0, "expected at least [12].*, got 0"),
     (TypeError, "num_generations", 2.0, "expected an int, got float"),
     (TypeError, "group_ids", R, "expected integers, got torch.float32"),
+    (TypeError, "group_ids", [*"abcd"], r"expected integers, got \['a', "),
     (ValueError, "group_ids", [0] * 7, r"expected shape \(B,\) = \(4,\), got \(7,\)"),
     (ValueError, "scale_rewards", "groups", "expected one of .* got 'groups'"),
     (ValueError, "scale_rewards", True, "expected one of .* got True; True is 'group', False"),
@@ -572,7 +581,12 @@ WRONG: list[tuple[type[Exception], str, Any, str]] = [
     (ValueError, "step_ends", -M.long(), "expected indices .* got -1"),
     (ValueError, "step_ends", M.long(), r"expected each above .* not a mask\), got 1 at \(0, 1\)"),
     (ValueError, "step_ends", torch.tensor([[0, 2, 1]] * 4), r"expected each above .*, got 1 at"),
-    (TypeError, "step_ends", None, r"expected a tensor \(B, S\), or a list for each"),
+    (TypeError, "step_ends", None, r".* a tensor \(B, S\), or a list for each .*, got NoneType"),
+    (TypeError, "step_ends", [0, 1, 2, 2], ".* or a list for each .*, got int in it"),
+    (TypeError, "step_ends", 2, ".* got int; pass the group's size as num_generations=$"),
+    (TypeError, "step_ends", [[0, 0.5]] * 4,
+     "expected integers, .*, got 0.5; are step_rewards and step_ends swapped"),
+    (TypeError, "step_rewards", [1.0] * 4, ".* or a list for each .*, got float in it"),
     (ValueError, "gamma", 1.5, r"expected a number in \[0, 1\], got 1.5"),
     (ValueError, "lam", -0.1, r"expected a finite number >= 0, got -0.1"),
     (ValueError, "beta", NAN, "expected a finite number, got nan"),
@@ -600,7 +614,8 @@ OF_ONE: list[tuple[type[Exception], str, dict[str, Any], str]] = [
       for name in ("gae", "reinforce_plus_plus")),
     *((ValueError, name, {"group_ids": [0] * 4, "num_generations": 2}, ".* of the two, got both")
       for name, takes in TAKES.items() if "group_ids" in takes),
-    *((ValueError, name, {"num_generations": None}, ".* exactly one of the two, got neither")
+    *((ValueError, name, {"num_generations": None},
+       ".* exactly one of the two, got neither; pass num_generations=, the completions")
       for name in ("group_advantages", "rloo_advantages", STEPS)),
     *((TypeError, name, {"process_group": "x"} | ({"whiten_advantages": True} if name == "gae"
        else {}), "process_group: expected a torch.distributed.ProcessGroup .* got str")
@@ -637,29 +652,9 @@ def test_rewards_by_prompt_are_not_taken_for_reward_functions() -> None:
     for estimator in (adv.group_advantages, adv.rloo_advantages):
         with pytest.raises(ValueError, match=r"^rewards: .* pass rewards\.flatten\(\)"):
             estimator(torch.rand(8, 4), num_generations=4)
-    for call in (
-        lambda: adv.group_advantages(torch.rand(8, 4)),
-        lambda: adv.process_advantages([[1.0, 0.5]], [[1, 2]], length=3),
-    ):
-        with pytest.raises(ValueError, match="got neither; pass num_generations=, the completions"):
-            call()
     adv.group_advantages(torch.rand(8, 4), 4, reward_weights=[1.0, 1, 1, 1])
     adv.group_advantages(torch.rand(8, 3), 4)
-    adv.group_advantages(torch.rand(8, 1), 1 + 1)
-
-
-def test_swapped_steps_and_plain_lists_are_refused() -> None:
-    ends, rewards = [[2, 5], [3]], [[0.5, 1.9], [0.9]]
-    for given, message in (
-        ((ends, rewards), "step_ends: expected integers, .*, got 0.5; are step_rewards and"),
-        (([1.0, 0.5], [[2], [3]]), "step_rewards: expected a tensor .*, or a list for each"),
-        (([[1.0], [0.5]], [2, 3]), "step_ends: expected a tensor .*, or a list for each"),
-        (([[1.0], [0.5]], 2), "step_ends: .*, got int; pass the group's size as num_generations="),
-    ):
-        with pytest.raises(TypeError, match=f"^{message}"):
-            adv.process_advantages(*given, 2, length=6)
-    with pytest.raises(TypeError, match=r"^group_ids: expected integers, got"):
-        adv.group_advantages(torch.ones(2), group_ids=["a", "b"])
+    adv.group_advantages(torch.rand(8, 1), 2)
 
 
 def test_a_step_that_ends_in_a_masked_column_is_warned_of(

@@ -61,10 +61,6 @@ class Attack:
     draw: Callable[[Any], Options]
     check: Callable[[Options], None]  # raises if the library does not do what it promises
 
-    def options(self) -> st.SearchStrategy[Options]:
-        """All calls."""
-        return st.composite(lambda draw: self.draw(Draws(draw)))()
-
     def run(self, profile: settings, first: int | None = None) -> None:
         """Check `profile.max_examples` calls; of one that fails, raise the error of the smallest
         that fails alike.
@@ -72,5 +68,6 @@ class Attack:
         Without a seed `first`, begin with the failures that the profile's database kept: a seed
         turns that off.
         """
-        attack = profile(given(options=self.options())(self.check))
+        options = st.composite(lambda draw: self.draw(Draws(draw)))()
+        attack = profile(given(options=options)(self.check))
         (attack if first is None else seed(first)(attack))()

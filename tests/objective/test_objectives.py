@@ -8,7 +8,8 @@ import math
 import pickle
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -124,16 +125,11 @@ def verl_config(options: dict[str, Any], info: dict[str, Any]) -> Any:
 
 def verl_loss(given: Given, mode: str, name: str, options: dict[str, Any]) -> Tensor:
     """verl's registered function; masked positions hold 0, as it would read them."""
-    config, mask = (
-        verl_config(options, {"global_batch_size": B, "loss_scale_factor": FACTOR}),
-        given["mask"],
-    )
-    old, logps, advantages = (
-        torch.where(mask, given[x], 0.0) for x in ("old", "logps", "advantages")
-    )
+    config = verl_config(options, {"global_batch_size": B, "loss_scale_factor": FACTOR})
+    mask, numbers = given["mask"], [given[x] for x in ("old", "logps", "advantages")]
+    read = [*(torch.where(mask, x, 0.0) for x in numbers), mask.to(numbers[0].dtype)]
     torch.manual_seed(SEED)
-    function, counts = core_algos().get_policy_loss_fn(name), mask.to(logps.dtype)
-    return function(old, logps, advantages, counts, mode, config, given.get("ratio"))[0]
+    return core_algos().get_policy_loss_fn(name)(*read, mode, config, given.get("ratio"))[0]
 
 
 def mean_of(formula: Callable[[Given], Tensor], given: Given, mode: str = "token-mean") -> Tensor:
@@ -203,15 +199,6 @@ def fipo(
     return ppo(x, ranged, ranged) * torch.where(unsafe, f.clamp(0.8, 1.0), f)
 
 
-class Source(NamedTuple):
-    """An objective, and what its source makes of the same."""
-
-    objective: Callable[[TokenInputs], Tensor]
-    loss: Callable[[Given, str], Tensor]  # (given, mode)
-    modes: tuple[str, ...] = ("token-mean",)
-    token_level: bool = True
-
-
 # verl's losses: our name, and parameters under which tokens fall on both sides of every bound
 OF_VERL: dict[str, tuple[str, dict[str, Any]]] = {
     "cispo": ("cispo_two_sided", {"clip_ratio_low": 0.3, "clip_ratio_high": 0.5}),
@@ -242,23 +229,22 @@ FORMULAS: dict[str, tuple[Callable[..., Tensor], dict[str, float], tuple[float, 
         "influence_high": 0.4, "safety_threshold": 1.2,
     }, (3.0, 0.3, 0.4, 1.2, 0.1)),
 }  # fmt: skip
-COUPLED = {"clip_cov", "kl_cov", "gspo_token", "fipo"}
+COUPLED = {"clip_cov", "kl_cov", "gspo", "fipo", "fipo fast"}
 
 
-def source_of(name: str) -> Source:
-    """An objective with fresh state, and its source."""
+def objective_of(name: str) -> Callable[[TokenInputs], Tensor]:
+    """With fresh state."""
+    own, options = OF_VERL.get(name) or (name.split()[0], FORMULAS[name][1])
+    draw = {"generator": torch.Generator().manual_seed(SEED)} if name == "clip_cov" else {}
+    return partial(getattr(objectives, own), **options, **draw)
+
+
+def source_of(name: str) -> Callable[[Given, str], Tensor]:
+    """What the source makes of the same, by verl's mode."""
     if name in OF_VERL:
-        own, options = OF_VERL[name]
-        draw = {"generator": torch.Generator().manual_seed(SEED)} if name == "clip_cov" else {}
-        loss = partial(verl_loss, name=name, options=options)
-        objective = partial(getattr(objectives, own), **options, **draw)
-        return Source(objective, loss, tuple(MODES), own not in COUPLED)
-    formula, options, parameters = FORMULAS[name]
-    own = name.split()[0]
-    loss = partial(mean_of, lambda x: formula(x, *parameters))
-    return Source(
-        partial(getattr(objectives, own), **options), loss, token_level=own not in COUPLED
-    )
+        return partial(verl_loss, name=name, options=OF_VERL[name][1])
+    formula, _, parameters = FORMULAS[name]
+    return partial(mean_of, lambda x: formula(x, *parameters))
 
 
 each = pytest.mark.parametrize("name", [*OF_VERL, *FORMULAS])
@@ -288,18 +274,15 @@ def test_a_published_loss_that_is_no_objective_is_a_preset() -> None:
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
-    ("name", "mode"),
-    [(name, mode) for name in (*OF_VERL, *FORMULAS) for mode in source_of(name).modes],
+    ("name", "mode"), [*product(OF_VERL, MODES), *product(FORMULAS, ["token-mean"])]
 )
 def test_values_and_gradients_are_the_sources(name: str, mode: str, weighted: bool) -> None:
     rtol = 1e-7 if mode == "seq-mean-token-mean" else 1e-11  # verl's lengths plus 1e-8
     for seed in range(4):
-        source, given = source_of(name), off_policy(seed, weighted=weighted)
-        items = 1 if mode == "token-sum" else None
-        found = ours(
-            given, objective=source.objective, config=MODES[mode], num_items_in_batch=items
-        )
-        agree(found, with_gradient(source.loss, given, mode), rtol)
+        given, how = off_policy(seed, weighted=weighted), {"config": MODES[mode]}
+        how |= {"num_items_in_batch": 1 if mode == "token-sum" else None}
+        found = ours(given, objective=objective_of(name), **how)
+        agree(found, with_gradient(source_of(name), given, mode), rtol)
 
 
 def hidden_batch(given: Given, *, trains: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -319,17 +302,17 @@ def hidden_batch(given: Given, *, trains: bool = True) -> tuple[Tensor, Tensor, 
 def test_from_packed_hidden_states(name: str, trains: bool) -> None:
     """With a frozen head too, where the engine asks whether the entropies are used: nothing is
     drawn for that."""
-    source, given = source_of(name), off_policy(3, weighted=True)
+    given = off_policy(3, weighted=True)
     hidden, weight, ids = hidden_batch(given, trains=trains)
     leaves = (hidden, weight) if trains else (hidden,)
-    wanted = source.loss(given, source.modes[0])
+    wanted = source_of(name)(given, "token-mean")
     gradients = torch.autograd.grad(wanted, leaves)
     rows = {key: x.flatten() for key, x in arguments(given).items()}
-    rows |= {"config": MODES[source.modes[0]], "cu_seqlens": torch.arange(0, B * T + 1, T)}
-    rows |= {"objective": source.objective, "run": Run(workspace_bytes=1 << 10)}
+    rows |= {"config": MODES["token-mean"], "cu_seqlens": torch.arange(0, B * T + 1, T)}
+    rows |= {"objective": objective_of(name), "run": Run(workspace_bytes=1 << 10)}
     tokens = hidden.flatten(0, 1), weight, ids.masked_fill(~given["mask"], -100).flatten()
     out = grpo_loss(*tokens, **rows)
-    trained = "one_pass" if source.token_level else "two_pass"
+    trained = "two_pass" if name in COUPLED else "one_pass"
     assert out.engine == (trained if trains else "frozen")
     torch.testing.assert_close(out.loss, wanted.detach(), rtol=1e-10, atol=1e-13)
     for x, y in zip(torch.autograd.grad(out.loss, leaves), gradients, strict=True):
@@ -340,11 +323,10 @@ def test_from_packed_hidden_states(name: str, trains: bool) -> None:
 
 @each
 def test_without_old_log_probabilities_they_are_the_current_ones(name: str) -> None:
-    source, given = source_of(name), off_policy(4)
-    given["old"] = given["logps"]
-    wanted = ours(given, objective=source.objective)
+    given = off_policy(4)
+    wanted = ours(given | {"old": given["logps"]}, objective=objective_of(name))
     del given["old"]
-    agree(ours(given, objective=source_of(name).objective), wanted)
+    agree(ours(given, objective=objective_of(name)), wanted)
 
 
 @pytest.mark.parametrize("name", ["ipo", "icepop_prime_rl", "kpop", "rollout_is"])
@@ -454,7 +436,7 @@ def test_draws_are_of_the_generator_or_torchs_own() -> None:
     def gradient(objective: Any) -> Tensor:
         return ours(given, objective=objective, config=MODES["token-mean"])[1]
 
-    first, again = (gradient(source_of("clip_cov").objective) for _ in range(2))
+    first, again = (gradient(objective_of("clip_cov")) for _ in range(2))
     assert torch.equal(first, again)
     torch.manual_seed(SEED)
     default = partial(objectives.clip_cov, **options)
