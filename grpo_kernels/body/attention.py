@@ -55,8 +55,13 @@ class Paths:
 
     @property
     def contexts(self) -> Tensor:
-        """Return the number of tokens before each segment, (S,)."""
+        """Return the number of tokens before each segment on its path, (S,)."""
         return self.lengths - self.new
+
+    @property
+    def starts(self) -> Tensor:
+        """Return each segment's first token, (S,)."""
+        return self.new.cumsum(0) - self.new
 
 
 class NotAlongPaths(Exception):

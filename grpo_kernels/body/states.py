@@ -42,14 +42,13 @@ class Recurrence(NamedTuple):
     of_tokens: tuple[int | str, ...]  # arguments (1, n, ...), by position or name
     first: str  # argument for the initial state
     wants_last: str  # argument that requests the last state
-    returns_pair: bool  # True: always returns (output, last state or None)
 
 
-_DELTA_RULE = Recurrence((0, 1, 2, "g", "beta"), "initial_state", "output_final_state", True)
+_DELTA_RULE = Recurrence((0, 1, 2, "g", "beta"), "initial_state", "output_final_state")
 RECURRENCES = {
     "torch_chunk_gated_delta_rule": _DELTA_RULE,
     "chunk_kimi_delta_attention": _DELTA_RULE,
-    "mamba2_chunk_scan": Recurrence((0, 1, 3, 4), "initial_states", "return_final_states", False),
+    "mamba2_chunk_scan": Recurrence((0, 1, 3, 4), "initial_states", "return_final_states"),
 }
 _CONVOLUTION = "causal_conv1d_fn"
 # A whole Mamba-2 layer: if this is None, the layer calls the functions above.
@@ -120,7 +119,7 @@ def _windows(paths: Paths, taps: int) -> tuple[Tensor, Tensor]:
 
     The index after the last token stands for tokens before a root.
     """
-    starts, total = paths.new.cumsum(0) - paths.new, int(paths.new.sum())
+    starts, total = paths.starts, int(paths.new.sum())
     offsets = torch.arange(taps - 1, device="cpu")
     sees = (offsets < paths.new[:, None]) & (starts[:, None] > 0)
     depths = (paths.contexts[:, None] + offsets)[sees]
@@ -141,7 +140,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def of(cls, paths: Paths) -> Runs:
-        starts, total = paths.new.cumsum(0) - paths.new, int(paths.new.sum())
+        starts, total = paths.starts, int(paths.new.sum())
         last = paths.tokens.gather(1, (paths.contexts - 1).clamp(min=0)[:, None]).squeeze(1)
         last = torch.where(paths.contexts > 0, last, -1)  # the token before each segment
         begins = torch.cat([starts, last + 1]).unique()
@@ -253,5 +252,6 @@ def _recur(
                 raise NotAlongPaths("a recurrence gives back no last state")
             if keeps:
                 states.append(last)
-    found = torch.cat(outputs).index_select(0, back)[None]
-    return (found, None) if recurrence.returns_pair else found
+    whole = torch.cat(outputs).index_select(0, back)[None]
+    # the last call keeps no state, so it returned what the layer expects: a pair, or the output
+    return (whole, None) if isinstance(found, tuple) else whole

@@ -106,10 +106,7 @@ class Exactness:
             if len(self.inputs.values[name][attended].unique()) > 1:
                 return f"{name} differ between tokens, and may control what tokens see"
         if mode not in self._verdicts:
-            try:
-                self.refuse(mode, _by_structure(mode, self.trunk, self.forward))
-            except Exception as error:
-                self.refuse(mode, f"in looking at its layers, {described(error)}")
+            self._verdicts[mode] = Verdict(reason=_by_structure(mode, self.trunk, self.forward))
         verdict = self._verdicts[mode]
         if self.size[0] <= 0 and verdict.reason is None:
             return Way("none")  # nothing is read, nor computed
@@ -118,16 +115,13 @@ class Exactness:
 
     def way(self, mode: str, forward: Callable[..., Any]) -> Way | str:
         """Return `known`; if there is no verdict yet, try the layout with `forward` first."""
-        found = self.known(mode)
-        if found is not None:
-            return found
         try:
-            return self._tried(mode, forward)
+            found = self.known(mode)
+            return self._tried(mode, forward) if found is None else found
         except torch.OutOfMemoryError:  # temporary: the next call tries again
             return "there is not enough free memory to try it"
         except Exception as error:
-            self.refuse(mode, f"in making its trial, {described(error)}")
-            return self._verdicts[mode].reason or ""
+            return self.refuse(mode, f"in preparing its trial, {described(error)}")
 
     def _tried(self, mode: str, forward: Callable[..., Any]) -> Way | str:
         verdict, sizes, reason = self._verdicts[mode], [self.size], ""
@@ -158,9 +152,10 @@ class Exactness:
         verdict.reason = reason
         return reason
 
-    def refuse(self, mode: str, reason: str | None) -> None:
-        """Store a `reason` against layout `mode`; None if only a trial can tell."""
+    def refuse(self, mode: str, reason: str) -> str:
+        """Store and return the `reason` against layout `mode`."""
         self._verdicts[mode] = Verdict(reason=reason)
+        return reason
 
 
 def fits_trees(trunk: nn.Module) -> bool | None:

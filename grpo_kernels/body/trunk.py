@@ -221,15 +221,12 @@ class TrunkCall:
         """
         inputs, modes = exactness.inputs, [*MODES[MODES.index(self.layout) :]]
         if inputs.is_packed:
-            del modes[modes.count("tree") :]
+            modes = [mode for mode in modes if mode == "tree"]
         reasons: dict[str, str] = {}  # reason -> first layout that it rules out
-
-        def say(instead: str) -> None:
-            if reasons and not inputs.padding_is_read:
-                found = "; ".join(f"layout={mode!r}: {x}" for x, mode in reasons.items())
-                say_once(self.trunk, f"{found}; {instead}")
-
-        while modes:
+        output, instead = None, "all sequences run in one padded forward"
+        if inputs.is_packed:
+            instead = "packed rows run as given"
+        while modes and output is None:
             mode = modes.pop(0)
             way = exactness.way(mode, forward)
             if isinstance(way, str):
@@ -240,20 +237,16 @@ class TrunkCall:
                 if modes[:1] == ["trim"] and self._loses_to_trim(exactness, way, planned):
                     modes.insert(1, mode)  # comes next if trim fails
                     continue
-            except Exception as error:
-                reasons.setdefault(f"in planning it, {described(error)}", mode)
-                continue
-            say(f"layout={mode!r} is used")
-            try:
-                return self._in_parts(inputs, way, planned, forward)
+                output = self._in_parts(inputs, way, planned, forward)
+                instead = f"layout={mode!r} is used"
             except _NOT_OF_A_LAYOUT:
                 raise
             except Exception as error:
-                reasons.setdefault(described(error), mode)
-                exactness.refuse(mode, described(error))
-        whole = "all sequences run in one padded forward"
-        say("packed rows run as given" if inputs.is_packed else whole)
-        return None
+                reasons.setdefault(exactness.refuse(mode, described(error)), mode)
+        if reasons and not inputs.padding_is_read:
+            found = "; ".join(f"layout={mode!r}: {x}" for x, mode in reasons.items())
+            say_once(self.trunk, f"{found}; {instead}")
+        return output
 
     def _planned(self, inputs: TrunkInputs, mode: str, way: Way) -> list[TrunkLayout]:
         """Return layouts for sequences with and without gradient, as far as they are not empty."""
