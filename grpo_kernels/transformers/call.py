@@ -178,13 +178,15 @@ def run_scored(
                 f"this call, and returns its result, got {type(returned).__name__}. A compiled "
                 "model may run the forward it was compiled with; compile its layers instead"
             )
+        results = list[Tensor]()
         for x, (_, dtype) in zip(returned[RESULTS], call.result_specs, strict=True):
-            if x.dtype.itemsize < dtype.itemsize:
+            if torch.promote_types(x.dtype, dtype) != x.dtype:
                 raise ValueError(
                     f"model: expected results of {dtype}, but a wrapper of the model has cast them "
                     f"to {x.dtype}; under FSDP2, leave output_dtype out of MixedPrecisionPolicy"
                 )
-        return returned
+            results.append(x.to(dtype))  # accelerate widens 16 bits
+        return {**returned, RESULTS: tuple(results)}
 
     return run_in_head(model, run, score, inputs, layout, needed, live, batch.counted_state)
 
@@ -290,7 +292,7 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
 
     def keep(hidden: Tensor, _: Head) -> tuple[Tensor, ...]:
         states.append(hidden)
-        return (hidden.new_zeros(1, dtype=torch.promote_types(hidden.dtype, torch.float32)),)
+        return (hidden.new_zeros(1),)
 
     def look(*args: Any) -> None:
         output = args[-1]
@@ -388,6 +390,7 @@ class HeadCall:
         results = within_forwards(inner, compute, hidden)
         self.result_specs = [(x.shape, x.dtype) for x in results]
         flat = torch.cat([x.reshape(-1) for x in results])
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))  # as the check's rows
         vocab = linear_of(self.head.weight).weight.shape[0]
         rows = nn.functional.pad(flat, (0, -flat.numel() % vocab)).view(-1, vocab)
         if self.check:

@@ -99,9 +99,10 @@ def causal_lm_loss(
         model, input_ids, attention_mask, completion_mask: as in `completion_logprobs`.
         loss_fn: the loss. The model's own soft-cap and logit scale are applied.
         advantages: (B,), one per sequence, or (B, T), one per token.
-        reference: the reference model, for a loss with ``kl_estimator="full"`` and with no other;
-            the conditions are those of the teacher in `causal_lm_divergence`. It runs first,
-            without gradient. All other KL terms read ``ref_per_token_logps``.
+        reference: the reference model, for ``kl_estimator="full"``. It runs first, without
+            gradient, and must meet the conditions for a teacher in `causal_lm_divergence`; its
+            vocabulary must have the size of the policy's. Other estimators read
+            ``ref_per_token_logps``.
         router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts. This loss
             is added if the model computes it (``output_router_logits=True`` in its config or here).
             None: the config's weight.
@@ -435,19 +436,16 @@ def _states_and_head(
     logits_dtype: LogitsDtype,
 ) -> tuple[Tensor, Head]:
     """Run a reference or a teacher: the states (B, T, H) that predict the ids, and its head."""
-    found: list[Any] = []
+    used: list[Head] = []
 
     def keep(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
-        states, _, _ = batch.aligned(hidden)
-        found[:] = states.dtype, head
-        return (states.to(torch.promote_types(states.dtype, torch.float32)),)
+        used[:] = [replace(head, logits_dtype=logits_dtype)]
+        return (batch.aligned(hidden)[0],)
 
     with torch.no_grad():
         (states,), _, _ = run_scored(model, batch, keep, inputs, layout)
-    dtype, head = found
-    pair = states.to(dtype), replace(head, logits_dtype=logits_dtype)
-    whole: tuple[Tensor, Head] = whole_reference(pair, states, head, f"{name}.")
-    return whole
+    found: tuple[Tensor, Head] = whole_reference((states, used[0]), states, used[0], f"{name}.")
+    return found
 
 
 def _check_loss_fn(loss_fn: Any) -> None:
@@ -523,22 +521,16 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
     base = heads.causal_lm(model)
     head, facts, is_checked = heads.known_head(model, {})
     check = None if is_checked else HeadCheck(head, lambda hidden: hidden[0, 0])
-    found, model_forward, dtypes = HeadInputs(), base.forward, list[torch.dtype]()
-
-    def as_rows(hidden: Tensor, _: Head) -> tuple[Tensor, ...]:
-        dtypes[:] = [hidden.dtype]
-        # same precision as the check's rows, which are concatenated with them
-        return (hidden.to(torch.promote_types(hidden.dtype, torch.float32)),)
-
-    call = HeadCall(head, as_rows, check)
+    found, model_forward = HeadInputs(), base.forward
+    call = HeadCall(head, lambda hidden, _: (hidden,), check)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         output = model_forward(*args, **kwargs)
         (hidden,) = call.pack_output(output)[RESULTS]
-        return type(output)(**{**output, "logits": hidden.to(dtypes[0])})
+        return type(output)(**{**output, "logits": hidden})
 
     def take(module: nn.Module, args: Any, output: Any) -> None:
-        found.hidden = output.logits.to(dtypes[0])
+        found.hidden = output.logits.to(call.result_specs[0][1])  # accelerate widens 16 bits
 
     with call.in_head(), replaced(base, "forward", forward):
         # runs after the hooks of wrappers, such as FSDP2's for the backward
