@@ -6,6 +6,8 @@ layer of each kind that the default config has."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -117,121 +119,41 @@ _FIELDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# What the warning says, or the error of a refusal: a pattern for each row of the table in
+# docs/status.md that has one, under a model type of that row.
+_SAID = {
+    "jamba": "a state that is not known",
+    "inkling_text": "'position_bias'",
+    "minimax": "are off by",
+    "gptj": "not looked up|it raised",
+    "deepseek_v32": "a mask of its own",
+    "bloom": "takes no position_ids",
+    "mamba2": "takes no position_ids",
+    "phimoe": "are off by",
+    "bart": "takes no position_ids",
+    "roberta": "are off by",
+    "xlnet": "takes no position_ids|a state|it raised",
+    "llama4": "a mask of its own|it raised|chunks of columns",
+    "doge": "a mask of its own",
+    "musicgen": "lm_head: expected an nn.Linear",
+    "prophetnet": "expected hidden states of 6|view size",
+}
+PAGE = (Path(__file__).parents[2] / "docs/status.md").read_text()
+
+
 class Outcome(NamedTuple):
-    """What becomes of some model types: the layout that serves, or "refused" or "not built"; and
-    why."""
-
-    layout: str
-    why: str
-    warned: str  # pattern of the warning, or of the error of a refusal
-    kinds: str
+    layout: str  # that serves, or "refused" or "not built"
+    said: str  # pattern, or "" where nothing is said
 
 
-OUTCOMES = [
-    Outcome(
-        "tree", "", "",
-        "afmoe apertus arcee aria_text axk1 bailing_hybrid bamba beam bert bert-generation "
-        "biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx "
-        "deepseek_v2 deepseek_v3 diffllama dots1 electra emu3 ernie ernie4_5 ernie4_5_moe "
-        "exaone4 exaone_moe falcon_h1 flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text "
-        "gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe "
-        "glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa "
-        "granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text "
-        "hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe "
-        "kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama longcat_flash mellum "
-        "mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral mllama "
-        "modernbert-decoder moshi moss_transcribe_diarize nanochat nemotron_h olmo olmo2 olmo3 "
-        "olmo_hybrid olmoe opt persimmon phi phi3 phi4_multimodal qwen2 qwen3 qwen3_5 "
-        "qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next roc_bert seed_oss "
-        "smollm3 solar_open starcoder2 vaultgemma whisper youtu zamba2",
-    ),
-    Outcome(
-        "trim", "recurrent layers of a kind that the library does not know, or that cannot start "
-        "from a given state (Mamba-1)", "a state that is not known",
-        "falcon_mamba jamba mamba qwen4_exp qwen4_exp_text zamba zaya",
-    ),
-    Outcome(
-        "trim", "attention has a bias for each token", "'position_bias'",
-        "inkling2_text inkling_text",
-    ),
-    Outcome(
-        "trim", "linear attention carries a state from token to token", "are off by",
-        "minimax",
-    ),
-    Outcome(
-        "trim",
-        "the model has its own attention code, and bypasses transformers' attention interface",
-        "not looked up|it raised",
-        "codegen falcon git gpt_neo gpt_neox_japanese gptj megatron-bert nemotron openai-gpt "
-        "rembert stablelm xglm",
-    ),
-    Outcome(
-        "trim", "each token selects its keys by a mask that the model makes", "a mask of its own",
-        "axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4",
-    ),
-    Outcome(
-        "trim", "distances (ALiBi) come from the attention mask", "takes no position_ids",
-        "bloom mpt",
-    ),
-    Outcome(
-        "trim", "only recurrent layers, and the model takes no `position_ids`",
-        "takes no position_ids",
-        "mamba2",
-    ),
-    Outcome(
-        "trim", "the sliding window is only in the mask; without a window: tree",
-        "are off by",
-        "phimoe qwen2_moe",
-    ),
-    Outcome(
-        "padded", "positions are the batch's columns", "takes no position_ids",
-        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart "
-        "roformer trocr",
-    ),
-    Outcome(
-        "padded", "padding is recognized by its id, not by the mask", "are off by",
-        "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod",
-    ),
-    Outcome(
-        "padded", "reads padding or later tokens", "takes no position_ids|a state|it raised",
-        "cpmant recurrent_gemma rwkv xlm xlnet xlstm",
-    ),
-    Outcome(
-        "padded", "blocks, patches or scales of attention depend on the batch's columns",
-        "a mask of its own|it raised|chunks of columns",
-        "big_bird blt deepseek_v4 llama4 llama4_text minimax_m3_vl_text reformer",
-    ),
-    Outcome(
-        "padded", "each token selects its keys, and selects others if there is padding",
-        "a mask of its own",
-        "doge",
-    ),
-    Outcome(
-        "refused", "one head for each codebook", "lm_head: expected an nn.Linear",
-        "musicgen musicgen_melody",
-    ),
-    Outcome(
-        "refused", "several predictions at each position", "expected hidden states of 6|view size",
-        "prophetnet",
-    ),
-    Outcome(
-        "not built", "its image encoder needs timm; its text model is gemma3n_text", "",
-        "gemma3n",
-    ),
-    Outcome(
-        "not built", "a draft model, which needs keys and values of another model",
-        "",
-        "gemma4_assistant gemma4_unified_assistant",
-    ),
-]  # fmt: skip
-OUTCOME = {kind: x for x in OUTCOMES for kind in x.kinds.split()}
-
-
-def table() -> str:
-    """The table of docs/status.md."""
-    rows = [f"| {x.layout} | {x.why} | {x.kinds.replace(' ', ', ')} |" for x in OUTCOMES]
-    head = ["| Layout | Why not a better one | Model types |", "| --- | --- | --- |"]
-    return "\n".join([*head, *rows])
+LISTED = [
+    (kind, Outcome(layout, next((_SAID[x] for x in kinds.split(", ") if x in _SAID), "")))
+    for layout, kinds in re.findall(
+        r"^\| (tree|trim|padded|refused|not built) \| .* \| (.*) \|$", PAGE, re.MULTILINE
+    )
+    for kind in kinds.split(", ")
+]
+OUTCOME = dict(LISTED)
 
 
 def config_of(kind: str, **fields: Any) -> Any:
