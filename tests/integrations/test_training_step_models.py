@@ -1,13 +1,8 @@
-"""Models, adapters, hooks and batches that a forward in parts could get wrong, with the default
-options.
-
-The reference is a plain forward of transformers on the padded batch with `grpo_loss` behind it. A
-call may compute parts or the padded batch, as long as it gives the reference's
-numbers or says that it does not."""
+"""Models, adapters and batches that a forward in parts could get wrong, with the default options:
+loss and gradients are those of the padded batch."""
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -18,8 +13,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 from transformers.integrations.neftune import activate_neftune
 
-from grpo_kernels import GRPOLoss
-from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
+from grpo_kernels.transformers import completion_logprobs
 from tests.support import all_architectures as every
 from tests.support import tiny_architectures as tiny
 from tests.support.training_step import (
@@ -29,6 +23,7 @@ from tests.support.training_step import (
     assert_right,
     assert_same,
     batch,
+    family,
     lengthened,
     loss_of,
     positions_left_to_the_model,
@@ -38,56 +33,13 @@ from tests.support.training_step import (
 
 pytestmark = pytest.mark.usefixtures("forget_warnings")
 
-LOSS = GRPOLoss(loss_type="dapo")
-WITH_KL = GRPOLoss(loss_type="dapo", beta=0.04)
-OF_LOSS = ("completion_mask", "advantages", "ref_per_token_logps")
 INVOCATION = [91, 92]
-
-
-def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
-
-
-def padded(
-    model: Any, given: dict[str, Any], loss_fn: GRPOLoss = LOSS
-) -> tuple[Any, dict[str, Tensor]]:
-    """The model's own output on the padded batch, and the gradients of the loss, with the output's
-    `aux_loss`."""
-    head, states = model.get_output_embeddings(), []
-    with head.register_forward_pre_hook(lambda _, args: states.append(args[0])):
-        output = model(
-            **{name: x for name, x in given.items() if name not in OF_LOSS}, use_cache=False
-        )
-    count = given["completion_mask"].shape[1]
-    ahead = nn.functional.pad(states[0][:, :-1], (0, 0, 1, 0))[:, -count:]
-    of_loss = {name: given[name] for name in OF_LOSS if name in given}
-    out = loss_fn(
-        ahead, head.weight, given["input_ids"][:, -count:], num_items_in_batch=30.0, **of_loss
-    )
-    return output, gradients_of(model, out.loss + (getattr(output, "aux_loss", None) or 0.0))
-
-
-def ours(
-    model: Any, given: dict[str, Any], loss_fn: GRPOLoss = LOSS, **more: Any
-) -> tuple[Any, dict[str, Tensor]]:
-    out = causal_lm_loss(model, loss_fn, **given, num_items_in_batch=30.0, **more)
-    return out, gradients_of(model, out.loss)
+KL = {"beta": 0.04}
 
 
 def logps_of(model: Any, given: dict[str, Any]) -> Tensor:
     with torch.no_grad():
-        return completion_logprobs(model, **given).logps
-
-
-def assert_trains_as_padded(model: Any, given: dict[str, Any], loss_fn: GRPOLoss = LOSS) -> None:
-    _, want = padded(model, given, loss_fn)
-    assert_same(ours(model, given, loss_fn)[1], want)
-
-
-def llama() -> Any:
-    return tiny.text_model("llama", torch.float32)
+        return completion_logprobs(model, **{name: given[name] for name in SCORED}).logps
 
 
 def adapted(**fields: Any) -> Any:
@@ -95,7 +47,7 @@ def adapted(**fields: Any) -> Any:
     peft = pytest.importorskip("peft")
     places = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
     return (
-        peft.get_peft_model(llama(), peft.LoraConfig(r=3, lora_alpha=6, **places, **fields))
+        peft.get_peft_model(family("llama"), peft.LoraConfig(r=3, lora_alpha=6, **places, **fields))
         .float()
         .eval()
     )
@@ -111,32 +63,29 @@ def invoked() -> tuple[Any, dict[str, Any]]:
 
 def test_an_invoked_adapter_is_seen_at_the_first_call_and_after_one_without_adapters() -> None:
     """The reference of a run with a KL term is scored first, with adapters off."""
-    with pytest.warns(UserWarning, match="aLoRA begins at columns of the padded batch"):
-        assert_trains_as_padded(*invoked())
+    assert_right(*invoked(), "aLoRA begins at columns of the padded batch")
     model, given = invoked()
     with model.disable_adapter():
-        given["ref_per_token_logps"] = logps_of(model, {name: given[name] for name in SCORED})
-    assert_trains_as_padded(model, given, WITH_KL)
-    scored = {name: given[name] for name in SCORED}
+        given["ref_per_token_logps"] = logps_of(model, given)
+    assert_same(loss_of(model, given, **KL)[1], loss_of(model, given, **PADDED, **KL)[1])
     mask = given["completion_mask"]
     with torch.no_grad():
         ids, attended = given["input_ids"], given["attention_mask"]
         want, _ = tiny.plain_logprobs(model, ids, use_cache=False, attention_mask=attended)
     want = want[:, -mask.shape[1] :] * mask
-    torch.testing.assert_close(logps_of(model, scored).double(), want, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(logps_of(model, given).double(), want, rtol=2e-5, atol=2e-5)
 
 
 def test_norms_after_the_rotation_get_the_padded_gradient() -> None:
     """HunYuan without positions: with norms of 1 a shift of all positions shows in the gradient of
     the norms alone."""
-    fields = {**tiny._TEXT, **tiny._HEADS}
-    model = tiny.build("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", fields, torch.float32)
+    model = every.build("hunyuan_v1_dense")
     for name, x in model.named_parameters():
         if "norm" in name:
             nn.init.ones_(x)
-    _, want = padded(model, batch())
     with positions_left_to_the_model(model):
-        _, got = ours(model, batch())
+        _, want = loss_of(model, batch(), **PADDED)
+        _, got = loss_of(model, batch())
     assert_same(got, want)
     norms = [name for name in want if "query_layernorm" in name or "key_layernorm" in name]
     assert len(norms) == 4
@@ -154,13 +103,12 @@ def test_a_context_may_be_short(context: int, width: int, positions: bool) -> No
     given["completion_mask"] = given["attention_mask"][:, 2:]
     if positions:
         given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    assert_trains_as_padded(model, given)
+    assert_right(model, given)
 
 
 def test_a_model_that_tells_padding_by_its_id_may_find_other_ids_there() -> None:
     """RoBERTa counts positions over ids that are not the padding's, whatever the mask says."""
-    fields = {**tiny._TEXT, "is_decoder": True}
-    model, given = tiny.build("RobertaConfig", "RobertaForCausalLM", fields, torch.float32), batch()
+    model, given = every.build("roberta"), batch()
     assert_right(model, given, modes=MODES.values())
     given["input_ids"] += 7 * (1 - given["attention_mask"])
     assert_right(model, given, modes=MODES.values())
@@ -171,21 +119,14 @@ def test_convolutions_over_sound_are_no_state_of_the_text() -> None:
     names none."""
     model, given = every.build("moss_transcribe_diarize"), batch()
     assert any(isinstance(x, nn.Conv1d) for x in model.modules())
-    _, want = padded(model, given)
-    out, got = ours(model, given)
-    assert_same(got, want)
-    assert out.metrics["tokens/computed"] < 0.6
+    assert assert_right(model, given).metrics["tokens/computed"] < 0.6
 
 
 def test_a_trial_puts_back_the_modules_that_a_model_replaces() -> None:
     """BigBird turns to full attention for good once it has seen a row that is short for its
     blocks."""
     model = every.build("big_bird")
-    given = lengthened(batch(), 3)
-    want, gradients = loss_of(copy.deepcopy(model), given, **PADDED)
-    out, got = loss_of(model, given)
-    torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
-    assert_same(got, gradients)
+    assert_right(model, lengthened(batch(), 3))
     assert model.bert.attention_type == "block_sparse"
 
 
@@ -195,7 +136,7 @@ def test_a_passing_lack_of_memory_switches_nothing_off(
 ) -> None:
     """One forward of the first call's trial fails; that call is right, and the next one computes
     parts."""
-    model, calls = llama(), []
+    model, calls = family("llama"), []
     forward = model.model.forward
 
     @functools.wraps(forward)
@@ -205,10 +146,10 @@ def test_a_passing_lack_of_memory_switches_nothing_off(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(*args, **kwargs)
 
-    _, want = padded(model, batch())
+    _, want = loss_of(model, batch(), **PADDED)
     monkeypatch.setattr(model.model, "forward", run)
-    assert_same(ours(model, batch())[1], want)
-    out, got = ours(model, batch())
+    assert_same(loss_of(model, batch())[1], want)
+    out, got = loss_of(model, batch())
     assert_same(got, want)
     assert out.metrics["tokens/computed"] < 1
 
@@ -244,23 +185,18 @@ def test_a_scalar_within_a_field_is_that_of_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize("zero_advantage", ["score", "train", "skip"])
-def test_a_loss_of_the_models_own_has_its_padded_value_or_is_said(zero_advantage: Any) -> None:
-    """A warning may say that the loss is not the padded forward's; an error of the guard is no
-    silent loss either."""
-    model, given, found = reader(), batch(), []
+def test_a_loss_of_the_models_own_is_that_of_the_whole_batch(zero_advantage: Any) -> None:
+    model, given = reader(), batch()
+    policy, of_policy = loss_of(model, given, **PADDED)
     model.adds_loss = True
-    output, want = padded(model, given)
-    # on-policy, so that of any model
-    policy = causal_lm_loss(llama(), LOSS, **given, num_items_in_batch=30.0).loss
+    output = model(given["input_ids"], given["attention_mask"])
+    parameters = dict(model.named_parameters())
+    of_model = torch.autograd.grad(output.aux_loss, parameters.values(), materialize_grads=True)
+    want = dict(zip(parameters, of_model, strict=True))
     options = {"zero_advantage": zero_advantage, "router_aux_loss_coef": 1.0}
-    try:
-        said = said_by(lambda: found.append(ours(model, given, **options)))
-    except RuntimeError:
-        return
-    if not any("loss" in x for x in said):
-        out, got = found[0]
-        torch.testing.assert_close(out.loss - policy, output.aux_loss, rtol=1e-5, atol=1e-5)
-        assert_same(got, {name: want[name] for name in got})
+    out, got = loss_of(model, given, **options)
+    torch.testing.assert_close(out.loss - policy.loss, output.aux_loss, rtol=1e-5, atol=1e-5)
+    assert_same(got, {name: x + want[name] for name, x in of_policy.items()})
 
 
 def test_equal_weights_have_a_ratio_of_1() -> None:
@@ -271,10 +207,9 @@ def test_equal_weights_have_a_ratio_of_1() -> None:
     for scored in ([[0, 1, 2, 3, 4, 5]], [[0, 1, 2], [3, 4, 5]]):
         with model.disable_adapter():
             for rows in scored:
-                given["ref_per_token_logps"][rows] = logps_of(
-                    model, {name: given[name][rows] for name in SCORED}
-                )
-        out, got = ours(model, given, WITH_KL)
+                part = {name: given[name][rows] for name in SCORED}
+                given["ref_per_token_logps"][rows] = logps_of(model, part)
+        out, got = loss_of(model, given, **KL)
         bound = 0 if len(scored) == 1 else 1e-7
         assert abs(out.loss) <= bound
         assert max(x.abs().max() for x in got.values()) <= bound
@@ -300,7 +235,7 @@ def test_noise_on_embeddings_has_the_magnitude_of_the_padded_width(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """NEFTune divides its noise by the square root of the forward's cells."""
-    model, given, uniform = llama().train(), batch(), Tensor.uniform_
+    model, given, uniform = family("llama").train(), batch(), Tensor.uniform_
     activate_neftune(model, 1.0)
     drawn: list[float] = []
 
@@ -309,8 +244,8 @@ def test_noise_on_embeddings_has_the_magnitude_of_the_padded_width(
         return uniform(x, low, high, **kwargs)
 
     monkeypatch.setattr(Tensor, "uniform_", recorded)
-    ours(model, given)
+    loss_of(model, given)
     drawn.clear()
-    assert not said_by(lambda: ours(model, given)), "said once"
+    assert not said_by(lambda: loss_of(model, given)), "said once"
     assert drawn == pytest.approx([(18 * tiny.HIDDEN) ** -0.5] * len(drawn), rel=1e-5)
     assert drawn

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_kernels import GRPOLoss
 from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
+from tests.support import all_architectures as every
 from tests.support import tiny_architectures as tiny
 from tests.support.training_step import (
     MODES,
@@ -27,6 +28,7 @@ from tests.support.training_step import (
     assert_right,
     assert_same,
     batch,
+    family,
     lengthened,
     loss_of,
     said_by,
@@ -35,8 +37,7 @@ from tests.support.training_step import (
 pytestmark = pytest.mark.usefixtures("forget_warnings")
 
 
-def llama(**fields: Any) -> Any:
-    return tiny.text_model("llama", torch.float32, **fields)
+llama = functools.partial(family, "llama")
 
 
 def is_a_tree(model: Any, given: dict[str, Any]) -> bool:
@@ -331,13 +332,7 @@ def test_a_difference_that_is_no_rounding_is_not_allowed() -> None:
 
 def test_what_begins_late_is_seen_when_it_begins() -> None:
     """A window that stands in the mask alone: attention is not told of it."""
-    transformers = pytest.importorskip("transformers")
-    fields = {**tiny._TEXT, **tiny._GROUPED, "num_experts": 4, "num_experts_per_tok": 2}
-    config = transformers.OlmoeConfig(
-        **{**fields, "max_position_embeddings": 256}, sliding_window=30
-    )
-    torch.manual_seed(0)
-    model = transformers.OlmoeForCausalLM(config).float().eval()
+    model = every.build("olmoe", sliding_window=30)
     for times, in_tree in ((1, True), (2, True), (8, False), (1, True), (6, False), (3, False)):
         given = lengthened(batch(), times)
         assert_right(model, given)

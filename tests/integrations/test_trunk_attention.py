@@ -198,29 +198,6 @@ def test_without_segments_the_wrapper_does_nothing() -> None:
     )
 
 
-def test_a_model_that_does_not_tell_its_window_is_not_taken_at_long_sequences(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Rows that fit into the window do not show it: a longer batch is tried again."""
-    loss_of(model_of("qwen3", "sdpa"), batch())
-    ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def silent(*args: Any, sliding_window: Any = None, **kwargs: Any) -> Any:
-        return ours(*args, **kwargs)
-
-    silent._takes_segments = True  # type: ignore[attr-defined]  # so that it is not wrapped again
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", silent)
-    model, given = tiny.text_model("mistral", torch.float32, sliding_window=8), batch()
-    short = {
-        name: x[3:] if x.dim() == 1 else x[3:, : 8 if x.shape[1] == 18 else 0]
-        for name, x in given.items()
-    }
-    short["completion_mask"] = short["attention_mask"][:, 4:]
-    assert_right(model, short, quiet=True)
-    assert_right(model, given, "hidden states are off", "layout='trim' is used")
-    assert_right(model, short, quiet=True)
-
-
 def test_an_ordinary_id_is_none_of_several_end_tokens() -> None:
     """As in the configs of Gemma 3 and Llama 3."""
     model = tiny.text_model("llama", torch.float32)

@@ -52,9 +52,9 @@ def swept(*case: Any) -> Any:
     return pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow)
 
 
-def family(kind: str, dtype: torch.dtype = torch.float32) -> Any:
-    fields = {"sliding_window": WIDE[kind]} if kind in WIDE else {}
-    return tiny.text_model(kind, dtype, **fields)
+def family(kind: str, dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
+    wide = {"sliding_window": WIDE[kind]} if kind in WIDE else {}
+    return tiny.text_model(kind, dtype, **wide, **fields)
 
 
 def batch(sequences: int = 6) -> dict[str, Tensor]:
@@ -91,12 +91,13 @@ def lengthened(given: dict[str, Tensor], times: int) -> dict[str, Tensor]:
     return {**given, **ends, "completion_mask": mask}
 
 
-def loss_of(model: Any, given: dict[str, Any], **options: Any) -> tuple[Any, dict[str, Tensor]]:
+def loss_of(
+    model: Any, given: dict[str, Any], *, beta: float = 0.0, **options: Any
+) -> tuple[Any, dict[str, Tensor]]:
     """(output, gradients)."""
     model.zero_grad()
-    out = causal_lm_loss(
-        model, GRPOLoss(loss_type="dapo"), **given, num_items_in_batch=30.0, **options
-    )
+    loss_fn = GRPOLoss(loss_type="dapo", beta=beta)
+    out = causal_lm_loss(model, loss_fn, **given, num_items_in_batch=30.0, **options)
     out.loss.backward()
     return out, {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
 
