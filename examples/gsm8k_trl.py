@@ -51,7 +51,7 @@ SMOKE = {
 
 @dataclass
 class StepOptions(Options):
-    """The library's options besides (docs/training-step.md). Losses and gradients stay TRL's with
+    """The library's options besides (docs/skipped-work.md). Losses and gradients stay TRL's with
     all of them."""
 
     layout: str = field(default="tree", metadata={"choices": ["tree", "trim", "padded"]})

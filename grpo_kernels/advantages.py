@@ -151,7 +151,7 @@ def rloo_advantages(
     Args:
         rewards, num_generations, group_ids, reward_weights, process_group: as in
             `group_advantages`.
-        normalize_advantages: divide by (sample std over the batch + `eps`).
+        normalize_advantages: divide the advantages by (their sample std over the batch + `eps`).
         eps: added to the std.
 
     Returns:

@@ -31,9 +31,9 @@ _ON_MISSING_SET = choices(OnMissingSet)
 class KeptIds:
     """Kept sets of N positions: the ids that a truncating sampler (top-k, top-p, min-p) kept there.
 
-    The set of position i is ``ids[offsets[i] : offsets[i + 1]]`` (CSR). Positions are those of the
-    call's `completion_ids`, flattened. Within a position the order does not matter, a repeated id
-    counts once, and -1 is padding. A position without ids has no set.
+    The set of position i is ``ids[offsets[i] : offsets[i + 1]]`` (CSR). Position i is entry i of
+    ``completion_ids.flatten()``, masked entries included. Within a position, the order does not
+    matter, a repeated id counts once, and -1 is padding. A position without ids has no set.
 
     Args:
         ids: (M,) signed integers of 16, 32 or 64 bits.

@@ -190,7 +190,7 @@ def grpo_loss(
         completion_ids: (B, T) or (N,) integers, in [0, V) at every counted position.
         completion_mask: (B, T) or (N,), bool, int or float. Every non-zero value counts, including
             negative values; NaN raises an error. The -inf of an additive attention mask draws a
-            warning. None: every position counts, and the host does not wait for the device to count
+            warning. If None, every position counts, and no host-device sync is needed to count
             them.
         advantages: (B,), one per sequence, or (B, T) or (N,), one per token. In a packed batch with
             N = B, they are read as one per sequence.
@@ -210,7 +210,7 @@ def grpo_loss(
             is not 0 and ``config.kl_estimator`` is ``"full"``. The head is a weight (V, H'), a
             `Head` or a module, with the policy's ids; H' may differ from H. The reference costs one
             more product with a head, and a second chunk of logits within the same workspace.
-        num_items_in_batch: a number, or a tensor (): the normalizer of ``"dapo"``, ``"cispo"`` and
+        num_items_in_batch: a number, or a 0-d tensor: the normalizer of ``"dapo"``, ``"cispo"`` and
             ``"vespo"``. Pass the number of counted tokens in the whole batch, over all accumulation
             steps and ranks. If gradients are averaged over ranks, divide this number by the number
             of ranks. A value below 1 counts as 1. None: the number of counted tokens in this call.
@@ -222,11 +222,11 @@ def grpo_loss(
 
         sampling_per_token_logps: (B, T) or (N,), log-probabilities under the sampler. The
             off-policy mask reads them. If ``vllm_importance_sampling_correction`` is on in the
-            config, the loss computes the importance sampling ratio from them, without a forward
-            beforehand. NaN means that the sampler could not score the token; its difference then
-            counts as 0.
+            config, the loss computes the importance sampling ratio from them, with no extra forward
+            pass. NaN means that the sampler could not score the token; its log-ratio then counts as
+            0.
         importance_sampling_ratio: (B, T), (B, 1) or (B,), or packed (N,): a factor on the policy
-            term that corrects for the sampler. In ``"vespo"`` it is part of the weight w;
+            term that corrects for the sampler. In ``"vespo"`` it is part of VESPO's weight;
             ``"gmpo"`` does not use it.
         sampling_topk_ids, sampling_topk_logps: (B, T, K) or (N, K): the sampler's most likely ids
             at each position (signed integers in any order, padded with -1), and their
@@ -234,8 +234,8 @@ def grpo_loss(
             over the sampler's whole vocabulary, not over the K ids. An entry of -inf is padding; a
             repeated id counts once, with its first log-probability. The ids center the score
             (https://arxiv.org/abs/2609.20807): each token's policy gradient A w grad log p is
-            reduced by its expectation over the sampler's tokens. Ids outside the K count as sampled
-            in proportion to the policy. The weight w is the ratio of
+            reduced by its expectation over the sampler's tokens. Outside the K ids, the sampler is
+            assumed to be proportional to the policy. The weight w is the ratio of
             ``vllm_importance_sampling_correction`` in mode ``"token_truncate"`` or
             ``"token_mask"``, or 1 without that option. Available for the loss types ``"grpo"``,
             ``"bnpo"``, ``"dr_grpo"``, ``"dapo"`` and ``"luspo"`` without `old_per_token_logps`. The
@@ -334,7 +334,7 @@ class GRPOLoss(nn.Module):
 
         loss_fn = GRPOLoss(presets.GRPO)                 # the GRPO paper's loss, with its KL term
         loss_fn = GRPOLoss(presets.GRPO, beta=0.001)     # the same with a smaller KL weight
-        loss_fn = GRPOLoss(loss_type="grpo", beta=0.04)  # TRL's GRPO, with corrected KL estimates
+        loss_fn = GRPOLoss(loss_type="grpo", beta=0.04)  # TRL's GRPO: KL estimate times the ratio
         out = loss_fn(hidden, model.lm_head, completion_ids, completion_mask, advantages)
         out.loss.backward()
 
@@ -346,8 +346,8 @@ class GRPOLoss(nn.Module):
         objective, run: as in `grpo_loss`.
 
     Raises:
-        TypeError, ValueError: an unknown field, or a wrong value. Whether an `objective` reads a
-            field is checked only in a call, when the objective runs.
+        TypeError, ValueError: an unknown field, or a wrong value. Fields that an `objective`
+            ignores are reported only when the objective runs.
     """
 
     def __init__(

@@ -97,9 +97,8 @@ def ipo(
 ) -> Tensor:
     """IPO (INTELLECT policy optimization), prime-rl's default: a trust region in probability.
 
-    The derivative of -A min(r, `ratio_max`) with respect to logp equals the term itself, even where
-    r is capped. `eps` bounds the difference of the probabilities, for positive and negative A
-    alike.
+    The gradient is not cut off where r is capped: with respect to logp, it is -A `ratio_max` there.
+    `eps` bounds the difference of the probabilities, whatever the sign of A.
     Source: https://github.com/PrimeIntellect-ai/prime-rl/pull/3418, with the defaults of prime-rl's
     #3586.
     """

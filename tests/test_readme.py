@@ -124,10 +124,10 @@ def test_before_and_after_have_the_same_loss_and_gradients(
     }  # fmt: skip
     before, marker, after = PYTHON[1].partition("# after")
     parameters = [x for x in model.parameters() if x.requires_grad]
-    names["old_logps"] = torch.zeros(4, 5)
+    names["old"] = torch.zeros(4, 5)
     run([before], local, names)
     noise = 0.3 * torch.randn(4, 5, generator=gen)
-    names["old_logps"] = names["logps"].detach() + noise
+    names["old"] = names["logps"].detach() + noise
     found = []
     for block in (before, marker + after):
         loss = run([block], local, names)["loss"]

@@ -114,7 +114,7 @@ def _reason_against(model: nn.Module, trunk: nn.Module) -> str | None:
     if trunk is base:
         return "the model names no trunk (base_model)"
     if _is_compiled([*wrappers, base, trunk]):
-        return "the whole model is compiled; compile its layers instead (docs/training-step.md)"
+        return "the whole model is compiled; compile its layers instead (docs/skipped-work.md)"
     if any(FSDP1 in x._modules for x in (*wrappers, *trunk.modules())):
         return "FSDP1 shards the model, and its units run one forward each; FSDP2 has no such limit"
     name = getattr(getattr(trunk, "config", None), "_attn_implementation", "")

@@ -125,7 +125,7 @@ def with_loss(tokens: TokenInputs, loss: Callable[[], Tensor]) -> TokenInputs:
 
 
 def token_level(objective: PerTokenLoss) -> PerTokenLoss:
-    """Mark an objective whose loss of a token depends on that token alone, so one pass is enough.
+    """Declare that each token's loss depends on that token alone, so that one pass suffices.
 
     ::
 

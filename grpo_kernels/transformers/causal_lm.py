@@ -92,7 +92,7 @@ def causal_lm_loss(
         out.loss.backward()
 
     The call does not compute tokens that the loss does not need, and the results stay exact; see
-    docs/training-step.md. The metrics ``sequences/gradient``, ``tokens/computed`` and
+    docs/skipped-work.md. The metrics ``sequences/gradient``, ``tokens/computed`` and
     ``tokens/gradient`` show how much was computed.
 
     Args:

@@ -111,7 +111,7 @@ class FusedLossMixin(scoring.Scoring):
         if self.args.torch_compile:
             warn_once(
                 "torch_compile: the loss's forward is not compiled as a whole; compile the model's "
-                "layers instead (docs/training-step.md)"
+                "layers instead (docs/skipped-work.md)"
             )
 
     def _regroups(self, option: bool | str) -> bool:
