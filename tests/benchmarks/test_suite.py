@@ -281,12 +281,6 @@ TABLES: list[tuple[str, str, int, dict[str, str], dict[str, tuple[str, str]]]] =
         "up to 20": ("Accuracy", "logp, logits 20"), "up to 40": ("Accuracy", "logp, logits 40"),
         "peaked": ("Accuracy", "logp, peaked"),
     }),
-    ("skipped-work.md", "What it saves", 0, VARIANTS, {
-        "Prompts of 16 to 64 tokens": ("short prompts", "times as fast"),
-        "Activation checkpointing": ("activation checkpointing", "times as fast"),
-        "Prompts of 128 to 256 tokens": ("long prompts", "times as fast"),
-        "Prompts of 256, two sequences per micro-batch": ("two per micro-batch", "times as fast"),
-    }),
 ]  # fmt: skip
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 

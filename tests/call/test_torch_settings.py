@@ -22,7 +22,7 @@ from tests.support.ranks import server_context
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")
 
-PRECISION = Path(__file__).parents[2] / "docs" / "precision.md"
+MEASURING = Path(__file__).parents[2] / "docs" / "dev" / "measuring.md"
 N, H, V = 256, 8, 300
 CUDA, CPU = "float32 products, cuda", "float32 products, cpu"
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -170,7 +170,8 @@ def test_what_is_no_promotion_does_not_warn(
 
 def test_documented_flop_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts rows in several groups, where torch's own raises up to 2.13."""
-    code = PRECISION.read_text().split("```python\n")[1].split("```")[0]
+    section = MEASURING.read_text().partition("\n## FlopCounterMode on a GPU\n")[2]
+    code = section.split("```python\n")[1].split("```")[0]
     found: dict[str, Any] = {}
     exec(code, found)
     counter = found["counter"]
