@@ -1,5 +1,4 @@
-"""The package as a whole: what using it does, how its layers import each other, and arities of
-backwards."""
+"""The package as a whole: what using it does, and how its layers import each other."""
 
 from __future__ import annotations
 
@@ -8,13 +7,11 @@ import importlib
 import importlib.util
 import inspect
 import logging
-import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import Run, grpo_loss, linear_divergence, linear_logprob
+from grpo_kernels import grpo_loss, linear_divergence
 from grpo_kernels.commands import report
 
 ROOT = Path(grpo_kernels.__file__).parent
@@ -35,18 +32,8 @@ CORE = [x for x in FILES if not DOORS & {x.name, x.relative_to(ROOT).parts[0]}]
 BUILDING = {
     ROOT / "backends" / "cpp_rows" / "build.py": {"TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "CXX"},
 }
-HEAVY = [
-    "accelerate",
-    "datasets",
-    "liger_kernel",
-    "matplotlib",
-    "pandas",
-    "peft",
-    "transformers",
-    "triton",
-    "trl",
-    "verl",
-]
+HEAVY = ["accelerate", "datasets", "liger_kernel", "matplotlib", "pandas", "peft"]
+HEAVY += ["transformers", "triton", "trl", "verl"]
 
 # folder -> the folders that its files may reach, through whatever they import; its own is one of
 # them
@@ -153,16 +140,7 @@ def test_triton_is_there_so_that_no_kernel_goes_untested():
     assert importlib.util.find_spec("triton") is not None
 
 
-def test_ships_its_types():
-    assert resources.files("grpo_kernels").joinpath("py.typed").is_file()
-
-
-def test_public_names_are_documented():
-    assert [
-        name
-        for name in grpo_kernels.__all__
-        if not (getattr(grpo_kernels, name).__doc__ or "").strip()
-    ] == []
+def test_public_names_are_documented_by_one_first_line():
     for module in ("advantages", "objectives", "rewards", "rollouts", "testing"):
         public = importlib.import_module(f"grpo_kernels.{module}")
         for name in public.__all__:
@@ -196,82 +174,6 @@ def test_self_check_sees_a_wrong_result(monkeypatch):
         assert not any(check["ok"] for check in checks)
         of_loss = [x["detail"] for x in checks if x["name"].startswith("grpo_loss")]
         assert all(x.startswith(detail) for x in of_loss)
-
-
-def autograd_functions() -> set[type[torch.autograd.Function]]:
-    """Those that any module of the package defines."""
-    names = [found.name for found in pkgutil.walk_packages([str(ROOT)], "grpo_kernels.")]
-    values = [
-        x
-        for name in names
-        if not name.endswith("__main__")
-        for x in vars(importlib.import_module(name)).values()
-    ]
-    kinds = {x for x in values if isinstance(x, type) and issubclass(x, torch.autograd.Function)}
-    return {kind for kind in kinds if kind.__module__.startswith("grpo_kernels.")}
-
-
-def differentiate_everything() -> None:
-    """A backward through every engine of the public functions."""
-    hidden, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
-    ids, mask, rising = (
-        torch.randint(7, (2, 3)),
-        torch.tensor([[1, 1, 1], [1, 0, 0]]),
-        torch.arange(6.0).view(2, 3),
-    )
-    for engine in ("one_pass", "two_pass", "lean"):
-        out = grpo_loss(hidden, weight, ids, mask, torch.ones(2), run=Run(engine=engine))
-        out.loss.backward()
-    for head in (weight, weight.detach()):
-        linear_logprob(hidden, head, ids, entropy=False).logps.sum().backward()
-    for expected in (None, rising, (rising, rising)):
-        scores = linear_logprob(hidden, weight, ids, completion_mask=mask, expected=expected)
-        (scores.logps + 2 * scores.entropies).sum().backward()
-
-    @grpo_kernels.token_level
-    def rowwise(tokens: Any) -> torch.Tensor:
-        return -tokens.advantages * tokens.logps - 0.01 * tokens.entropies
-
-    def whole(tokens: Any) -> torch.Tensor:
-        return -tokens.logps * tokens.logps.detach().sum()
-
-    for objective in (rowwise, whole, lambda tokens: tokens.loss):
-        grpo_loss(
-            hidden, weight, ids, mask, torch.tensor([1.0, -1.0]), objective=objective
-        ).loss.backward()
-    scores = linear_logprob(
-        hidden, weight, ids, kept_ids=torch.arange(7).expand(2, 3, 7), completion_mask=mask
-    )
-    grpo_kernels.policy_loss_from_logps(
-        scores.logps, scores.entropies, mask, torch.ones(2)
-    ).loss.backward()
-
-
-def test_backward_returns_a_gradient_for_each_input(monkeypatch):
-    # torch takes a surplus of None in silence, so that a forward and its backward drift apart
-    # unseen.
-    counts: dict[type, set[tuple[int, int]]] = {}
-
-    def counting(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-        backward = function.backward
-
-        def count(ctx: Any, *upstream: Any) -> Any:
-            gradients = backward(ctx, *upstream)
-            returned = len(gradients) if isinstance(gradients, tuple) else 1
-            counts.setdefault(function, set()).add((returned, len(ctx.needs_input_grad)))
-            return gradients
-
-        return count
-
-    only_raise = ("_Refusal", "_Tie")
-    functions = {x for x in autograd_functions() if x.__name__ not in only_raise}
-    for function in functions:
-        monkeypatch.setattr(function, "backward", staticmethod(counting(function)))
-    differentiate_everything()
-    assert functions
-    assert counts.keys() == functions, "a Function that differentiate_everything() does not reach"
-    for function, pairs in counts.items():
-        assert all(returned == taken for returned, taken in pairs), (function, pairs)
 
 
 def test_imports_flow_one_way():

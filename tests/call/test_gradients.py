@@ -17,42 +17,9 @@ from tests.support.cases import LOSSES
 from tests.support.flat import flat
 from tests.support.run_case import arguments, config_of
 
-B, T, H, V = 2, 3, 3, 5
 F64 = torch.float64
 HEAD = ("hidden", "weight", "bias")
 IDS, MASK = torch.tensor([[0, 4, 2], [1, 3, 2]]), torch.tensor([[1, 1, 1], [1, 0, 1]])
-TEMPERATURE = torch.tensor([[0.5, 1.0, 2.0], [0.7, 1.3, 0.9]], dtype=F64)
-LOGPROB: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "scale": {"logit_scale": -1.7},
-    "everything": {
-        "bias": True, "final_logit_softcapping": 3.0, "logit_scale": 0.8, "completion_mask": MASK,
-        "temperature": TEMPERATURE,
-    },
-}  # fmt: skip
-
-
-def leaves(bias: bool) -> list[Tensor]:
-    """hidden (B, T, H), weight (V, H) and perhaps bias (V,), float64."""
-    shapes = [(B, T, H), (V, H), (V,)][: 2 + bias]
-    return [torch.randn(shape, dtype=F64).requires_grad_() for shape in shapes]
-
-
-@pytest.mark.parametrize("expected", ["nothing", "logps", "both"])
-@pytest.mark.parametrize("kind", LOGPROB)
-def test_gradcheck_of_linear_logprob(kind: str, expected: str) -> None:
-    """Log-probabilities and entropies, each alone and together, whatever was expected."""
-    options = dict(LOGPROB[kind])
-    inputs = leaves(options.pop("bias", False))
-    a, b = torch.randn(2, B, T, dtype=F64).unbind()
-    options["expected"] = {"nothing": None, "logps": a, "both": (a, b)}[expected]
-
-    def call(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        scores = flat(linear_logprob)(hidden, weight, IDS, bias=bias, **options)
-        return scores.logps, scores.entropies
-
-    assert gradcheck(call, inputs, fast_mode=False)
-    assert gradcheck(lambda *x: torch.stack(call(*x)).sum(), inputs, fast_mode=False)
 
 
 @token_level
@@ -63,9 +30,10 @@ def own(tokens: Any) -> Tensor:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_gradcheck_of_a_custom_objective(level: str) -> None:
     coupled = lambda tokens: tokens.logps.sum(1, keepdim=True) * tokens.entropies  # noqa: E731
+    hidden, weight = (torch.randn(x, dtype=F64).requires_grad_() for x in ((2, 3, 3), (5, 3)))
     given = IDS, MASK, torch.tensor([1.0, -2.0], dtype=F64)
     options = {"objective": own if level == "token" else coupled}
-    assert gradcheck(lambda h, w: grpo_loss(h, w, *given, **options).loss, leaves(False))
+    assert gradcheck(lambda h, w: grpo_loss(h, w, *given, **options).loss, (hidden, weight))
 
 
 def run(case: Case, scale: float = 1.0, engine: str = "auto") -> tuple[Tensor, dict[str, Tensor]]:

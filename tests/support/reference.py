@@ -277,10 +277,10 @@ def through_head(h: Head, scores: list[Tensor], up: list[Tensor]) -> dict[str, A
     return {"head": h, **found, **{f"d_{name}": x for name, x in (arrived | grads).items()}}
 
 
-def reference_loss(case: Case) -> ReferenceResult:
+def reference_loss(case: Case, edit_raw: Any = None) -> ReferenceResult:
     """Loss, per-token numbers, every gradient and the metrics of `case`, in float64 from its
-    (rounded) inputs."""
-    h, o = head(case), settings(case)
+    (rounded) inputs; `edit_raw` plants a fault in the products' result."""
+    h, o = head(case, edit_raw=edit_raw), settings(case)
     full = o.beta != 0.0 and o.kl_estimator == "full"
     scores = on_grids(case, h, divergences_of(case, h.log_probs) if full else None)
     evaluation = evaluate(case, *scores)

@@ -51,9 +51,9 @@ def teacher_case(case: Case) -> Case:
     )  # fmt: skip
 
 
-def teacher_log_probs(case: Case, dtype: torch.dtype = torch.float64) -> Tensor:
+def teacher_log_probs(case: Case) -> Tensor:
     """(n, V) log-probabilities of the other head at the counted positions; constants."""
-    return head(teacher_case(case), dtype).log_probs.detach()
+    return head(teacher_case(case)).log_probs.detach()
 
 
 def head(case: Case, dtype: torch.dtype = torch.float64, edit_raw=None) -> Head:
