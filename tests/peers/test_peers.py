@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from tests.peers import __main__ as peers
 
@@ -63,3 +65,26 @@ def test_tokenizers_of_the_tests_hub_lose_no_text() -> None:
     ids = tokenizer(text)["input_ids"]
     assert len(ids) < len(text) and max(ids) < trl_hub.VOCAB and tokenizer.decode(ids) == text
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+
+
+def test_our_estimators_take_what_verls_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
+    from tests.peers import tests_of_ours
+
+    mask = torch.tensor([[1.0, 1, 1], [1, 1, 0], [1, 1, 1], [1, 0, 0]])
+    rewards, index = torch.randn(4, 3) * mask, np.array(["a", "a", "b", "b"])
+    groups = {"token_level_rewards": rewards, "response_mask": mask, "index": index}
+    of_values = {"values": torch.randn(4, 3), "gamma": 0.9, "lam": 0.95}
+    of_gae = {x: groups[x] for x in ("token_level_rewards", "response_mask")} | of_values
+    given = {
+        "compute_grpo_outcome_advantage": groups,
+        "compute_rloo_outcome_advantage": groups,
+        "compute_gae_advantage_return": of_gae,
+    }
+    theirs = {name: getattr(core_algos, name) for name in given}
+    for name, function in theirs.items():
+        monkeypatch.setattr(core_algos, name, function)  # so that it comes back
+    tests_of_ours._verl()
+    for name, arguments in given.items():
+        found, want = getattr(core_algos, name)(**arguments), theirs[name](**arguments)
+        torch.testing.assert_close(found[0] * mask, want[0] * mask)

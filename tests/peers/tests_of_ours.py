@@ -124,7 +124,7 @@ def _verl() -> None:
         norm_adv_by_std_in_grpo: bool = True, **rest: Any,
     ) -> Any:  # fmt: skip
         rewards, scale = token_level_rewards.sum(-1), "group" if norm_adv_by_std_in_grpo else "none"
-        options = {"group_ids": groups(index), "scale": scale, "epsilon": epsilon}
+        options = {"group_ids": groups(index), "scale_rewards": scale, "eps": epsilon}
         return spread(ours.group_advantages(rewards, **options), response_mask)
 
     names = {"gae_advantage_return": gae, "rloo_outcome_advantage": rloo}
