@@ -13,17 +13,13 @@ from torch.testing import assert_close
 
 from grpo_kernels import Run, grpo_loss, linear_logprob
 from tests.support.case_builder import PER_TOKEN, Case, make_case
-from tests.support.cases import LOSSES
+from tests.support.cases import LOSSES, loss, poison
 from tests.support.reference_terms import TERMS
 from tests.support.run_case import run
 
 NAN, INF = math.nan, math.inf
 RATIO = "importance_sampling_ratio"
 pytestmark = pytest.mark.usefixtures("every_backend")
-
-
-def kind(loss_type: str, level: str = "token") -> dict[str, str]:
-    return {"loss_type": loss_type, "importance_sampling_level": level}
 
 
 def results(case: Case) -> list[Tensor]:
@@ -40,13 +36,6 @@ def same_bits(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 
-def poisoned(case: Case, name: str, value: float) -> Case:
-    """`value` in one tensor wherever the mask is 0."""
-    x = getattr(case, name).clone()
-    x[case.completion_mask == 0] = value
-    return case.but(**{name: x})
-
-
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
 def test_garbage_at_masked_positions_changes_no_bit(
     loss_type: str, level: str, every_backend: str
@@ -57,7 +46,7 @@ def test_garbage_at_masked_positions_changes_no_bit(
         options |= {"sampling": True, "ratio": "token", "adv": "token"}
         options |= {"off_policy_mask_threshold": 0.2}
     options |= {"top_entropy_quantile": 0.7} if level == "sequence" else {"entropy_coef": 0.01}
-    case = make_case("garbage", b=4, t=5, h=4, v=9, **options, **kind(loss_type, level))
+    case = make_case("garbage", b=4, t=5, h=4, v=9, **options, **loss(loss_type, level))
     values, ids = (NAN, INF, -INF, 1e30, -200.0), (-100, -1, 9, 2**40)
     if every_backend == "triton":  # the interpreter is slow
         values, ids = values[:2], ids[:1]
@@ -66,28 +55,17 @@ def test_garbage_at_masked_positions_changes_no_bit(
     clean = results(case)
     for name in names:
         for value in values if getattr(case, name) is not None else ():
-            assert same_bits(results(poisoned(case, name, value)), clean), (name, value)
+            assert same_bits(results(poison(case, name, value)), clean), (name, value)
     for value in ids:
-        assert same_bits(results(poisoned(case, "completion_ids", value)), clean), value
+        assert same_bits(results(poison(case, "completion_ids", value)), clean), value
 
 
-@pytest.mark.parametrize(("loss_type", "level"), LOSSES)
-def test_nothing_to_learn_from(loss_type: str, level: str) -> None:
-    """No sequence, no column or nothing counted: an attached loss of exactly 0, zero gradients."""
-    options = {"mask": "none", "beta": 0.1, "bias": True, "entropy_coef": 0.1}
-    for b, t in ((0, 5), (3, 0), (0, 0), (2, 4)):
-        case = make_case("empty", b=b, t=t, **options, **kind(loss_type, level))
-        out, grads = run(case)
-        assert out.loss.requires_grad and float(out.loss.detach()) == 0.0
-        assert out.logps.shape == out.entropies.shape == (b, t)
-        for name in ("hidden", "weight", "bias"):
-            assert grads[name] is not None and not grads[name].any()
-            assert grads[name].shape == getattr(case, name).shape
-        for name, x in out.metrics.items():
-            assert bool(x.isfinite()) or name.endswith(("min", "max"))
-        scores = linear_logprob(case.hidden.requires_grad_(), case.weight, case.completion_ids)
+def test_scores_of_nothing() -> None:
+    for b, t in ((0, 5), (3, 0), (0, 0)):
+        hidden, weight = (torch.randn(x, requires_grad=True) for x in ((b, t, 4), (6, 4)))
+        scores = linear_logprob(hidden, weight, torch.zeros(b, t, dtype=torch.long))
         (scores.logps.sum() + scores.entropies.sum()).backward()
-        assert scores.logps.shape == (b, t)
+        assert scores.logps.shape == scores.entropies.shape == (b, t) and not weight.grad.any()
 
 
 def test_packed_of_nothing() -> None:
@@ -123,7 +101,7 @@ def test_sampling_logp_that_is_nan(loss_type: str) -> None:
 def test_banned_target_on_policy(loss_type: str, level: str) -> None:
     """The loss is NaN, since no policy samples what it bans; the ratio is 1, and the gradient what
     it tends to."""
-    case = make_case("banned", mask="holes", old=False, bias=True, **kind(loss_type, level))
+    case = make_case("banned", mask="holes", old=False, bias=True, **loss(loss_type, level))
     case = case.but(advantages=torch.tensor([1.0, -0.5, 0.0]))
     banned, ids, bias = 3, case.completion_ids.clone(), case.bias.clone()
     ids[ids == banned] = banned + 1
@@ -146,7 +124,7 @@ def test_banned_target_on_policy(loss_type: str, level: str) -> None:
 def test_nan_at_a_counted_position_surfaces(loss_type: str, level: str) -> None:
     """In the loss, and if it is the hidden state's in its row's logp, entropy and gradient; there
     on-policy, too, where the coefficients would be known without any log-probability."""
-    options = {"mask": "full", "bias": True, **kind(loss_type, level)}
+    options = {"mask": "full", "bias": True, **loss(loss_type, level)}
     ratio = None if loss_type == "gmpo" else "token"  # which takes no ratio
     off_policy = make_case("nan", beta=0.1, adv="token", ratio=ratio, **options)
     names = ["hidden", *PER_TOKEN[:2], *([] if ratio is None else [RATIO])]

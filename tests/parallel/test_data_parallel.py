@@ -121,18 +121,6 @@ def test_two_replicas_of_two_shards_each() -> None:
         check_scenes(four, HYBRID)
 
 
-def test_the_mean_over_uneven_ranks_is_the_loss_of_the_whole_batch() -> None:
-    """What `truth` adds up rank by rank is what one process computes on all sequences at once."""
-    loss = LOSSES["off-policy"]
-    batches = [cases.make_batch(rank, 2, torch.float64, last_empty=False) for rank in range(2)]
-    joined = cases.Batch(**{k: torch.cat([vars(x)[k] for x in batches]) for k in vars(batches[0])})
-    counts = [int(x.completion_mask.sum()) for x in batches]
-    assert counts[0] != counts[1]
-    model = cases.make_model(torch.float64, loss)
-    cases.backward_by_reference(model, joined, loss, sum(counts), 1.0)
-    check([cases.gradients_of(model)], truth(loss, 2), "joined")
-
-
 def run_full_tensor(rank: int, world_size: int) -> dict[str, Gradients]:
     """The head its own unit, its weight read as TRL and verl read it, and given as its module."""
     run = Run(SETUPS[OWN_UNIT], LOSSES["off-policy"], CPU, torch.float64)

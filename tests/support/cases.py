@@ -123,13 +123,13 @@ def group_c() -> Iterator[Case]:
         for kind in (loss("dapo"), loss("sapo", "sequence")):
             size = {"b": b, "t": t, "h": h, "v": v, "mask": "ragged", "beta": 0.02}
             yield make_case(f"C/{b}x{t}x{h}x{v}/{kind['loss_type']}", **size, **kind)
-    for (b, t), x in product(((0, 5), (3, 0), (0, 0)), ("dapo", "luspo", "vespo", "gmpo")):
-        level = "sequence" if x == "luspo" else "token"
-        yield make_case(f"C/{b}x{t}/{x}", b=b, t=t, beta=0.1, **loss(x, level))
+    for b, t in ((0, 5), (3, 0), (0, 0)):
+        yield from each_loss(f"C/{b}x{t}/{{}}", b=b, t=t, beta=0.1, entropy_coef=0.1)
     for rows, x in product((0.01, 1, 2, 5, 27, 28, 29), ("dapo", "luspo", "grpo")):
         level = "sequence" if x == "luspo" else "token"
-        size = {"b": 4, "t": 7, "h": 9, "v": 40, "mask": "full", "workspace": round(rows * 160)}
-        yield make_case(f"C/workspace-{rows}/{x}", entropy_coef=0.01, **size, **loss(x, level))
+        size = {"b": 4, "t": 7, "h": 9, "v": 40, "mask": "full", "bias": True}
+        more = {"entropy_coef": 0.01, "workspace": round(rows * 160)} | loss(x, level)
+        yield make_case(f"C/workspace-{rows}/{x}", **size, **more)
     long: Options = {"b": 2, "t": 160, "h": 12, "v": 80, "mask": "ragged", "workspace": 2**13}
     wide: Options = {"b": 2, "t": 6, "h": 20, "workspace": 2**15}
     yield make_case("C/long", beta=0.1, **long)
