@@ -47,9 +47,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for i, item in enumerate(interpreted):
         if i % 3:
             item.add_marker(pytest.mark.slow)
-    for item in items:
-        if not item.get_closest_marker("unit"):
-            item.add_marker(pytest.mark.contract)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -17,9 +17,8 @@ import torch
 
 from grpo_kernels import GRPOLoss
 from tests.support.case_builder import Case
-from tests.support.cases import fixed_cases, random_case
+from tests.support.cases import fixed_cases, head_cases, random_case
 from tests.support.flat import flat
-from tests.support.head_cases import head_cases
 from tests.support.reference import ReferenceResult, reference_loss
 from tests.support.run_case import (
     allowed_engines,

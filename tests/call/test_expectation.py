@@ -272,7 +272,6 @@ def test_one_large_upstream_gradient_hides_no_wrong_row() -> None:
     g = torch.ones(N).index_fill(0, torch.tensor([0]), 1e8)
     expected = torch.ones(N).index_fill(0, torch.tensor([1]), 5.0)
     got, want = run(g, None, expected=expected)[1], run(g, None, engine="two_pass")[1]
-    assert got[0] is not None and want[0] is not None
     torch.testing.assert_close(got[0][1:], want[0][1:], rtol=1e-5, atol=1e-7)
 
 
@@ -280,7 +279,6 @@ def test_a_row_that_gets_no_gradient_after_all_is_exactly_zero() -> None:
     """As a clipped token: no rounding of what was stored for it is left in d hidden."""
     g = A.index_fill(0, torch.tensor([3, 7]), 0.0)
     (d_hidden, *_) = run(g, None, expected=A)[1]
-    assert d_hidden is not None
     assert bool((d_hidden[[3, 7]] == 0).all()) and bool((d_hidden[:3] != 0).any())
 
 

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from grpo_kernels import Head, LoRA, Run, linear_logprob
 from tests.support.case_builder import Case, make_case
-from tests.support.cases import fixed_cases
-from tests.support.centering import candidates, centered_loss
+from tests.support.cases import fixed_cases, head_cases
 from tests.support.gpu_tape import Tape
-from tests.support.head_cases import head_cases
 from tests.support.pretend_gpu import OnGPU, autocast, here, pretended
 from tests.support.reference import reference_loss
 from tests.support.run_case import allowed_engines, run
+from tests.support.sampler import candidates, centered_loss
 from tests.support.tolerance import assert_matches, bounds_of
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:.*CUDA is not available")]
@@ -81,7 +80,6 @@ def test_chunks_of_a_group_share_the_product_of_d_weight(gpu: Tape, engine: str)
 
 
 def relative(got: Tensor | None, want: Tensor) -> float:
-    assert got is not None
     return float((got.double() - want).norm() / want.norm())
 
 

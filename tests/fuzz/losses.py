@@ -28,7 +28,7 @@ from tests.support.run_case import (
     loss_arguments,
     packed,
 )  # fmt: skip
-from tests.support.sampler_ratio import MODES, PREFIX, given_ratio
+from tests.support.sampler import MODES, PREFIX, given_ratio
 from tests.support.tolerance import Bounds, assert_matches, bounds_of
 
 OWN = ("name", "engine", "backend", "packed", "strides", "garbage", "scale", "no_mask")

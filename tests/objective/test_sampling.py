@@ -17,7 +17,7 @@ from tests.support.flat import flat
 from tests.support.measure import count_flops
 from tests.support.reference import head, on_grid, reference_loss
 from tests.support.run_case import arguments, config_of, packed, run
-from tests.support.sampler_ratio import MODES, PREFIX, given_ratio, trls_ratio
+from tests.support.sampler import MODES, PREFIX, given_ratio, trls_ratio
 
 BOUNDS = {f"{PREFIX}clip_max": 1.25, f"{PREFIX}clip_min": 0.7}
 

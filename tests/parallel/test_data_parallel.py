@@ -16,7 +16,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from grpo_kernels import GRPOLoss, LossConfig, LossOutput, grpo_loss, linear_logprob
 from tests.support import parallel_cases as cases
 from tests.support.case_builder import Case, seeded
-from tests.support.parallel_adapters import PLACES, adapted, adapted_loss, adapted_truth
 from tests.support.parallel_cases import LOSSES, SETUPS, TIED, Run, relative_error, truth
 from tests.support.ranks import Ranks
 from tests.support.reference import reference_loss
@@ -46,9 +45,9 @@ def gradients(
 ) -> Gradients:
     """Of one run on this rank; `adapter` names the module that has one."""
     of_run = {name: options.pop(name) for name in ("mesh", "last_empty") if name in options}
-    of_loss = adapted_loss(adapter, loss) if adapter else LOSSES[loss]
+    of_loss = cases.adapted_loss(adapter, loss) if adapter else LOSSES[loss]
     run = Run(SETUPS[setup], of_loss, CPU, options.pop("dtype", torch.float64), **of_run)
-    return run.train(adapted(adapter)) if adapter else run.gradients(accumulate, **options)
+    return run.train(cases.adapted(adapter)) if adapter else run.gradients(accumulate, **options)
 
 
 @functools.cache
@@ -56,7 +55,7 @@ def wanted(world_size: int, loss: str, *, adapter: str = "", **options: Any) -> 
     """Gradients of one process."""
     options.pop("dtype", None)
     if adapter:
-        return adapted_truth(adapter, LOSSES[loss])
+        return cases.adapted_truth(adapter, LOSSES[loss])
     return truth(LOSSES[loss], world_size, **options)
 
 
@@ -87,7 +86,7 @@ SCENES: dict[str, list[Scene]] = {
     "float32": [(OWN_UNIT, loss, {"dtype": torch.float32}) for loss in BOTH],
     "adapters": [
         (setup, loss, {"adapter": where})
-        for where, loss in itertools.product(PLACES, BOTH)
+        for where, loss in itertools.product(cases.PLACES, BOTH)
         for setup in ("DDP", ROOT_UNIT, OWN_UNIT, "FSDP2, head in a unit with another layer")
     ],
 }

@@ -15,7 +15,6 @@ from torch import Tensor
 import grpo_kernels
 from grpo_kernels import LossConfig, grpo_loss
 from tests.support import parallel_cases as cases
-from tests.support.parallel_adapters import PLACES, adapted, adapted_loss, adapted_truth
 from tests.support.parallel_cases import LOSSES, Run, relative_error, truth
 from tests.support.ranks import run_ranks
 from tests.support.zero3 import CONFIG, deepspeed, needs_deepspeed
@@ -118,13 +117,13 @@ def with_adapter(loss: str, where: str) -> dict[str, Tensor]:
     """PEFT's adapter on the body or the head, all else frozen."""
     zero3 = Zero3(loss, inside=False)
     zero3.engine.destroy()
-    zero3.run.loss = adapted_loss(where, loss)
-    zero3.start(adapted(where))
+    zero3.run.loss = cases.adapted_loss(where, loss)
+    zero3.start(cases.adapted(where))
     return zero3.gradients(zero3.run.score(zero3.engine, zero3.head, zero3.run.batch))
 
 
 def of_one_process(loss: str, where: str = "", **options: Any) -> dict[str, Tensor]:
-    return adapted_truth(where, LOSSES[loss]) if where else truth(LOSSES[loss], 2, **options)
+    return cases.adapted_truth(where, LOSSES[loss]) if where else truth(LOSSES[loss], 2, **options)
 
 
 EMPTY = {"last_empty": True}
@@ -137,7 +136,7 @@ CASES: list[tuple[Callable[..., dict[str, Tensor]], str, dict[str, Any], dict[st
     *((within_the_models_forward, loss, {}, {}) for loss in BOTH),
     (gathered_by_hand, "sequence ratio", {}, {}),
     (gathered_twice, "frozen head, sequence ratio", {}, {}),
-    *((with_adapter, x, {}, {"where": y}) for x, y in itertools.product(BOTH, PLACES)),
+    *((with_adapter, x, {}, {"where": y}) for x, y in itertools.product(BOTH, cases.PLACES)),
 ]
 
 

@@ -68,7 +68,6 @@ def truth(
 
 def relative(got: Tensor | None, want: Tensor) -> float:
     """Norm of the error over the norm of what is wanted; NaN stays."""
-    assert got is not None
     return float((got.detach().double() - want).norm() / want.norm())
 
 

@@ -1,5 +1,5 @@
-"""A tiny language model under the ways to divide it over ranks, and its gradients from one process
-in float64.
+"""A tiny language model, with PEFT's adapters or without, under the ways to divide it over ranks,
+and its gradients from one process in float64.
 
 Shared by the gloo tests and by `tests/gpu/test_gpu_ranks.py`, which runs the same on GPUs.
 """
@@ -278,3 +278,49 @@ def relative_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str,
 def hsdp_mesh(device: str, world_size: int) -> DeviceMesh:
     """(replicas, shards)."""
     return init_device_mesh(device, (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+
+
+# PEFT's adapters on body or head.
+PLACES = ("mid", "lm_head")
+
+
+def adapted(where: str) -> TinyModel:
+    """PEFT's adapters on `where`, both factors random, and everything else frozen."""
+    import peft
+
+    model = make_model(torch.float64, LOSSES["off-policy"])
+    peft.inject_adapter_in_model(peft.LoraConfig(r=3, lora_alpha=4, target_modules=[where]), model)
+    model.double()
+    with torch.no_grad():
+        for i, (name, x) in enumerate(model.named_parameters()):
+            x.requires_grad_("lora_" in name)
+            if "lora_" in name:
+                values = torch.randn(
+                    x.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64
+                )
+                x.copy_(values * 0.5)
+    return model
+
+
+def adapted_truth(where: str, loss: Loss) -> dict[str, Tensor]:
+    """With the adapter of the head multiplied out, which the library never does."""
+    model, items = adapted(where), items_per_rank(2, last_empty=False)
+    for rank in range(2):
+        batch = make_batch(rank, 2, torch.float64, last_empty=False)
+        hidden, weight, head = model(batch.tokens), model.lm_head.weight, model.lm_head
+        if where == "lm_head":
+            factors = head.lora_B["default"].weight @ head.lora_A["default"].weight
+            weight = weight + head.scaling["default"] * factors
+        given = arguments(loss, batch, items)
+        case = Case("", hidden.detach(), weight.detach(), config=loss.config, **given)
+        want = reference_loss(case)
+        for x, grad in ((hidden, want.d_hidden), (weight, want.d_weight)):
+            if x.requires_grad:
+                x.backward(0.5 * grad, retain_graph=True)
+    return gradients_of(model)
+
+
+def adapted_loss(where: str, loss: str) -> Loss:
+    """One of `LOSSES` and the engine that serves it here: a head of which nothing trains has one of
+    its own."""
+    return Loss(LOSSES[loss].config, serves="frozen" if where == "mid" else LOSSES[loss].serves)

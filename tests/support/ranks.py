@@ -132,7 +132,6 @@ class Ranks:
 
     def _last_words(self, rank: int) -> str:
         """How a rank died, and the end of what it wrote to its stderr."""
-        assert self._folder is not None
         process = self._ranks[rank][0]
         process.join(GRACE)
         words = Path(f"{self._folder.name}/store.{rank}").read_text(errors="replace").split()

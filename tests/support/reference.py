@@ -125,7 +125,6 @@ def evaluate(
         list(keeps.values()),
     )  # fmt: skip
     if o.beta != 0.0 and o.kl_estimator == "full":
-        assert divergences is not None
         result.parts["kl"] = o.beta * weights * divergences
         result.sizes["kl"] = result.parts["kl"].detach().abs()
         result.loss = result.loss + result.parts["kl"].sum()
@@ -148,7 +147,6 @@ def add_kl(result: Evaluation, case: Case, logps: Tensor, ratio: Tensor, weights
     """beta * KL, added to every counted token: neither the masks nor the importance ratio touch
     it."""
     o, counted = settings(case), case.completion_mask != 0
-    assert case.ref_per_token_logps is not None
     kl, size, slope = kl_estimate(o, logps, pick(case.ref_per_token_logps.to(logps.dtype), counted))
     through_ratio = torch.zeros_like(kl)
     if o.use_bias_correction_kl and o.loss_type != "gmpo":

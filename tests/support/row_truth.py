@@ -116,7 +116,6 @@ def loss_terms(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """The terms of `loss` (n,) by `formulas` in float64, and the sizes of what they are sums of."""
     slopes = loss.d_policy if loss.advantages is None else loss.advantages
-    assert slopes is not None
     given = logps, log_ratio, slopes, loss.weights
     logps, log_ratio, slopes, weights = (x.double() for x in given)
     ratio = log_ratio.exp()

@@ -167,7 +167,6 @@ def listed_bounds(case: Case, h: Head, e: Tensor) -> Diverging:
     def at(moved_by: Tensor | float) -> tuple[Tensor, Tensor]:
         z = (log_p + moved_by).requires_grad_()
         value = divergences_of(case, z.log_softmax(-1))
-        assert value is not None
         return value.detach(), torch.autograd.grad(value.sum(), z)[0]
 
     value, slope = at(0.0)

@@ -45,7 +45,6 @@ def test_values_and_gradients(vocab: int, layout: str, kinds: tuple[int, int], b
     chunk = suite.chunk(raw, other, beta, ids, two)
     student, teacher = truth(raw, ids, two[0]), truth(other, torch.zeros_like(ids), two[1])
     want, stats = divergence(student, teacher, beta), suite.stats(chunk)
-    assert stats.divergence is not None
     check("value", stats.divergence.value, want.value, want.bound)
 
     a, b, c = torch.randn(3, n)
