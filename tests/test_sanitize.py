@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_kernels.backends.cpp_rows import build
-from tests.support.planted import ROOT
+from tests.support.sources import ROOT
 
 pytestmark = pytest.mark.unit
 

@@ -10,7 +10,7 @@ from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.interface import FusedRowBackend, RowBackend
 from grpo_kernels.backends.torch_rows import TorchRows
 from tests.support.divergence_suite import DivergenceSuite
-from tests.support.on_device import same_bits
+from tests.support.row_cases import same
 
 pytestmark = pytest.mark.unit
 
@@ -68,13 +68,6 @@ def numbers(*shape: int) -> Tensor:
     count = min(x.numel(), len(SPECIAL))
     x.view(-1)[:count] = torch.tensor(SPECIAL[:count])
     return x
-
-
-def same(x: Tensor, y: Tensor) -> bool:
-    """Bit for bit; one NaN is like another."""
-    return torch.equal(x.isnan(), y.isnan()) and same_bits(
-        *(z.masked_fill(z.isnan(), 0.0) for z in (x, y))
-    )
 
 
 def check(backend: RowBackend, x: Tensor, factor: Tensor, dtype: torch.dtype) -> None:

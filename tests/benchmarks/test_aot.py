@@ -18,15 +18,13 @@ from benchmarks.aot import __main__ as aot_command
 from benchmarks.aot import roofline
 from benchmarks.aot.checks import broken_by_code, may_spill, narrow_products, spills_in_inner_loops
 from benchmarks.aot.sass import parsed
-from tests.support.planted import ROOT, Fault, plant
+from tests.support.sources import ROOT, copy_sources
 
 ROW_KERNELS = ("stats", "grad", "fused", "diverge")
 KERNELS = (*ROW_KERNELS, "scale")
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-SELECT = Fault(
-    "a select more in the loops", "grpo_kernels/backends/triton_rows/mathfn.py",
-    "return tl.exp2(x * LOG2_E)", "return tl.where(x > -1000.0, tl.exp2(x * LOG2_E), 0.0)",
-)  # fmt: skip
+EXP = "return tl.exp2(x * LOG2_E)"
+WITH_SELECT = "return tl.where(x > -1000.0, tl.exp2(x * LOG2_E), 0.0)"
 
 
 def run(module: str, *arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -59,7 +57,11 @@ def test_every_kernel_costs_what_the_document_says_and_a_select_more_is_noticed(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "BROKEN" not in done.stdout
     assert done.stdout.endswith("0 of 16 kernels are not as in roofline.md\n")
-    plant(SELECT, tmp_path)
+    copy_sources(tmp_path)
+    file = tmp_path / "grpo_kernels" / "backends" / "triton_rows" / "mathfn.py"
+    text = file.read_text()
+    assert text.count(EXP) == 1
+    file.write_text(text.replace(EXP, WITH_SELECT))
     (tmp_path / "docs" / "dev").mkdir(parents=True)
     shutil.copy(ROOT / "docs" / "dev" / "roofline.md", tmp_path / "docs" / "dev")
     options = ("--case", "stats all extras", "--workers", "1")

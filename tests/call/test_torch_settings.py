@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from grpo_kernels import LoRA, Run, grpo_loss, linear_logprob
 from grpo_kernels.commands import report
 from tests.support.flat import flat
-from tests.support.pretend_gpu import OnGPU, pretended
+from tests.support.pretend_gpu import OnGPU, autocast, pretended
 from tests.support.ranks import server_context
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")
@@ -158,14 +158,8 @@ def test_what_is_no_promotion_does_not_warn(
         with monkeypatch.context() as patch:
             patch.setattr(torch.version, "hip", "6.4")
             assert promotions((SINGLE, BRAIN)) == []  # multiplied in fp32 anyway
-        before = torch.get_autocast_dtype("cuda")
-        torch.set_autocast_enabled("cuda", True)  # torch.autocast itself would look for a GPU
-        torch.set_autocast_dtype("cuda", BRAIN)
-        try:
+        with autocast(BRAIN):
             assert promotions((SINGLE, BRAIN)) == []
-        finally:
-            torch.set_autocast_enabled("cuda", False)
-            torch.set_autocast_dtype("cuda", before)
 
 
 def test_documented_flop_formula(monkeypatch: pytest.MonkeyPatch) -> None:

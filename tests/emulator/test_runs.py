@@ -10,38 +10,17 @@ import pytest
 
 pytest.importorskip("triton")
 
-ARCHES = pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+PARTS = [("quick", "sm_90"), *(
+    pytest.param(part, arch, marks=pytest.mark.slow)
+    for part, arch in (("quick", "sm_80"), ("slow", "sm_80"), ("slow", "sm_90"))
+)]  # fmt: skip
 
 
-def run_part(part: str, arch: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.emulator",
-        "--part",
-        part,
-        "--arch",
-        arch,
-        "-q",
-        "-p",
-        "no:cacheprovider",
-    ]
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("PYTEST", "TRITON_INTERPRET"))
-    }
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
+@pytest.mark.parametrize(("part", "arch"), PARTS)
+def test_compiled_kernels(part: str, arch: str) -> None:
+    command = f"-m tests.emulator --part {part} --arch {arch} -q -p no:cacheprovider".split()
+    hidden = ("PYTEST", "TRITON_INTERPRET")
+    env = {name: x for name, x in os.environ.items() if not name.startswith(hidden)}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
-
-
-@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
-def test_compiled_kernels(arch: str) -> None:
-    run_part("quick", arch)
-
-
-@pytest.mark.slow
-@ARCHES
-def test_more_of_the_compiled_kernels(arch: str) -> None:
-    run_part("slow", arch)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import LossConfig, Run, TokenInputs
+from grpo_kernels import LossConfig, TokenInputs
 from grpo_kernels.typing import EngineName, LossTypeName
 from tests.support import reference_terms
 from tests.support.flat import flat
@@ -164,19 +164,3 @@ def test_engines_that_would_be_wrong_are_refused() -> None:
     # without a gradient nothing but the forward is done, whatever was asked
     for engine in get_args(EngineName):
         assert nvh(batch(0.0, "no grad"), coupled, engine=engine) == (2.0, "score")
-
-
-@pytest.mark.parametrize("engine", ["one_pass", "two_pass"])
-def test_gather_is_asked_for_before_any_work(engine: str) -> None:
-    """The backward alone calls it, too late for an error."""
-    hidden, weight = torch.randn(1, 3, 4), torch.randn(5, 4, requires_grad=True)
-    ids = torch.zeros(1, 3, dtype=torch.long)
-    calls = {
-        grpo_kernels.linear_logprob: ((hidden, weight, ids), {"expected": torch.ones(1, 3)}),
-        grpo_kernels.grpo_loss: ((hidden, weight, ids, None, torch.ones(1)), {}),
-    }
-    for call, (inputs, more) in calls.items():
-        with pytest.raises(TypeError, match=r"^gather: expected a function .*, got int"):
-            call(*inputs, **more, run=Run(engine=engine, gather=5))
-        out = call(*inputs, **more, run=Run(engine=engine, gather=None))
-        (out.loss if call is grpo_kernels.grpo_loss else out.logps.sum()).backward()

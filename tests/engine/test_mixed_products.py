@@ -15,6 +15,7 @@ from grpo_kernels import Head, LoRA, Run, linear_logprob
 from tests.support.case_builder import Case, make_case
 from tests.support.cases import fixed_cases, head_cases
 from tests.support.gpu_tape import Tape
+from tests.support.on_device import relative
 from tests.support.pretend_gpu import OnGPU, autocast, here, pretended
 from tests.support.reference import reference_loss
 from tests.support.run_case import allowed_engines, run
@@ -77,10 +78,6 @@ def test_chunks_of_a_group_share_the_product_of_d_weight(gpu: Tape, engine: str)
     d_weight = [k for m, n, k in (x.shape for x in gpu.of("product")) if (m, n) == (90, 24)]
     assert len(logits) > 3
     assert max(d_weight) > max(logits)
-
-
-def relative(got: Tensor | None, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
 
 
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.acted_build import script
-from tests.support.planted import copy_sources
+from tests.support.sources import copy_sources
 
 pytest.importorskip("triton")
 

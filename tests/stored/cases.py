@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
-from functools import partial, reduce
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,6 @@ from torch import Tensor
 import grpo_kernels
 from grpo_kernels import Head, KeptIds, LoRA, LossConfig, Run
 
-# Public names of commit eb864c1 that have another name now.
-RENAMED: dict[str, str] = {
-    "objectives.cispo": "objectives.cispo_two_sided",
-    "objectives.gspo": "objectives.gspo_token",
-    "objectives.icepop": "objectives.icepop_prime_rl",
-}
 B, T, N = 3, 4, 12
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo")
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_mean_mask")
@@ -48,14 +42,6 @@ Results = dict[str, Any]  # name -> tensor or text
 def loss_config(**fields: Any) -> LossConfig:
     """A loss, where "dr_grpo" divides by 512 unless told otherwise."""
     return LossConfig(**{"max_completion_length": 512, **fields})
-
-
-def public(name: str) -> Any:
-    """The public object called `name`, such as "advantages.gae"."""
-    try:
-        return reduce(getattr, name.split("."), grpo_kernels)
-    except AttributeError:
-        return reduce(getattr, RENAMED[name].split("."), grpo_kernels)
 
 
 class Draw(random.Random):
@@ -476,7 +462,7 @@ def logprob_case(d: Draw, **options: Any) -> Results:
 
 def policy_expectation_case(d: Draw, **options: Any) -> Results:
     """A trainer's own loss of log-probabilities, whose gradient is expected."""
-    expect = public("policy_expectation")
+    expect = grpo_kernels.policy_expectation
     c = Calls(d, **options)
     fields = loss_fields(d) | {"top_entropy_quantile": 1.0}
     config = loss_config(**fields | {"kl_estimator": d.choice(("k1", "k2", "k3"))})
@@ -615,16 +601,17 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], ...]] = {
     "rollout_is": ({}, {"eps_clip_low": 0.5, "eps_clip_high": 0.6}),
     "topr": ({}, {"positive_weight": 0.7, "negative_weight": 1.2}),
 }
+# A case keeps its name, which its numbers are drawn by, when the library renames what it calls.
+RENAMED = {"cispo": "cispo_two_sided", "gspo": "gspo_token", "icepop": "icepop_prime_rl"}
 OF_SAMPLER = ("icepop", "ipo", "kpop", "rollout_is")
 
 
 def objective_case(d: Draw, name: str, options: dict[str, Any]) -> Results:
     """A published loss of `grpo_kernels.objectives`."""
-    make = public(f"objectives.{name}")
+    function = getattr(grpo_kernels.objectives, RENAMED.get(name, name))
     if name == "clip_cov":
         options = {**options, "generator": torch.Generator().manual_seed(5)}
-    # a function of the tokens; at eb864c1 a class of such
-    objective = make(**options) if isinstance(make, type) else partial(make, **options)
+    objective = partial(function, **options)
     c = Calls(d, dtype=torch.float32, plain=True)
     config = loss_config(loss_type=d.choice(LOSS_TYPES[:4]))
     inputs = loss_inputs(d, c.logps(), c.mask, config, old=name not in OF_SAMPLER)
@@ -638,7 +625,7 @@ def objective_case(d: Draw, name: str, options: dict[str, Any]) -> Results:
 
 def m2po_case(d: Draw) -> Results:
     mask, old = d.mask(), -d.normal(B, T).abs()
-    return read(public("objectives.m2po_mask")(old, old + d.normal(B, T, scale=0.3), mask))
+    return read(grpo_kernels.objectives.m2po_mask(old, old + d.normal(B, T, scale=0.3), mask))
 
 
 def rewards_of(d: Draw, functions: int = 0) -> Tensor:
@@ -710,7 +697,7 @@ def every_field(config: LossConfig) -> str:
 
 def advantage_case(d: Draw, name: str) -> Results:
     """One of `grpo_kernels.advantages`."""
-    return read(public(f"advantages.{name}")(**advantage_arguments(d, name)))
+    return read(getattr(grpo_kernels.advantages, name)(**advantage_arguments(d, name)))
 
 
 def rollout_case(d: Draw) -> Results:
@@ -736,7 +723,7 @@ def rollout_case(d: Draw) -> Results:
     if d.random() < 0.3:
         given = [packed(x) for x in given]
         more["cu_seqlens"] = bounds(d)
-    return read(public("rollouts.correct")(*given, **more))
+    return read(grpo_kernels.rollouts.correct(*given, **more))
 
 
 def rewards_case(d: Draw) -> Results:
@@ -755,8 +742,8 @@ def rewards_case(d: Draw) -> Results:
     completions = ["".join(d.choice("abcde") for _ in range(d.randrange(6))) for _ in prompts]
     functions = d.choice(([lengths], [vowels], [lengths, vowels], [vowels, vowels]))
     weights = d.normal(4).tolist()
-    rewards = public("rewards.compute_rewards")(functions, prompts, completions, weight=weights)
-    return {"result": rewards, "names": ", ".join(public("rewards.reward_names")(functions))}
+    rewards = grpo_kernels.rewards.compute_rewards(functions, prompts, completions, weight=weights)
+    return {"result": rewards, "names": ", ".join(grpo_kernels.rewards.reward_names(functions))}
 
 
 PRESETS = (
@@ -767,7 +754,7 @@ PRESETS = (
 
 def preset_case(d: Draw, name: str, **options: Any) -> Results:
     """The loss of a preset, whose fields are compared, too."""
-    config = replace(public(f"presets.{name}"), max_completion_length=512)
+    config = replace(getattr(grpo_kernels.presets, name), max_completion_length=512)
     return loss_case(d, config=config, **options) | {"config": every_field(config)}
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times
 from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import LogitTransform, RowStats
+from tests.support import reference_terms
 from tests.support.row_cases import tensors_of
 
 U = 2.0**-24
@@ -197,7 +198,7 @@ def divergence(student: Truth, teacher: Truth, beta: float) -> Divergence:
     """By the definition, and autograd. Where it should be infinite it is thousands."""
     leaves = [x.logs.clamp(min=LOWEST).requires_grad_() for x in (student, teacher)]
     logs, other_logs = (torch.log_softmax(leaf, dim=1) for leaf in leaves)
-    value = _defined(logs, other_logs, beta)
+    value = reference_terms.divergence(beta, logs, other_logs)
     slopes = torch.autograd.grad(value.sum(), leaves)
     logs, other_logs, value = logs.detach(), other_logs.detach(), value.detach()
     p, q, d = logs.exp(), other_logs.exp(), logs - other_logs
@@ -222,17 +223,6 @@ def divergence(student: Truth, teacher: Truth, beta: float) -> Divergence:
     return Divergence(
         value, bound, gradient, size * student.slope.abs() + gradient.abs() * student.slope_error
     )
-
-
-def _defined(logs: Tensor, other_logs: Tensor, beta: float) -> Tensor:
-    """D (n,) of log-probabilities (n, V)."""
-    p, q = logs.exp(), other_logs.exp()
-    if beta == 0.0:
-        return (q * (other_logs - logs)).sum(1)
-    if beta == 1.0:
-        return (p * (logs - other_logs)).sum(1)
-    log_m = _mixture(logs, other_logs, beta)
-    return (1 - beta) * (p * (logs - log_m)).sum(1) + beta * (q * (other_logs - log_m)).sum(1)
 
 
 def _mixture(logs: Tensor, other_logs: Tensor, beta: float) -> Tensor:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-PER_TOKEN = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+from tests.support.case_builder import PER_TOKEN
+
 OPTIONAL = ("bias", *PER_TOKEN, "importance_sampling_ratio")
 
 
