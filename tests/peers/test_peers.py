@@ -10,6 +10,8 @@ import torch
 
 from tests.peers import __main__ as peers
 
+pytestmark = pytest.mark.unit
+
 THEIRS = """
 import os
 import pytest
