@@ -16,15 +16,7 @@ from grpo_kernels.trl.distillation import divergence_loss
 from tests.support import zero3
 from tests.support.ranks import Ranks
 from tests.support.training_step import assert_same
-from tests.support.trl_ranks import (
-    Found,
-    Job,
-    divided_heads,
-    in_bf16,
-    save_model,
-    train,
-    train_all,
-)
+from tests.support.trl_ranks import Found, Job, divided_heads, in_bf16, train, train_all
 from tests.support.trl_training import divergence_inputs
 
 pytestmark = pytest.mark.unit
@@ -80,15 +72,6 @@ BECOMES = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """By kind of model: where it is saved."""
-    made = {kind: str(tmp_path_factory.mktemp(kind)) for kind in ("qwen3", "tied")}
-    for kind, folder in made.items():
-        save_model(kind, folder)
-    return made
-
-
-@pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     """One set of processes, since they have much to import."""
     with Ranks(2) as made:
@@ -96,14 +79,12 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
-def logged(
-    ranks: Ranks, folders: dict[str, str], pytestconfig: pytest.Config
-) -> list[dict[str, Found]]:
+def logged(ranks: Ranks, pytestconfig: pytest.Config) -> list[dict[str, Found]]:
     """By rank, by job; ZeRO last, as it changes accelerate."""
     jobs = JOBS | OTHER_JOBS | ({} if zero3.needs_deepspeed.args[0] else ZERO_JOBS)
     if pytestconfig.option.markexpr == "not slow":
         jobs = {name: job for name, job in jobs.items() if not name.startswith(SLOW)}
-    return ranks.run(train_all, jobs, folders)
+    return ranks.run(train_all, jobs)
 
 
 def marked(jobs: dict[str, Job]) -> list[Any]:
@@ -143,19 +124,17 @@ def test_bf16_under_fsdp2_rounds_no_log_probability(ranks: Ranks, units: bool) -
 
 
 @cache
-def of_one_process(
-    kind: str, adapted: bool, folder: str
-) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+def of_one_process(kind: str, adapted: bool) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Stock TRL; ours with an adapter on the head, which `test_trl_head_adapter.py` compares."""
-    return train(Job(kind=kind, **ADAPTED) if adapted else Job(kind=kind, stock=True), folder)[:2]
+    return train(Job(kind=kind, **ADAPTED) if adapted else Job(kind=kind, stock=True))[:2]
 
 
 @pytest.mark.parametrize("name", marked(JOBS | ZERO_JOBS))
 def test_a_divided_model_trains_as_on_one_process(
-    name: str, logged: list[dict[str, Found]], folders: dict[str, str]
+    name: str, logged: list[dict[str, Found]]
 ) -> None:
     job = (JOBS | ZERO_JOBS)[name]
-    want, moved = of_one_process(job.kind, bool(job.lora), folders[job.kind])
+    want, moved = of_one_process(job.kind, bool(job.lora))
     assert all(x["grad_norm"] > 0.1 for x in want)
     for of_rank in logged:
         ran = of_rank[name]

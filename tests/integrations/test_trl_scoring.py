@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("trl")
 from trl import GRPOTrainer
@@ -193,38 +192,6 @@ def test_training_with_a_samplers_correction_is_the_same(name: str) -> None:
     else:  # samples live or not: the metrics read them
         assert scored == {key: x * share for key, x in theirs.items() if share}
     assert ours.trainer.vllm_importance_sampling_correction
-
-
-class Counted(Sampler):
-    """It counts the operations of all that is scored without gradient."""
-
-    flops = 0
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        ids = torch.ones(1, 3, dtype=torch.long)
-        with torch.no_grad():  # a first call compares the head with the model's
-            self._get_per_token_logps_and_entropies(self.model, ids, ids, 1)  # type: ignore[attr-defined]
-        self.flops = 0
-        return super()._generate_single_turn(*args, **kwargs)
-
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        with FlopCounterMode(display=False) as counter:
-            found = super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
-        self.flops += 0 if torch.is_grad_enabled() else counter.get_total_flops()
-        return found
-
-
-def test_a_forward_of_the_model_is_saved() -> None:
-    """Counted: exactly what the scoring beforehand takes."""
-    padded = {"layout": "padded", "zero_advantage": "train"}  # nothing is tried on a model then
-    options, found = {"mixin": Counted, **mode("token_truncate"), **padded}, []
-    for fused in (True, False):
-        with FlopCounterMode(display=False) as counter:
-            run = sampled(FusedGRPOTrainer, fused_sampling_correction=fused, **options)
-        found += [counter.get_total_flops(), run.trainer.flops]
-    ours, nothing, scored_too, scored = found
-    assert nothing == 0
-    assert scored_too - ours == scored > 0.15 * scored_too
 
 
 def test_a_scoring_before_the_loss_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -22,11 +21,12 @@ import transformers
 import trl
 from torch import Tensor
 
-from benchmarks import head_flops, tiny_models, tiny_run
+from benchmarks import head_flops, tiny_models
 from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.module import gather_of
-from grpo_kernels.trl import FusedGRPOTrainer, patch_trl
+from grpo_kernels.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
 from grpo_kernels.trl.distillation import divergence_loss
+from tests.support import trl_training
 from tests.support.trl_training import Written, divergence_inputs, mixed
 
 SEQUENCES = 8  # of all processes together, a micro-batch
@@ -59,47 +59,35 @@ class Found:
 
 def train(
     job: Job,
-    folder: str,
     processes: int = 1,
     prepare: Callable[[Any], None] | None = None,
     **options: Any,
 ) -> tuple[list[dict[str, float]], dict[str, Tensor], Any]:
-    """What two steps have logged and added to each parameter, and the trainer.
+    """What two steps have logged and added to each parameter, and the trainer."""
+    before: dict[str, Tensor] = {}
 
-    `folder`: where `save_model` has put the reference.
-    """
-    tiny_run.quiet()
-    policy = tiny_models.model(job.kind, num_hidden_layers=1)
-    policy.config._name_or_path = folder  # TRL loads the reference from there
-    arguments: dict[str, Any] = {**job.arguments}
+    def begin(trainer: Any) -> None:
+        unpatch_trl()
+        if prepare is not None:
+            prepare(trainer)
+        before.update(_whole_parameters(trainer.model))
+
+    options = {"optim": "sgd", "learning_rate": 0.1, **job.options, **job.arguments, **options}
     if job.lora:
         from peft import LoraConfig
 
         shape = {"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
-        arguments["peft_config"] = LoraConfig(target_modules=[*job.lora], **shape)
-    history = tiny_run.History()
-    with tempfile.TemporaryDirectory() as output:
-        options = {"optim": "sgd", "learning_rate": 0.1, **job.options, **options}
-        options["per_device_train_batch_size"] = SEQUENCES // processes
-        args = tiny_run.config(output, 2, **options)
-        base = trl.GRPOTrainer if job.stock else FusedGRPOTrainer
-        with patch_trl() if job.patched else nullcontext():
-            trainer = mixed(Written, base)(
-                model=policy,
-                args=args,
-                processing_class=tiny_models.tokenizer(),
-                reward_funcs=tiny_run.reward,
-                train_dataset=tiny_run.dataset(),
-                **arguments,
-            )
-        trainer.remove_callback(transformers.PrinterCallback)
-        tiny_run.record(trainer, history)
-        if prepare is not None:
-            prepare(trainer)
-        before = _whole_parameters(trainer.model)
-        trainer.train()
-    after = _whole_parameters(trainer.model)
-    return history.steps, {name: x - before[name] for name, x in after.items()}, trainer
+        options["peft_config"] = LoraConfig(target_modules=[*job.lora], **shape)
+    options["per_device_train_batch_size"] = SEQUENCES // processes
+    base = trl.GRPOTrainer if job.stock else FusedGRPOTrainer
+    saves = mock.patch.object(
+        transformers.PreTrainedModel, "should_save_on_this_rank", return_value=True
+    )
+    # each rank has the reference in a folder of its own
+    with saves, patch_trl() if job.patched else nullcontext():
+        run = trl_training.train(mixed(Written, base), model=job.kind, prepare=begin, **options)
+    after = _whole_parameters(run.trainer.model)
+    return run.steps, {name: x - before[name] for name, x in after.items()}, run.trainer
 
 
 def _whole_parameters(model: Any) -> dict[str, Tensor]:
@@ -114,11 +102,6 @@ def _whole_parameters(model: Any) -> dict[str, Tensor]:
             whole = x.detach().full_tensor() if is_dtensor(x) else x.detach()
             found[name.replace("_fsdp_wrapped_module.", "")] = whole.clone()
         return found
-
-
-def save_model(kind: str, folder: str) -> None:
-    """The model of `train`, for the reference."""
-    tiny_models.model(kind, num_hidden_layers=1).save_pretrained(folder)
 
 
 def divided_heads(rank: int, world_size: int) -> dict[str, Any]:
@@ -143,9 +126,7 @@ def divided_heads(rank: int, world_size: int) -> dict[str, Any]:
     return {"loss": loss.detach(), "grad": grad, "scored": scored}
 
 
-def train_all(
-    rank: int, world_size: int, jobs: dict[str, Job], folders: dict[str, str]
-) -> dict[str, Found]:
+def train_all(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[str, Found]:
     """For `run_ranks`: what came of each job, by its name."""
     from accelerate.state import AcceleratorState, GradientState
 
@@ -160,7 +141,7 @@ def train_all(
         counts = head_flops.Counts()
         counting = head_flops.watched(counts) if job.counted else nullcontext()
         with counting as prepare, WRAPS[job.wrap]() as options:
-            logged, moved, trainer = train(job, folders[job.kind], world_size, prepare, **options)
+            logged, moved, trainer = train(job, world_size, prepare, **options)
         results[name] = Found(
             steps=logged,
             classes=[x.__name__ for x in type(trainer.model_wrapped).__mro__],
