@@ -10,7 +10,7 @@ function scores have none.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,19 +68,16 @@ def taken_sets(
 
 
 def _sets_of_rows(
-    sets: Sequence[SampledSets | None],
-    ids: Tensor,  # (B, L)
-    prompt: Tensor,  # (B, L) bool
-    completion: Tensor,  # (B, L) bool
+    sets: Sequence[SampledSets | None], rows: Iterable[tuple[Tensor, Tensor]]
 ) -> list[SampledSets | None]:
-    """Return the sets of each row of `ids`, or None for a row without sets."""
+    """Return the sets of each row, given as ids of prompt and completion; None if it has none."""
     left: dict[Any, list[SampledSets]] = defaultdict(list)
     for x in sets:
         if x is not None:
             left[x.tokens].append(x)
     found: list[SampledSets | None] = []
-    for row, *parts in zip(ids.cpu(), prompt.cpu(), completion.cpu(), strict=True):
-        equal = left.get(tuple(tuple(row[part].tolist()) for part in parts), [None])
+    for row in rows:
+        equal = left.get(tuple(tuple(ids.tolist()) for ids in row), [None])
         found.append(equal.pop(0) if len(equal) > 1 else equal[0])
     return found
 
@@ -89,11 +86,11 @@ def sets_of_batch(
     sets: Sequence[SampledSets | None], batch: dict[str, Any]
 ) -> list[SampledSets | None]:
     """Return the sets of each sample of TRL's `batch`; None for fully masked samples."""
-    prompt, mask = batch["prompt_mask"] != 0, batch["completion_mask"] != 0
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    of_prompt = torch.cat([prompt, torch.zeros_like(mask)], dim=1)
-    found = _sets_of_rows(sets, ids, of_prompt, torch.cat([torch.zeros_like(prompt), mask], dim=1))
-    if any(x is None and y for x, y in zip(found, mask.any(dim=1).tolist(), strict=True)):
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    parts = zip(*(batch[name].cpu() for name in names), strict=True)
+    rows = [(prompt[of != 0], ids[mask != 0]) for prompt, of, ids, mask in parts]
+    found = _sets_of_rows(sets, rows)
+    if any(x is None and len(ids) for x, (_, ids) in zip(found, rows, strict=True)):
         raise ValueError(
             "sampling_mask: expected the completions that rollout_func returned, got others. A "
             "subclass that changes completions must also change their sets, before "
@@ -115,7 +112,9 @@ def over_sets(
     """
     ids = inputs["input_ids"]
     completion = torch.nn.functional.pad(labeled, (start + 1, 0))[:, : ids.shape[1]]
-    rows = _sets_of_rows(sets, ids, (inputs["attention_mask"] != 0) & ~completion, completion)
+    prompt = (inputs["attention_mask"] != 0) & ~completion
+    parts = zip(ids.cpu(), prompt.cpu(), completion.cpu(), strict=True)
+    rows = _sets_of_rows(sets, ((row[of], row[mask]) for row, of, mask in parts))
     if all(x is None for x in rows):
         return linear_logprob, labeled
     counts = torch.zeros(labeled.shape, dtype=torch.int64)

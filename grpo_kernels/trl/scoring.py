@@ -130,12 +130,11 @@ class Scoring(LogsShares):
     @contextmanager
     def _over_sets(self, batch: Batch) -> Iterator[None]:
         """Let both models score completions over the sets of `batch`, if it has any."""
-        before = head_of(self.model).sets if self.on_missing_set is not None else None
         self._set_sets(batch.get(SETS))
         try:
             yield
         finally:
-            self._set_sets(before)
+            self._set_sets(None)
 
     def _set_sets(self, sets: Sequence[SampledSets | None] | None) -> None:
         for model in (self.model, self.ref_model) if self.on_missing_set is not None else ():

@@ -44,22 +44,23 @@ class CheckedTools(Checked):
         return super()._compute_loss(model, {**inputs, "tool_mask": tool_mask})
 
 
+OURS = mixed(Checked, FusedGRPOTrainer)
+CHOSEN = mixed(Checked, mixed(FusedLossMixin, mixed(Half, GRPOTrainer)))
+HALVES = {"steps_per_generation": 4, "peft_config": parity.lora(), **EXACT}
 CASES: dict[str, tuple[type, dict[str, Any]]] = {
-    "dapo, twice, evaluated": (Checked, TWICE | EVALUATED | {"eval_dataset": tiny_run.dataset(8)}),
-    "dapo, more steps a generation, adapters": (
-        Checked,
-        {"steps_per_generation": 4, "peft_config": parity.lora(), **EXACT},
-    ),
-    "grpo, entropy bonus": (Checked, TWICE | BONUS),
-    "luspo, sequence, a tied, capped head": (Checked, TWICE | LUSPO),
-    "tools": (CheckedTools, TWICE),
+    "dapo, twice, evaluated": (OURS, TWICE | EVALUATED | {"eval_dataset": tiny_run.dataset(8)}),
+    "dapo, more steps a generation, adapters": (OURS, HALVES),
+    "grpo, entropy bonus": (OURS, TWICE | BONUS),
+    "luspo, sequence, a tied, capped head": (OURS, TWICE | LUSPO),
+    "tools": (mixed(CheckedTools, FusedGRPOTrainer), TWICE),
+    "a subclass below chooses the samples": (CHOSEN, EXACT | {"loss_type": "grpo"}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_gradients_and_metric_are_those_of_all_logits(name: str) -> None:
-    mixin, options = CASES[name]
-    run = train(mixed(mixin, FusedGRPOTrainer), **options)
+    trainer_class, options = CASES[name]
+    run = train(trainer_class, **options)
     assert len(run.steps) == 2
     assert max(run.trainer.kls) > 1e-4
 
@@ -100,17 +101,9 @@ class Rolled:
 def test_another_scoring_within_the_loss_is_true_and_changes_nothing() -> None:
     options = {"gradient_accumulation_steps": 1, "steps": 1}
     stock = train(mixed(Rolled, STOCK), beta=0.3, **options)
-    rolled = mixed(Rolled, mixed(Checked, FusedGRPOTrainer))
-    plain, ours = (train(cls, **EXACT, **options) for cls in (WRITTEN, rolled))
+    plain, ours = (train(cls, **EXACT, **options) for cls in (WRITTEN, mixed(Rolled, OURS)))
     torch.testing.assert_close(ours.trainer.seen, stock.trainer.seen, rtol=1e-5, atol=1e-5)
     assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
-
-
-def test_a_subclass_below_may_choose_the_samples() -> None:
-    chosen = mixed(FusedLossMixin, mixed(Half, GRPOTrainer))
-    kls = train(mixed(Checked, chosen), **EXACT | {"loss_type": "grpo"}).trainer.kls
-    assert len(kls) == 4
-    assert max(kls) > 1e-4
 
 
 def equal(prompts: list[str], **_: Any) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from grpo_kernels.trl.fused_head import adapters_allowed
+from tests.support.reference import evaluate, mean_metrics
+from tests.support.reference_terms import pick
 from tests.support.trl_training import Written
 
 
@@ -43,7 +46,6 @@ class Checked(Written):
     accelerator: Any
     args: Any
     ref_model: Any
-    policy_loss: float
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,24 +53,24 @@ class Checked(Written):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
-        want, kl = self.plain(model, inputs)
+        want, wanted_metrics = self.plain(model, inputs)
         metrics = self._metrics["train" if model.training else "eval"]  # type: ignore[attr-defined]
         torch.testing.assert_close(loss.detach(), want.detach(), rtol=1e-5, atol=1e-6)
-        assert metrics["kl"][-1] == pytest.approx(kl, rel=1e-5, abs=1e-7)
-        if self.args.entropy_coef:
-            assert metrics["policy_loss"][-1] == pytest.approx(self.policy_loss, rel=1e-5, abs=1e-6)
-        self.kls.append(kl)
+        for name in ("kl", "policy_loss") if self.args.entropy_coef else ("kl",):
+            wanted = float(wanted_metrics[name])
+            assert metrics[name][-1] == pytest.approx(wanted, rel=1e-5, abs=1e-7), name
+        self.kls.append(metrics["kl"][-1])
         if torch.is_grad_enabled():
             trained = [x for x in model.parameters() if x.requires_grad]
-            found, wanted = (
+            found, exact = (
                 torch.autograd.grad(x, trained, retain_graph=True) for x in (loss, want)
             )
-            largest = max(float(x.abs().max()) for x in wanted)
-            for got, right in zip(found, wanted, strict=True):
+            largest = max(float(x.abs().max()) for x in exact)
+            for got, right in zip(found, exact, strict=True):
                 assert float((got - right).abs().max()) <= 2e-5 * largest
         return loss
 
-    def plain(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, float]:
+    def plain(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         args, ids, mask = self.args, inputs["completion_ids"], inputs["completion_mask"]
         everything = torch.cat([inputs["prompt_ids"], ids], 1)
         attended = torch.cat([inputs["prompt_mask"], mask], 1)
@@ -84,26 +86,22 @@ class Checked(Written):
             else:
                 with model.disable_adapter():
                     reference = log_probs(model)
-        divergence = (policy.exp() * (policy - reference)).sum(-1)
-        logps = policy.gather(-1, ids[..., None])[..., 0]
-        log_ratio = logps - inputs.get("old_per_token_logps", logps.detach())
         counted = mask * inputs.get("tool_mask", 1)
-        if args.importance_sampling_level == "sequence":
-            log_ratio = (log_ratio * counted).sum(1, True) / counted.sum(1, True)
-        ratio, advantages = log_ratio.exp(), inputs["advantages"][:, None]
-        clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
-        per_token = -torch.minimum(ratio * advantages, clipped * advantages)
-        per_token = (per_token + args.beta * divergence) * counted
-        trains = model.training
-        accumulated = self.current_gradient_accumulation_steps if trains else 1  # type: ignore[attr-defined]
-        if args.loss_type == "dapo":
-            items = inputs["num_items_in_batch"] / (args.steps_per_generation if trains else 1)
-            loss = per_token.sum() / items
-        elif args.loss_type == "grpo":
-            loss = (per_token.sum(1) / counted.sum(1)).mean()
-        else:
-            loss = per_token.sum(1).mean()
-        self.policy_loss = float(loss)
+        logps = policy.gather(-1, ids[..., None])[..., 0]
         entropies = -(policy.exp() * policy).sum(-1)
-        bonus = args.entropy_coef * (entropies * counted).sum() / counted.sum()
-        return (loss - bonus) / accumulated, float((divergence * counted).sum() / counted.sum())
+        divergences = (policy.exp() * (policy - reference)).sum(-1)
+        trains, items = model.training, inputs["num_items_in_batch"]
+        items = items / args.steps_per_generation if trains else items
+        names = ("loss_type", "importance_sampling_level", "epsilon", "beta", "entropy_coef")
+        case: Any = SimpleNamespace(
+            config={name: getattr(args, name) for name in names} | {"kl_estimator": "full"},
+            others={},
+            completion_mask=counted,
+            advantages=inputs["advantages"],
+            old_per_token_logps=inputs.get("old_per_token_logps"),
+            importance_sampling_ratio=None,
+            num_items_in_batch=items,
+        )
+        found = evaluate(case, *(pick(x, counted != 0) for x in (logps, entropies, divergences)))
+        accumulated = self.current_gradient_accumulation_steps if trains else 1  # type: ignore[attr-defined]
+        return found.loss / accumulated, mean_metrics(found)

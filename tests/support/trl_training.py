@@ -98,13 +98,8 @@ class Run:
     @property
     def sums(self) -> list[float]:
         """The loss of each optimizer step."""
-        return sums(self.trainer, self.losses)
-
-
-def sums(trainer: Any, losses: list[float]) -> list[float]:
-    """The sum of the losses of each optimizer step."""
-    count = trainer.args.gradient_accumulation_steps
-    return [sum(losses[i : i + count]) for i in range(0, len(losses), count)]
+        count = self.trainer.args.gradient_accumulation_steps
+        return [sum(self.losses[i : i + count]) for i in range(0, len(self.losses), count)]
 
 
 def mixed(mixin: type, trainer_class: type) -> type:
