@@ -72,15 +72,9 @@ class OutOfTime(Exception):
     """The budget is spent."""
 
 
-class Budget:
-    """Seconds from now on; None: as many as it takes."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._until = math.inf if seconds is None else time.monotonic() + seconds
-
-    def check(self) -> None:
-        if time.monotonic() > self._until:
-            raise OutOfTime
+def check_time(until: float) -> None:
+    if time.monotonic() > until:
+        raise OutOfTime
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -90,7 +84,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--dry-run", action="store_true", help="toy sizes; the table is not touched")
     add("--out", type=Path, metavar="FILE", help="instead of the package's own table")
-    add("--budget-seconds", type=float, help="stop after that; finished parts are written")
+    about = "stop after that; finished parts are written"
+    add("--budget-seconds", type=float, default=math.inf, help=about)
     add("--kernels", nargs="+", choices=KERNELS, default=KERNELS, help="stats: and fused")
     add("--vocabs", nargs="+", type=int, metavar="V", help="only these sizes of the vocabulary")
     return parser.parse_args(given)
@@ -112,14 +107,15 @@ def main(given: Sequence[str] | None = None) -> int:
             print(f"candidate: {config}")
     with tempfile.TemporaryDirectory() as folder:
         out = options.out or (Path(folder, TABLE) if options.dry_run else own_table())
-        missed = tune(options.kernels, sizes, device, out, Budget(options.budget_seconds))
+        until = time.monotonic() + options.budget_seconds
+        missed = tune(options.kernels, sizes, device, out, until)
     if missed:
         print(f"no time for: {', '.join(missed)}; they stay as they were")
     return 1 if missed else 0
 
 
 def tune(
-    kernels: Collection[str], sizes: Sizes, device: torch.device, out: Path, budget: Budget
+    kernels: Collection[str], sizes: Sizes, device: torch.device, out: Path, until: float
 ) -> list[str]:
     """Do the parts, and write the table after each. Return the parts that time was short for."""
     parts = [part for part in PARTS if part[0] in kernels]
@@ -128,7 +124,7 @@ def tune(
     table = json.loads((out if out.exists() else own_table()).read_text())
     for part in parts:
         try:
-            winners = tuned(part, arch, sizes, device, budget)
+            winners = tuned(part, arch, sizes, device, until)
         except OutOfTime:
             break
         new = entries(part, winners, device)
@@ -141,7 +137,7 @@ def tune(
 
 
 def tuned(
-    part: Sequence[str], arch: str, sizes: Sizes, device: torch.device, budget: Budget
+    part: Sequence[str], arch: str, sizes: Sizes, device: torch.device, until: float
 ) -> dict[int, RowConfig]:
     """The winner for each size of vocabulary: fp32 logits, gradients in bf16."""
 
@@ -151,11 +147,11 @@ def tuned(
         return row_runs(kernel, n=n, device=device, vocab=vocab, out=out, **options)
 
     first = runs(part[-1], sizes.row_counts[-1], sizes.vocabs[-1])
-    usable = shortlist(sizes.tiles, first, lambda c: broken_rules(part, c, arch), budget)
+    usable = shortlist(sizes.tiles, first, lambda c: broken_rules(part, c, arch), until)
     winners = {}
     for vocab in sizes.vocabs:
         workloads = [runs(kernel, n, vocab) for kernel in part for n in sizes.row_counts]
-        winners[vocab] = fastest(usable, workloads, budget)
+        winners[vocab] = fastest(usable, workloads, until)
     return winners
 
 
@@ -172,23 +168,23 @@ def broken_rules(part: Sequence[str], config: RowConfig, arch: str) -> tuple[str
     return ()
 
 
-def fastest(candidates: Iterable[Any], workloads: list[Workload], budget: Budget) -> Any:
+def fastest(candidates: Iterable[Any], workloads: list[Workload], until: float) -> Any:
     """The candidate with the least product of times, so that each workload counts alike."""
     times = {}
     for config in candidates:
-        budget.check()
+        check_time(until)
         times[config] = math.prod(seconds(workload(config)) for workload in workloads)
     assert times, "every candidate breaks a rule"
     return min(times, key=times.__getitem__)
 
 
 def shortlist(
-    candidates: Iterable[Any], workload: Workload, broken: Callable[[Any], Any], budget: Budget
+    candidates: Iterable[Any], workload: Workload, broken: Callable[[Any], Any], until: float
 ) -> list[Any]:
     """The fastest few by one workload that break no rule; compiling all would take longer."""
 
     def duration(config: Any) -> float:
-        budget.check()
+        check_time(until)
         return seconds(workload(config))
 
     ranked = sorted(candidates, key=duration)

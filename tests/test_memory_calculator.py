@@ -103,7 +103,7 @@ def test_figures_of_a_gpu_are_what_the_engines_allocate_there(
             weight = tensor(size.vocab, size.hidden, dtype=dtype).requires_grad_(trains)
             mask = (torch.arange(t) >= t * size.masked).expand(b, t).long()
             ids, mask = OnGPU(torch.zeros(b, t, dtype=torch.long)), OnGPU(mask)
-            run = Run(engine=need.name, workspace_bytes=size.workspace_bytes)  # type: ignore[arg-type]
+            run = Run(engine=need.name, workspace_bytes=size.workspace_bytes)
             with GPUAllocations() as watch:
                 if size.score:
                     linear_logprob(hidden, weight, ids, completion_mask=mask)

@@ -62,7 +62,7 @@ def _alone() -> Any:
     """`trl.kernels.chunked_logprob`, where the trainers cannot be imported."""
     without_init("trl", "trl.kernels", "trl.trainer")
     utils = types.ModuleType("trl.trainer.utils")
-    utils.maybe_gather_lm_head_ctx = lambda *_: nullcontext()  # type: ignore[attr-defined]
+    utils.maybe_gather_lm_head_ctx = lambda *_: nullcontext()
     sys.modules["trl.trainer.utils"] = utils
     return importlib.import_module("trl.kernels.chunked_logprob")
 

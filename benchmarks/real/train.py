@@ -56,7 +56,7 @@ def right(model: nn.Module, tokenizer: Any, tokens: int) -> float:
     inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
     set_seed(0)
     sampling = {"max_new_tokens": tokens, "do_sample": True, "temperature": 1.0, "top_k": 0}
-    found: Any = model.generate(**inputs, **sampling)  # type: ignore[operator]
+    found: Any = model.generate(**inputs, **sampling)
     completions = found[:, inputs["input_ids"].shape[1] :]
     answers = tokenizer.batch_decode(completions, skip_special_tokens=True)
     rewards = is_right(answers, held_out["answer"])

@@ -80,7 +80,6 @@ def test_ids_out_of_range_make_their_rows_nan(device: torch.device) -> None:
         with torch.no_grad():
             found = linear_logprob(hidden, weight, ids, run=Run(backend=backend))
         assert torch.equal(torch.isnan(found.logps), bad), backend
-        assert found.entropies is not None
         torch.testing.assert_close(found.logps[~bad], right.logps[~bad], rtol=1e-5, atol=1e-5)
 
 

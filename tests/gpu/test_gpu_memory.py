@@ -132,6 +132,4 @@ def test_lean_is_chosen_where_memory_is_short(
         ballast.clear()
         torch.cuda.empty_cache()
     for got, right in zip(found, want, strict=True):
-        assert got is not None
-        assert right is not None
         assert float((got.float() - right.float()).norm() / right.float().norm()) < 6e-3

@@ -84,8 +84,6 @@ def test_more_than_2_to_the_31_logits(
             run=Run(engine, backend, workspace),
         )  # fmt: skip
         out.loss.backward()
-        assert part.grad is not None
-        assert w.grad is not None
         return out.loss.detach(), out.logps.reshape(-1), part.grad.reshape(-1, h), w.grad
 
     loss, logps, d_hidden, d_weight = step(slice(0, n))

@@ -163,8 +163,6 @@ def test_a_graph_of_the_log_probabilities_replays(
     def step() -> tuple[Tensor, ...]:
         with torch.set_grad_enabled(engine == "two_pass"):
             found = linear_logprob(hidden, weight, ids, run=Run(engine, backend))
-        assert found.logps is not None
-        assert found.entropies is not None
         both = found.logps, found.entropies
         if engine == "score":
             return both

@@ -186,7 +186,7 @@ def test_ms_swifts_forward_returns_what_it_did(
         mask = (positions[:, -keep:] != 0).double()  # nothing predicts a sequence's first token
 
     def compute() -> tuple[Tensor, ...]:
-        score = trainer_class()._get_logps_via_local_forward  # type: ignore[attr-defined]
+        score = trainer_class()._get_logps_via_local_forward
         found = score(batch.model, {**inputs}, keep, inputs["input_ids"], True)
         assert [x.shape for x in found] == [mask.shape, mask.shape]
         return tuple(x * mask for x in found)

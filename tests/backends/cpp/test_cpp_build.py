@@ -212,7 +212,6 @@ def test_why_there_is_none(
 ) -> None:
     at = make(world)
     refusal = world.find().refusal
-    assert refusal is not None
     assert said.format(at=at) in refusal
     assert "\n" not in refusal
     assert any(way in refusal for way in WAYS_OUT)
@@ -224,7 +223,6 @@ def test_without_sources_nothing_is_made(world: World) -> None:
     (world.sources / "ops.cpp").unlink()
     world.put_prebuilt(BAD)
     refusal = world.find().refusal
-    assert refusal is not None
     assert "does not load (invalid ELF header); its sources are not in" in refusal
     assert not world.cache.exists()
 
@@ -272,7 +270,6 @@ def test_file_system_without_locks(world: World) -> None:
 
 def names_of_calls(thread: threading.Thread) -> list[str]:
     """Of the functions that `thread` is in."""
-    assert thread.ident is not None
     frames = traceback.walk_stack(sys._current_frames()[thread.ident])
     return [frame.f_code.co_name for frame, _ in frames]
 

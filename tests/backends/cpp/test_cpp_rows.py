@@ -76,7 +76,6 @@ class TestDivergence(DivergenceSuite):
             raw, other, ids = self.randn(n, vocab), self.randn(n, vocab), self.ids(n, vocab)
             chunk = self.chunk(raw, other, beta, ids, self.transforms(n, vocab, (kind, kind + 3)))
             want, out = self.stats(chunk), torch.empty_like(chunk.logits)
-            assert want.divergence is not None
             loss = full_loss(want.logps, kind)
             assert_same(self.kernels.fused(chunk, loss, None), want)
             found = self.kernels.fused(chunk, loss, out)
@@ -106,7 +105,6 @@ class TestDivergence(DivergenceSuite):
             found = self.kernels.fused(chunk, loss, out)
             for x in (found.logps, found.loss_terms["loss"], found.loss_terms["d_logp"], out[:, 7]):
                 assert x.isnan().tolist() == [False, True, False]
-            assert found.divergence is not None
             assert (found.divergence.value > 0).all()
 
 

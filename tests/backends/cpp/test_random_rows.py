@@ -142,7 +142,6 @@ class Everywhere(CppRows):
                 assert same(run(odd, slice(0, cut), slice(cut, vocab)).contiguous(), want)
 
     def fused(self, chunk: Chunk, fused_loss: FusedLoss, out: Tensor | None) -> RowStats:
-        assert out is not None
         bad, odd = self._some_beyond(chunk)
         results = []
         for _ in instruction_sets():
