@@ -24,7 +24,7 @@ from grpo_kernels.head import Head
 from grpo_kernels.loss import grpo_loss
 from grpo_kernels.module import gather_of
 from grpo_kernels.objective.config import LossConfig
-from grpo_kernels.objective.losses import LOSSES
+from grpo_kernels.objective.losses import loss_type_of
 from grpo_kernels.patching import Patches, needed, parameter_names
 from grpo_kernels.scores import linear_logprob
 
@@ -165,7 +165,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 ).logps
         # ZeRO-3 shards the weight again when the trainer's own gathering context ends
         gather = gather_of(x for x in (lin_weight, bias) if x is not None)
-        if LOSSES[self.loss_type].normalizer != "num_items":
+        if loss_type_of(config).normalizer != "num_items":
             num_items_in_batch = None
         elif dist.is_available() and dist.is_initialized():
             if num_items_in_batch is None:
@@ -184,35 +184,31 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             config=config,
             run=replace(run, gather=gather),
         )
-        clipped = self._clipped(config, out.logps, counted, advantages, old_per_token_logps)
+        clipped = _clipped(config, out.logps, counted, advantages, old_per_token_logps)
         if self.beta == 0.0:
             return out.loss, (clipped,)
         return out.loss, (out.metrics["kl"] if config.beta else torch.zeros_like(clipped), clipped)
 
-    @torch.no_grad()
-    def _clipped(
-        self,
-        config: LossConfig,
-        logps: Tensor,
-        counted: Tensor,
-        advantages: Tensor,
-        old: Tensor | None,
-    ) -> Tensor:
-        """Return the share of counted tokens whose ratio is clipped; `delta` is not considered."""
-        loss_type, config = LOSSES[self.loss_type], replace(config, delta=None)
-        log_ratio = torch.zeros_like(logps)
-        if old is not None:
-            log_ratio = torch.where(counted, logps - old.to(logps), 0.0)
-        if self.importance_sampling_level == "sequence":
-            log_ratio = sequence_means(log_ratio, counted)
-        advantages = advantages if advantages.dim() == 2 else advantages[:, None]
-        clipped = torch.zeros_like(counted)
-        if loss_type.capped is not None:
-            clipped = loss_type.capped(config, log_ratio.exp(), advantages)
-        elif loss_type.clipped is not None:
-            below, above = loss_type.clipped(config, log_ratio.exp(), log_ratio, advantages)
-            clipped = below | above
-        return (clipped & counted).sum().to(logps.dtype) / counted.sum().clamp(min=1)
+
+@torch.no_grad()
+def _clipped(
+    config: LossConfig, logps: Tensor, counted: Tensor, advantages: Tensor, old: Tensor | None
+) -> Tensor:
+    """Return the share of counted tokens whose ratio is clipped; `delta` is not considered."""
+    loss_type, config = loss_type_of(config), replace(config, delta=None)
+    log_ratio = torch.zeros_like(logps)
+    if old is not None:
+        log_ratio = torch.where(counted, logps - old.to(logps), 0.0)
+    if config.importance_sampling_level == "sequence":
+        log_ratio = sequence_means(log_ratio, counted)
+    advantages = advantages if advantages.dim() == 2 else advantages[:, None]
+    clipped = torch.zeros_like(counted)
+    if loss_type.capped is not None:
+        clipped = loss_type.capped(config, log_ratio.exp(), advantages)
+    elif loss_type.clipped is not None:
+        below, above = loss_type.clipped(config, log_ratio.exp(), log_ratio, advantages)
+        clipped = below | above
+    return (clipped & counted).sum().to(logps.dtype) / counted.sum().clamp(min=1)
 
 
 _patches = Patches("liger-kernel")

@@ -233,6 +233,13 @@ def fork(work: Callable[[], object]) -> ForkProcess:
     return process
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_many_processes_compile_once(world: World) -> None:
     world.compiler(f'sleep 0.5; printf "{GOOD}" > "$out"')
     processes = [fork(world.find) for _ in range(4)]
@@ -246,10 +253,7 @@ def test_who_waits_for_a_lock_says_so_and_the_lock_ends_with_its_holder(
 ) -> None:
     world.compiler(f'touch "{world.folder}/begun"; exec sleep 600')
     holder = fork(world.find)
-    end = time.monotonic() + 120
-    while not (world.folder / "begun").exists():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until((world.folder / "begun").exists)
     capfd.readouterr()
     world.compiles(GOOD)
     threading.Timer(0.3, holder.kill).start()
@@ -268,12 +272,6 @@ def test_file_system_without_locks(world: World) -> None:
     assert world.find().origin.startswith("built in ")
 
 
-def names_of_calls(thread: threading.Thread) -> list[str]:
-    """Of the functions that `thread` is in."""
-    frames = traceback.walk_stack(sys._current_frames()[thread.ident])
-    return [frame.f_code.co_name for frame, _ in frames]
-
-
 def test_fork_during_the_first_build(world: World) -> None:
     """The child neither waits for a thread that it lacks, nor removes what is being built."""
     world.compiler(
@@ -282,10 +280,12 @@ def test_fork_during_the_first_build(world: World) -> None:
     found: list[build.Library] = []
     thread = threading.Thread(target=lambda: found.append(world.find()))
     thread.start()
-    end = time.monotonic() + 120
-    while "communicate" not in names_of_calls(thread):  # before that a child would have its pipes
-        assert time.monotonic() < end
-        time.sleep(0.01)
+
+    def reads_from_the_compiler() -> bool:  # before that a child would have its pipes
+        frames = traceback.walk_stack(sys._current_frames()[thread.ident])
+        return any(frame.f_code.co_name == "communicate" for frame, _ in frames)
+
+    wait_until(reads_from_the_compiler)
     child = fork(lambda: (world.folder / "origin").write_text(world.find().origin))
     (world.folder / "go").touch()
     child.join(120)
