@@ -170,8 +170,8 @@ roofline: $(STAMP)  ## what the kernels cost an element, counted in SASS, agains
 sanitize: $(STAMP)  ## the C++ kernels under AddressSanitizer and UBSan: row tests, engine, random cases (SANITIZE_ARGS=--quick)
 	$(PY) -m tests.sanitize $(SANITIZE_ARGS) </dev/null
 
-fuzz: $(STAMP)  ## ten minutes of random calls; failures are shrunk and kept (FUZZ_ARGS="--minutes 1 --seed 7 --category loss")
-	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(FUZZ_ARGS) </dev/null
+fuzz: $(STAMP)  ## ten minutes of random calls; failures are shrunk and kept (FUZZ_ARGS="-k random_losses --hypothesis-seed=7")
+	$(PY) -m pytest tests/fuzz -k random --hypothesis-profile=fuzz $(FUZZ_ARGS) </dev/null
 
 peers: $(STAMP)  ## the GRPO tests of TRL, Liger and verl, with theirs and with ours (TRL_SOURCE=DIR LIGER_SOURCE=DIR VERL_SOURCE=DIR)
 	$(PY) -m tests.peers $(PEERS_ARGS) </dev/null

@@ -1,1 +1,1 @@
-"""Attacks on the library, seeded and bounded by time: `python -m tests.fuzz`."""
+"""Random calls, seeded and shrunk by hypothesis: `make fuzz`."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import Expectation, linear_logprob
-from tests.fuzz.attack import Attack, Options
+from tests.fuzz.draws import Options
 from tests.support.case_builder import Case, make_case, seeded
 from tests.support.flat import flat
 from tests.support.reference import head, on_grid
@@ -181,6 +181,3 @@ def compare(
             where = tuple(wrong.nonzero()[0].tolist())
             both = f"got {got[where]:.6g}, want {grad[where]:.6g}"
             raise AssertionError(f"d {name}{list(where)}: {both}")
-
-
-EXPECTED = Attack(draw, check)

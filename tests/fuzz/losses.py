@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, grpo_loss
-from tests.fuzz.attack import Attack, Options
+from tests.fuzz.draws import Options
 from tests.support.case_builder import Case, make_case
 from tests.support.flat import flat
 from tests.support.random_cases import case_options, with_garbage
@@ -176,6 +176,3 @@ def padded(out: Any, stays: Tensor | None) -> Any:
     grid = lambda x: x.new_zeros(stays.shape).masked_scatter(stays, x)  # noqa: E731
     rows = {name: grid(getattr(out, name)) for name in ("logps", "entropies")}
     return SimpleNamespace(loss=out.loss, metrics=out.metrics, **rows)
-
-
-LOSS = Attack(draw, check)

@@ -1,5 +1,4 @@
-"""A few attacks, always the same; a planted fault is found, shrunk and repeated; calls that failed
-once."""
+"""Random calls; a planted fault is noticed, and what fails is shrunk; calls that failed once."""
 
 from __future__ import annotations
 
@@ -7,22 +6,27 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, seed, settings
 
-from tests.fuzz import __main__ as command
-from tests.fuzz import attack, losses
-from tests.fuzz.expectations import EXPECTED
-from tests.fuzz.losses import LOSS
+from tests.fuzz import expectations, losses
+from tests.fuzz.conftest import SAME
+from tests.fuzz.draws import Options, calls
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.filterwarnings("ignore")
 
-SAME = settings(attack.SETTINGS, derandomize=True)
+PROFILE = settings() if settings.get_current_profile_name() == "fuzz" else SAME
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", command.CATEGORIES)
-def test_nothing_fails(name: str) -> None:
-    command.CATEGORIES[name].run(SAME)
+@PROFILE
+@given(options=calls(losses.draw))
+def test_random_losses(options: Options) -> None:
+    losses.check(options)
+
+
+@PROFILE
+@given(options=calls(expectations.draw))
+def test_random_expectations(options: Options) -> None:
+    expectations.check(options)
 
 
 def test_a_planted_fault_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,41 +38,38 @@ def test_a_planted_fault_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         return right(*args, config=config, advantages=factor * advantages, **rest)
 
     monkeypatch.setattr(losses, "grpo_loss", wrong)
-    LOSS.check({"name": "fuzz/planted", "loss_type": "grpo"})
+    losses.check({"name": "fuzz/planted", "loss_type": "grpo"})
     with pytest.raises(AssertionError, match="fuzz/planted"):
-        LOSS.check({"name": "fuzz/planted"})
+        losses.check({"name": "fuzz/planted"})
 
 
-def test_what_fails_is_shrunk_and_repeated(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def only_other_losses(options: dict[str, Any]) -> None:
+def test_what_fails_is_shrunk() -> None:
+    tried: list[Options] = []
+
+    @seed(7)
+    @settings(SAME, derandomize=False)
+    @given(options=calls(losses.draw))
+    def only_other_losses(options: Options) -> None:
+        tried.append(options)
         assert "loss_type" in options  # DAPO is what is chosen where nothing is
 
-    monkeypatch.setattr(command, "SETTINGS", settings(SAME, derandomize=False, max_examples=20))
-    monkeypatch.setitem(command.CATEGORIES, "loss", attack.Attack(LOSS.draw, only_other_losses))
-    again = ["--minutes", "0", "--category", "loss", "--seed", "7"]
-    assert command.main(again) == 1
-    told = capsys.readouterr().out
-    assert f"python -m tests.fuzz {' '.join(again)}" in told
-    smallest = told[told.index("Failing test case") :]
-    assert "'backend': 'torch'" in smallest and "loss_type" not in smallest
-    assert smallest.count("': ") <= 16
-    plain = ("packed", "strides", "garbage", "scale", "lora", "frozen")
-    assert not [name for name in plain if f"'{name}'" in smallest]
-    monkeypatch.setitem(command.CATEGORIES, "loss", attack.Attack(LOSS.draw, lambda options: None))
-    assert command.main(again) == 0
+    with pytest.raises(AssertionError):
+        only_other_losses()
+    smallest = tried[-1]
+    assert smallest["backend"] == "torch" and "loss_type" not in smallest
+    assert len(smallest) <= 16
+    assert not smallest.keys() & {"packed", "strides", "garbage", "scale", "lora", "frozen"}
 
 
 # d hidden of a small row beside a large one; d weight, where one row was expected to be twenty
 # times the largest
-EXPECTED_THAT_FAILED: list[dict[str, Any]] = [
+EXPECTED_THAT_FAILED: list[Options] = [
     {"name": "expected/61673036677", "n": 2, "a": "random", "sent_entropy": "zeros", "bias": True},
     {"name": "expected/61673036677", "n": 2, "a": "random", "v": 130},
 ]
 # Probabilities below float32's least, times a divergence's slope of 80; and SAPO's gate near 1 in
 # float64.
-LOSSES_THAT_FAILED: list[dict[str, Any]] = [
+LOSSES_THAT_FAILED: list[Options] = [
     {
         "name": "fuzz/666619833641", "mask": "full", "b": 2, "t": 2, "h": 8, "v": 200,
         "loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 1.5, "beta": 0.01,
@@ -86,11 +87,13 @@ LOSSES_THAT_FAILED: list[dict[str, Any]] = [
         "scale": 17.0, "lora": 4, "shift": 3.0, "noise": 1.0,
     },
 ]  # fmt: skip
-FAILED_ONCE = [
-    *((EXPECTED, x) for x in EXPECTED_THAT_FAILED), *((LOSS, x) for x in LOSSES_THAT_FAILED)
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(("category", "options"), FAILED_ONCE)
-def test_what_failed_once(category: attack.Attack, options: dict[str, Any]) -> None:
-    category.check(options)
+@pytest.mark.parametrize("options", EXPECTED_THAT_FAILED)
+def test_expectations_that_failed_once(options: Options) -> None:
+    expectations.check(options)
+
+
+@pytest.mark.parametrize("options", LOSSES_THAT_FAILED)
+def test_losses_that_failed_once(options: Options) -> None:
+    losses.check(options)
