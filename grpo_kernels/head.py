@@ -189,8 +189,11 @@ class Head:
         object.__setattr__(self, "logits_dtype", allowed[allowed.index(self.logits_dtype)])
 
     @staticmethod
-    def of(head: HeadLike) -> Head:
-        """Return `head`, or the head of a plain weight or a module."""
+    def of(head: HeadLike, name: str = "head") -> Head:
+        """Return `head`, the argument `name`, or the head of a plain weight or a module."""
+        if not isinstance(head, Head | Tensor | nn.Module):
+            wanted, got = "a weight (V, H), a Head or the head's module", type(head).__name__
+            raise TypeError(f"{name}: expected {wanted}, got {got}")
         return head if isinstance(head, Head) else Head(head)
 
 
@@ -259,7 +262,7 @@ def read_reference(reference: Any, head: Head, prefix: str) -> Reference:
                 f"{prefix}head: expected a Head that states its own {name}, since the other head's "
                 f"is {getattr(head, name)!r}, got {type(own).__name__}"
             )
-    own = Head.of(own)
+    own = Head.of(own, f"{prefix}head")
     if own.lora is not None:
         raise ValueError(
             f"{prefix}head.lora: expected None, since the head is a constant, got a LoRA"
@@ -299,13 +302,13 @@ def read_heads(
             import torch.distributed as dist
 
             raise ValueError(
-                "weight: expected at least one row of the vocabulary on every rank of "
+                "head.weight: expected at least one row of the vocabulary on every rank of "
                 f"process_group, got none on rank {dist.get_rank(group)}"
             )
     elif size is not None and isinstance(head.weight, Tensor) and head.weight.dim():
         if size > head.weight.shape[0]:
             raise ValueError(
-                f"vocab_size: expected at most the {head.weight.shape[0]} rows of weight, got "
+                f"head.vocab_size: expected at most the {head.weight.shape[0]} rows of weight, got "
                 f"{size}"
             )
         head, reference = first_ids(head, reference, size, prefix)
@@ -326,33 +329,35 @@ def first_ids(
         states, own = reference
         weight = own.weight
         if isinstance(weight, Tensor) and weight.dim() and weight.shape[0] > count:
-            bias = first_rows(f"{prefix}bias", own.bias, weight, count)
+            bias = first_rows(f"{prefix}head.bias", own.bias, weight, count)
             reference = states, replace(own, weight=weight[:count], bias=bias)
     if head.weight.shape[0] == count:
         return head, reference
-    lora, bias = head.lora, first_rows("bias", head.bias, head.weight, count)
+    lora, bias = head.lora, first_rows("head.bias", head.bias, head.weight, count)
     if lora is not None:
-        lora = replace(lora, b=first_rows("lora.b", lora.b, head.weight, count))
+        lora = replace(lora, b=first_rows("head.lora.b", lora.b, head.weight, count))
     return replace(head, weight=head.weight[:count], bias=bias, lora=lora), reference
 
 
 def _check_lora(lora: LoRA, hidden: Tensor, weight: Tensor) -> None:
-    check_tensor("lora.a", lora.a, like=hidden, floating=True)
-    check_tensor("lora.b", lora.b, like=hidden, floating=True)
-    check_number("lora.scaling", lora.scaling)
+    check_tensor("head.lora.a", lora.a, like=hidden, floating=True)
+    check_tensor("head.lora.b", lora.b, like=hidden, floating=True)
+    check_number("head.lora.scaling", lora.scaling)
     rank = lora.a.shape[0] if lora.a.dim() else 0
-    check_shape("lora.a", lora.a, ("(r, H)", (rank, hidden.shape[-1])))
-    check_shape("lora.b", lora.b, ("(V, r)", (weight.shape[0], rank)))
+    check_shape("head.lora.a", lora.a, ("(r, H)", (rank, hidden.shape[-1])))
+    check_shape("head.lora.b", lora.b, ("(V, r)", (weight.shape[0], rank)))
     if rank == 0:
-        raise ValueError(f"lora.a: expected shape (r, H) with r > 0, got {tuple(lora.a.shape)}")
+        raise ValueError(
+            f"head.lora.a: expected shape (r, H) with r > 0, got {tuple(lora.a.shape)}"
+        )
     if lora.input is not None:
-        check_tensor("lora.input", lora.input, like=hidden, floating=True)
-        check_shape("lora.input", lora.input, ("hidden.shape", tuple(hidden.shape)))
+        check_tensor("head.lora.input", lora.input, like=hidden, floating=True)
+        check_shape("head.lora.input", lora.input, ("hidden.shape", tuple(hidden.shape)))
 
 
 def _check_reference(states: Any, own: Head, hidden: Tensor, weight: Tensor, prefix: str) -> None:
     check_tensor(f"{prefix}hidden", states, like=hidden, floating=True)
-    check_tensor(f"{prefix}weight", own.weight, like=hidden, floating=True)
+    check_tensor(f"{prefix}head.weight", own.weight, like=hidden, floating=True)
     width = states.shape[-1] if states.dim() else 0
     shape = (*hidden.shape[:-1], width)
     check_shape(f"{prefix}hidden", states, ("(*hidden.shape[:-1], H')", shape))
@@ -360,12 +365,12 @@ def _check_reference(states: Any, own: Head, hidden: Tensor, weight: Tensor, pre
     refuse_logits(f"{prefix}hidden", states, own.weight)
     if tuple(own.weight.shape) != (vocab, width):
         raise ValueError(
-            f"{prefix}weight: expected shape (V, H') = {(vocab, width)}, with the ids of weight, "
-            f"got {tuple(own.weight.shape)}; vocab_size leaves out the rows of both beyond it"
+            f"{prefix}head.weight: expected shape (V, H') = {(vocab, width)}, with head's ids, got "
+            f"{tuple(own.weight.shape)}; vocab_size leaves out the rows of both beyond it"
         )
     if own.bias is not None:
-        check_tensor(f"{prefix}bias", own.bias, like=hidden, floating=True)
-        check_shape(f"{prefix}bias", own.bias, ("(V,)", (vocab,)))
+        check_tensor(f"{prefix}head.bias", own.bias, like=hidden, floating=True)
+        check_shape(f"{prefix}head.bias", own.bias, ("(V,)", (vocab,)))
 
 
 def tensors_of(hidden: Tensor, head: Head, positions: Tensor) -> HeadTensors:
@@ -437,10 +442,10 @@ def _local(hidden: Any, head: Head, group: Any, prefix: str = "") -> Reference:
 
     lora = head.lora
     if lora is not None:
-        a, b = whole("lora.a", lora.a), part("lora.b", lora.b)
-        lora = replace(lora, a=a, b=b, input=whole("lora.input", lora.input))
-    hidden, weight = whole("hidden", hidden), part("weight", head.weight)
-    return hidden, replace(head, weight=weight, bias=part("bias", head.bias), lora=lora)
+        a, b = whole("head.lora.a", lora.a), part("head.lora.b", lora.b)
+        lora = replace(lora, a=a, b=b, input=whole("head.lora.input", lora.input))
+    hidden, weight = whole("hidden", hidden), part("head.weight", head.weight)
+    return hidden, replace(head, weight=weight, bias=part("head.bias", head.bias), lora=lora)
 
 
 def _sharding_group(weight: Any) -> ProcessGroup:
@@ -448,7 +453,8 @@ def _sharding_group(weight: Any) -> ProcessGroup:
     dims = [i for i, placement in enumerate(weight.placements) if not placement.is_replicate()]
     if len(dims) != 1 or not weight.placements[dims[0]].is_shard(0):
         raise ValueError(
-            f"weight: expected a DTensor sharded once, by rows: Shard(0), got {weight.placements}"
+            "head.weight: expected a DTensor sharded once, by rows: Shard(0), got "
+            f"{weight.placements}"
         )
     group: ProcessGroup = weight.device_mesh.get_group(dims[0])
     return group

@@ -57,6 +57,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -370,6 +371,7 @@ class GRPOLoss(nn.Module):
         check_run(Run() if run is None else run)
         self.objective, self.run = objective, run
 
+    @partial(hints_names, name="a call of GRPOLoss")
     def forward(
         self,
         hidden: Tensor,

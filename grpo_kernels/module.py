@@ -48,12 +48,12 @@ def whole_reference(reference: Any, hidden: Any, head: Any, prefix: str) -> Any:
     or ZeRO-3 has divided it. A head that is divided over a process group stays divided."""
     if not isinstance(reference, tuple) or len(reference) != 2:
         return reference
-    if not isinstance(Head.of(reference[1]).weight, nn.Module):
+    if not isinstance(Head.of(reference[1], f"{prefix}head").weight, nn.Module):
         return reference
     states, own = read_reference(reference, head, prefix)
     if own.bias is not None:
         raise ValueError(
-            f"{prefix}bias: expected None, since the module has its own bias, got another one"
+            f"{prefix}head.bias: expected None, since the module has its own bias, got another one"
         )
     check_module(own.weight, f"{prefix}head")
     check_present(own.weight, f"{prefix}head")
@@ -256,7 +256,7 @@ def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Hea
     check_present(module)
     if head.bias is not None:
         raise ValueError(
-            "bias: expected None with a module as the weight, got a tensor; pass the module's "
+            "head.bias: expected None with a module as the weight, got a tensor; pass the module's "
             "weight, or set the module's own bias"
         )
     done: list[Any] = []  # the result of the call

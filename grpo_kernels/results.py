@@ -108,7 +108,8 @@ class Metrics(Mapping[str, Tensor]):
         if name in self._extremes:
             return self._extremes[name]
         if name not in self._pairs:
-            raise KeyError(f"metrics: expected one of {', '.join(self)}, got {name!r}")
+            hint = "; the loss has a KL term only with beta > 0" if name == "kl" else ""
+            raise KeyError(f"metrics: expected one of {', '.join(self)}, got {name!r}{hint}")
         total, count = self._pairs[name]
         return total / count.clamp(min=1)
 
@@ -171,6 +172,10 @@ class LossOutput:
         names = ", ".join(f".{x.name}" for x in fields(self))
         raise TypeError(f"LossOutput: expected a result by its name, {names}, got [{key!r}]")
 
+    def __repr__(self) -> str:
+        values = [(x.name, getattr(self, x.name)) for x in fields(self)]
+        return f"LossOutput({_listed(values)})"
+
 
 @dataclass
 class Scores:
@@ -224,7 +229,17 @@ class Scores:
             raise no_attribute(self, name, _OF_SCORES)
 
     def __repr__(self) -> str:
-        return f"Scores({', '.join(f'{name}={x!r}' for name, x in self.given.items())})"
+        return f"Scores({_listed(self.given.items())})"
+
+
+def _listed(values: Iterable[tuple[str, Any]]) -> str:
+    """Names and values; of a tensor with dimensions, the shape alone."""
+
+    def told(x: Any) -> str:
+        has_sizes = isinstance(x, Tensor) and x.dim() > 0
+        return f"tensor of shape {tuple(x.shape)}" if has_sizes else repr(x)
+
+    return ", ".join(f"{name}={told(x)}" for name, x in values)
 
 
 _OF_SCORES = [x.name for x in fields(Scores)]

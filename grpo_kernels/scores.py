@@ -443,7 +443,7 @@ def _over_common_ids(head: Head, teacher: Any) -> tuple[Head, Any]:
     if not isinstance(teacher, tuple) or len(teacher) != 2:
         return head, teacher
     states, given = teacher
-    other = Head.of(given)
+    other = Head.of(given, "teacher.head")
     sizes: set[Any] = {head.vocab_size, other.vocab_size} - {None}
     weights = (head.weight, other.weight)
     if all(isinstance(x, Tensor) and not is_dtensor(x) and x.dim() == 2 for x in weights):

@@ -6,13 +6,14 @@ With m = max_j z_j, e_j = exp(z_j - m), S = sum_j e_j and id the target::
     entropy  = log S - sum_j e_j (z_j - m) / S
     d z_j    = a * (1[j = id] - p_j) - b * p_j * (log p_j + entropy) + c * (k_j - p_j sum_i k_i)
 
-with a, b, c = `d_logp`, `d_entropy`, `d_divergence` (`fused_loss.Coefficients`).
+with a, b, c = `d_logp`, `d_entropy`, `d_divergence` (`fused_loss.Coefficients`). k belongs to the
+divergence from a teacher's logits (`divergence`); for the KL to a reference with the probabilities
+q, k_j = p_j (log p_j - log q_j).
 
 The target is left out of the sum in logp, and the largest term out of the sum in log S, so that
 neither cancels when a token is nearly certain; likewise ``1 - p_id = -expm1(logp)``. A probability
 of zero (a logit of -inf) drops out of the entropy. The entropy's bits do not depend on the target:
-tokens that share a hidden state tie. k belongs to a divergence from a teacher's logits
-(`divergence`).
+tokens that share a hidden state tie.
 """
 
 from __future__ import annotations
@@ -121,11 +122,11 @@ class TorchRows(RowBackend):
         logits, transform = chunk.logits, chunk.transform
         n, vocab = logits.shape
         columns = chunk.ids - chunk.first_id
-        # dx = dz * (dz/dx): the part that a whole row shares goes into the coefficients
+        # d logits = dz * dz/d logits: the part that a whole row shares goes into a and b
         inv_t = transform.inv_temperature
         row_factor = transform.scale * (inv_t[:, 0] if isinstance(inv_t, Tensor) else inv_t)
-        d_logp = d_logp * row_factor
-        d_entropy = None if d_entropy is None else d_entropy * row_factor
+        a = d_logp * row_factor
+        b = None if d_entropy is None else d_entropy * row_factor
         scratch = logits.new_empty(2, _block_rows(n, vocab), vocab)
         for block in _blocks(n, _block_rows(n, vocab)):
             slope, exps = scratch[:, : block.stop - block.start]
@@ -133,8 +134,8 @@ class TorchRows(RowBackend):
                 logits[block],
                 columns[block, None],
                 take(stats, block),
-                d_logp[block, None],
-                None if d_entropy is None else d_entropy[block, None],
+                a[block, None],
+                None if b is None else b[block, None],
                 transform.softcap,
                 inv_t[block] if isinstance(inv_t, Tensor) else inv_t,
                 slope,
@@ -159,17 +160,18 @@ class TorchRows(RowBackend):
         for block in _blocks(len(logits), _divergence_rows(*logits.shape)):
             z, block_stats = logits[block], take(stats, block)
             assert block_stats.divergence is not None
-            added = _divergence_terms(z, chunk.teacher, block, block_stats)[1]
+            k = _divergence_terms(z, chunk.teacher, block, block_stats)[1]
             p = torch.exp(z - block_stats.max_logit[:, None]).mul_(
                 torch.exp(-block_stats.log_sum)[:, None]
             )
-            p.mul_(block_stats.divergence.sum_k[:, None])
-            added.sub_(p).mul_(d_divergence[block, None])
+            # c (k_j - p_j sum_i k_i), times dz/d logits
+            p_sum_k = p.mul_(block_stats.divergence.sum_k[:, None])
+            of_divergence = k.sub_(p_sum_k).mul_(d_divergence[block, None])
             rows_inv_t = inv_t[block] if isinstance(inv_t, Tensor) else inv_t
-            factor = transform.scale * rows_inv_t
+            slope = transform.scale * rows_inv_t
             if transform.softcap is not None:
-                factor = factor * (1.0 - (z / (transform.softcap * rows_inv_t)).square())
-            added.mul_(factor)
+                slope = slope * (1.0 - (z / (transform.softcap * rows_inv_t)).square())
+            of_divergence.mul_(slope)
             plain = replace(chunk, logits=z, ids=chunk.ids[block], teacher=None)
             plain = replace(plain, transform=replace(transform, inv_temperature=rows_inv_t))
             self.grad(
@@ -179,7 +181,7 @@ class TorchRows(RowBackend):
                 None if d_entropy is None else d_entropy[block],
                 z,
             )
-            z.add_(added)
+            z.add_(of_divergence)
         if out is not logits:
             out.copy_(logits)
 
@@ -247,11 +249,11 @@ def _block_stats(
 
 
 def _block_grad_(
-    z: Tensor,  # (r, V) scaled logits, overwritten
+    z: Tensor,  # (r, V) scaled logits; becomes d logits, but for the factor that a row shares
     columns: Tensor,  # (r, 1) the target's column; it may lie outside
     stats: RowStats,  # of these rows
-    d_logp: Tensor,  # (r, 1)
-    d_entropy: Tensor | None,  # (r, 1)
+    a: Tensor,  # (r, 1)
+    b: Tensor | None,  # (r, 1)
     softcap: float | None,
     inv_t: float | Tensor,  # number or (r, 1)
     slope: Tensor,  # (r, V) scratch
@@ -261,18 +263,17 @@ def _block_grad_(
         torch.div(z, softcap * inv_t, out=slope).square_().neg_().add_(1.0)
     logps, log_sum = stats.logps[:, None], stats.log_sum[:, None]
     inv_sum = torch.exp(-log_sum)
-    d_target = d_logp * -torch.expm1(logps)
     z.sub_(stats.max_logit[:, None])
-    if d_entropy is None:
-        z.exp_().mul_(-d_logp * inv_sum)
+    d_target = a * -torch.expm1(logps)  # a (1 - p_id)
+    if b is None:
+        z.exp_().mul_(-a * inv_sum)  # -a p_j
     else:
         assert stats.entropies is not None
         entropies = stats.entropies[:, None]
-        torch.exp(z, out=exps)
-        z.clamp_(min=LOWEST).add_(entropies - log_sum).mul_(-d_entropy).sub_(d_logp).mul_(
-            exps.mul_(inv_sum)
-        )
-        d_target = d_target - d_entropy * torch.exp(logps) * (logps.clamp_min(LOWEST) + entropies)
+        p = torch.exp(z, out=exps).mul_(inv_sum)
+        # (-b (log p_j + entropy) - a) p_j, with log p_j = z_j - m - log S
+        z.clamp_(min=LOWEST).add_(entropies - log_sum).mul_(-b).sub_(a).mul_(p)
+        d_target = d_target - b * torch.exp(logps) * (logps.clamp_min(LOWEST) + entropies)
     here = (columns >= 0) & (columns < z.shape[1])
     columns = torch.where(here, columns, 0)
     z.scatter_(1, columns, torch.where(here, d_target, z.gather(1, columns)))

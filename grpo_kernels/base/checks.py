@@ -92,16 +92,21 @@ def hints_names(function: F, name: str = "") -> F:
         function.__init__ = hints_names(function.__init__, name)  # type: ignore[misc]
         return function
     names = inspect.signature(function).parameters
-    if any(x.kind == x.VAR_KEYWORD for x in names.values()):
-        return function  # it checks them itself
+    own = [x for x in names if x != "self"]
+    takes_more = any(x.kind is x.VAR_KEYWORD for x in names.values())  # it checks these itself
+    needed = [x for x in names.values() if x.default is x.empty]
+    by_position = [x.name for x in needed if x.kind is x.POSITIONAL_OR_KEYWORD]
+    by_name = [x.name for x in needed if x.kind is x.KEYWORD_ONLY]
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        for unknown in options:
-            if unknown not in names:
-                own = [x for x in names if x != "self"]
-                hint = did_you_mean(unknown, own) or f"; it has {', '.join(own)}"
-                raise TypeError(f"{unknown}: {name} has no such argument{hint}")
+        for unknown in () if takes_more else options.keys() - names.keys():
+            hint = did_you_mean(unknown, own) or f"; it has {', '.join(own)}"
+            raise TypeError(f"{unknown}: {name} has no such argument{hint}")
+        for absent in (*by_position[len(args) :], *by_name):
+            if absent not in options:
+                wanted = ", ".join(x for x in (*by_position, *by_name) if x != "self")
+                raise TypeError(f"{absent}: expected by {name}, got none; it requires {wanted}")
         return function(*args, **options)
 
     return cast(F, call)
@@ -144,8 +149,9 @@ def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bo
 
 
 def check_choice(name: str, value: Any, allowed: Iterable[str], hint: str = "") -> None:
-    """Require one of `allowed`."""
+    """Require one of `allowed`; else raise, with `hint`, or one at the nearest of them."""
     if value not in allowed:
+        hint = hint or did_you_mean(str(value), allowed)
         raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}{hint}")
 
 
@@ -196,10 +202,10 @@ def check_head(hidden: Any, weight: Any, bias: Any, *, dims: tuple[int, ...] | N
         raise ValueError(
             f"hidden: expected shape (..., H) of at least two dimensions, got {tuple(hidden.shape)}"
         )
-    check_tensor("weight", weight, like=hidden, floating=True)
+    check_tensor("head.weight", weight, like=hidden, floating=True)
     if weight.numel() == 0:
         raise ValueError(
-            f"weight: expected shape (V, H), got {tuple(weight.shape)}, which is empty; under "
+            f"head.weight: expected shape (V, H), got {tuple(weight.shape)}, which is empty; under "
             "DeepSpeed ZeRO-3, pass the head's module instead, or call inside the model's forward, "
             "or gather the weight: with deepspeed.zero.GatheredParameters([weight]) around forward "
             "and backward"
@@ -211,12 +217,12 @@ def check_head(hidden: Any, weight: Any, bias: Any, *, dims: tuple[int, ...] | N
             hint = "; it looks transposed, or hidden looks like logits: pass the hidden states "
             hint += "before lm_head"
         raise ValueError(
-            f"weight: expected shape (V, H) with H = {hidden.shape[-1]} as in hidden, got "
+            f"head.weight: expected shape (V, H) with H = {hidden.shape[-1]} as in hidden, got "
             f"{tuple(weight.shape)}{hint}"
         )
     if bias is not None:
-        check_tensor("bias", bias, like=hidden, floating=True)
-        check_shape("bias", bias, ("(V,)", (weight.shape[0],)))
+        check_tensor("head.bias", bias, like=hidden, floating=True)
+        check_shape("head.bias", bias, ("(V,)", (weight.shape[0],)))
 
 
 def first_rows(name: str, x: Any, weight: Tensor, count: int) -> Any:
@@ -275,7 +281,15 @@ def check_signed_ids(name: str, ids: Any, like: Tensor) -> None:
 def check_mask(name: str, mask: Any, ids: Tensor) -> None:
     """Require a real tensor of the shape of `ids`; `check_mask_values` checks its values."""
     check_tensor(name, mask, like=ids)
-    check_shape(name, mask, ("of the tokens", tuple(ids.shape)))
+    shape, got, hint = tuple(ids.shape), tuple(mask.shape), ""
+    if shape == got:
+        return
+    if len(shape) == 2 and got[:1] == shape[:1]:
+        if len(got) == 1:
+            hint = f"; for one value per sequence, expand it: {name}[:, None].expand(B, T)"
+        elif len(got) == 2 and got[1] > shape[1]:
+            hint = f"; take the columns of these tokens, such as {name}[:, -T:]"
+    raise ValueError(f"{name}: expected shape of the tokens = {shape}, got {got}{hint}")
 
 
 def check_mask_values(*, has_nan: bool) -> None:

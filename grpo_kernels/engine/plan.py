@@ -346,12 +346,12 @@ def begin(
     check_run(run)
     dtype, needs_grad = products_dtype(hidden, head.weight), gradients_wanted(hidden, head)
     weights = [(head.weight, dtype)]
-    _warn_if_promoted("hidden", hidden, "weight", *weights[0])
+    _warn_if_promoted("hidden", hidden, "head.weight", *weights[0])
     reference_options: dict[str, Any] = {}
     if reference is not None:
         states, own = reference
         weights.append((own.weight, products_dtype(states, own.weight, dtype)))
-        _warn_if_promoted(f"{prefix}hidden", states, f"{prefix}weight", *weights[1])
+        _warn_if_promoted(f"{prefix}hidden", states, f"{prefix}head.weight", *weights[1])
         reference_options["reference_dtype"] = weights[1][1]
         reference_options["reference_transform"] = _transform(own, weights[1][1])
     memory = free_memory(weights, hidden, needs_grad, run.workspace_bytes)
@@ -517,7 +517,7 @@ def _sizes(vocab_size: int | None, sizes: list[int]) -> list[int]:
     if vocab_size is not None:
         if vocab_size > sum(sizes):
             raise ValueError(
-                f"vocab_size: expected at most the {sum(sizes)} rows of all shards, got "
+                f"head.vocab_size: expected at most the {sum(sizes)} rows of all shards, got "
                 f"{vocab_size}"
             )
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -525,7 +525,7 @@ def _sizes(vocab_size: int | None, sizes: list[int]) -> list[int]:
         sizes = [min(size, max(0, vocab_size - start)) for size, start in pairs]
     if min(sizes) == 0:
         raise ValueError(
-            f"weight: expected at least one row of the vocabulary on every rank, got {sizes}"
+            f"head.weight: expected at least one row of the vocabulary on every rank, got {sizes}"
         )
     return sizes
 

@@ -219,7 +219,8 @@ def refuse(
         CALLS[call](**given)
     assert type(raised.value) is error
     message, value = str(raised.value), given.get(argument)
-    assert re.search(rf"^{re.escape(argument)}: .*expected .+, got .+", message), message
+    name = rf"(head\.)?{re.escape(argument)}" if argument in HEAD[1:] else re.escape(argument)
+    assert re.search(rf"^{name}: .*expected .+, got .+", message), message
     came = message.split(", got ", 1)[1]
     if got is not None:
         assert got in message, message

@@ -106,11 +106,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"temperature": 0.0}, ValueError, "temperature"),
     ({"completion_mask": torch.ones(3, 8)}, ValueError, "completion_mask: expected shape"),
     ({"teacher_head": lambda w: Head(w, torch.zeros(49))}, ValueError,
-     "teacher.bias: expected shape"),
+     "teacher.head.bias: expected shape"),
     ({"head": lambda w: Head(w, vocab_size=51), "teacher_head": Head}, ValueError,
-     "vocab_size: expected at most"),
+     "head.vocab_size: expected at most"),
     ({"teacher_head": lambda w: Head(nn.Linear(*w.T.shape), torch.zeros(50))}, ValueError,
-     "teacher.bias: expected None, since the module has its own bias"),
+     "teacher.head.bias: expected None, since the module has its own bias"),
     ({"teacher_head": lambda w: Head(w, lora=LoRA(torch.zeros(2, 16), torch.zeros(50, 2)))},
      ValueError, r"teacher\.head\.lora: expected None"),
     ({"head": lambda w: Head(w, logit_scale=2.0)}, ValueError,
@@ -121,9 +121,9 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"teacher_hidden": Tensor.long}, TypeError,
      "teacher.hidden: expected a floating-point tensor"),
     ({"teacher_hidden": Tensor.tolist}, TypeError, "teacher.hidden: expected a tensor"),
-    ({"teacher_head": lambda x: x[:, :5]}, ValueError, "teacher.weight: expected shape"),
+    ({"teacher_head": lambda x: x[:, :5]}, ValueError, "teacher.head.weight: expected shape"),
     ({"teacher_head": lambda x: x.to("meta")}, ValueError,
-     "teacher.weight: expected a tensor with data"),
+     "teacher.head.weight: expected a tensor with data"),
 ]  # fmt: skip
 
 
@@ -209,7 +209,7 @@ LOSS_WRONG = [
     (None, FULL, ValueError, r"reference: expected \(hidden, head\)"),
     (lambda x: x, {"beta": 0.1}, ValueError, "reference: expected None with kl_estimator = 'k3'"),
     (3, FULL, TypeError, r"reference: expected \(hidden, head\), got int"),
-    (lambda x: x[:40], FULL, ValueError, "reference.weight: expected shape"),
+    (lambda x: x[:40], FULL, ValueError, "reference.head.weight: expected shape"),
     (lambda x: Head(x, vocab_size=31), FULL, ValueError,
      r"reference\.head\.vocab_size: expected None or the other head's value, got 31"),
 ]  # fmt: skip

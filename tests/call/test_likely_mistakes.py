@@ -29,6 +29,7 @@ from grpo_kernels import (
     linear_divergence,
     linear_logprob,
     objectives,
+    policy_expectation,
     policy_loss_from_logps,
     presets,
     rollouts,
@@ -101,6 +102,17 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "ipo: ... functools.partial(objectives.ipo, ...)"),
     (lambda: testing.check_token_level(objectives.ipo, tolerances=1.0),  # type: ignore[call-arg]
      TypeError, "tolerances: ...; did you mean tolerance?"),
+    (lambda: loss(completion_mask=torch.ones(2)), ValueError,
+     "completion_mask: ... got (2,); ... expand it: completion_mask[:, None]"),
+    (lambda: loss(completion_mask=torch.ones(2, 9)), ValueError,
+     "completion_mask: ... got (2, 9); take the columns of these tokens"),
+    (lambda: grpo_loss(HIDDEN, WEIGHT, IDS, None), TypeError,  # type: ignore[call-arg]
+     "advantages: expected by grpo_loss, got none; it requires hidden, head, completion_ids"),
+    (lambda: GRPOLoss()(HIDDEN, WEIGHT, IDS, None), TypeError,  # type: ignore[call-arg]
+     "advantages: expected by a call of GRPOLoss, got none"),
+    (lambda: policy_expectation(LossConfig(), advantages=LOGPS), TypeError,  # type: ignore
+     "completion_mask: expected by policy_expectation, got none"),
+    (lambda: loss().metrics["kl"], KeyError, "...got 'kl'; the loss has a KL term only with"),
     (lambda: loss()["loss"], TypeError, "LossOutput: ... by its name, .loss, ... ['loss']"),
     (lambda: loss().entropy, HINT, "LossOutput has no entropy: read out.metrics["),
     (lambda: loss().losses, HINT, "...no attribute 'losses'; did you mean loss"),
@@ -116,7 +128,7 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: linear_logprob(HEAD, WEIGHT, IDS), TypeError, "hidden: ... completion_logprobs"),
     (lambda: linear_logprob(HIDDEN, lm_head=WEIGHT), TypeError, "lm_head: ... head"),
     (lambda: linear_logprob(HIDDEN, WEIGHT.T, IDS), ValueError,
-     "weight: expected ...(V, H) ...; it looks transposed"),
+     "head.weight: expected ...(V, H) ...; it looks transposed"),
     (lambda: linear_logprob(HIDDEN, Model(), IDS), TypeError,
      "...whole model, Model; pass model.lm_head, or call causal"),
     (lambda: linear_divergence(HIDDEN, WEIGHT, (HIDDEN, Model())), TypeError,
@@ -125,7 +137,12 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "teacher.hidden: expected ...: these look like logits"),
     (lambda: linear_divergence(HIDDEN, WEIGHT, (HIDDEN, WEIGHT), kind="jsd"),  # type: ignore
      TypeError, "kind: ...; it has hidden, head, teacher"),
-    (lambda: loss(WEIGHT.numpy()), TypeError, "weight: expected a tensor or a module, got ndarray"),
+    (lambda: linear_divergence(HIDDEN, WEIGHT, (HIDDEN, WEIGHT), divergence="kl"), ValueError,
+     "divergence: ..., got 'kl'; did you mean reverse_kl or forward_kl?"),
+    (lambda: linear_divergence(HIDDEN, WEIGHT, (HIDDEN, 3)), TypeError,  # type: ignore
+     "teacher.head: expected a weight ..., got int"),
+    (lambda: Head(), TypeError, "weight: expected by Head, got none"),  # type: ignore[call-arg]
+    (lambda: loss(WEIGHT.numpy()), TypeError, "head: expected a weight ..., got ndarray"),
     (lambda: loss(nn.Embedding(9, 4)), TypeError, "lm_head: expected an nn.Linear ...Embedding"),
     (lambda: Head(HEAD.weight.tolist()), TypeError, "weight: ... or a module, got list"),
     (lambda: Head(Head(WEIGHT)), TypeError, "weight: expected a tensor or a module, got Head"),
@@ -325,10 +342,10 @@ def test_a_bias_of_another_head_than_the_weight_that_is_cut() -> None:
         HIDDEN, Head(longer, vocab_size=20, **options), IDS
     )
     for name, shape, call in (
-        ("teacher.bias", "(20,)",
+        ("teacher.head.bias", "(20,)",
          lambda: linear_divergence(HIDDEN, longer[:20], (HIDDEN, Head(longer, bias)))),
-        ("bias", "(20,)", lambda: cut(bias=bias)),
-        ("lora.b", "(20, 2)", lambda: cut(lora=adapter)),
+        ("head.bias", "(20,)", lambda: cut(bias=bias)),
+        ("head.lora.b", "(20, 2)", lambda: cut(lora=adapter)),
     ):  # fmt: skip
         message = f"{name}: expected a row for each of the 40 of weight, got shape {shape}"
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
@@ -437,5 +454,5 @@ def test_a_config_shows_what_differs_from_the_default() -> None:
         run: str = "first"
 
     assert repr(OfOurRun(run="second")) == "OfOurRun(loss_type='dapo', run='second')"
-    assert repr(Scores(logps=torch.zeros(1))) == "Scores(logps=tensor([0.]))"
+    assert repr(Scores(logps=torch.zeros(1))) == "Scores(logps=tensor of shape (1,))"
     assert len(str(GRPOLoss(presets.GSPO))) < 200

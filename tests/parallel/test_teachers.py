@@ -223,7 +223,7 @@ def test_of_heads_with_other_ids_those_count_that_both_have() -> None:
     head, _, hidden, states = heads()
     found = linear_divergence(hidden, head, (states, nn.Linear(4, 12)), entropy=True)
     assert found.divergence.shape == (2, 3) and {*found.given} == {"divergence", "entropies"}
-    with pytest.raises(ValueError, match=r"reference\.weight: expected shape"):
+    with pytest.raises(ValueError, match=r"reference\.head\.weight: expected shape"):
         loss_with(nn.Linear(4, 12))
 
 
