@@ -189,7 +189,7 @@ class Head:
         object.__setattr__(self, "logits_dtype", allowed[allowed.index(self.logits_dtype)])
 
     @staticmethod
-    def of(head: HeadLike, name: str = "head") -> Head:
+    def of(head: Any, name: str = "head") -> Head:
         """Return `head`, the argument `name`, or the head of a plain weight or a module."""
         if not isinstance(head, Head | Tensor | nn.Module):
             wanted, got = "a weight (V, H), a Head or the head's module", type(head).__name__
