@@ -60,7 +60,6 @@ class _Importer(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
-                _patched.discard(fullname)  # it may be a reload
                 _patch(module)
 
             vars(spec.loader)["exec_module"] = exec_module
@@ -97,7 +96,7 @@ def patch_verl() -> None:
         sys.meta_path.insert(0, _importer)
     for name in PATCHERS:
         module = sys.modules.get(name)
-        if module is not None:
+        if module is not None and name not in _patched:
             _patch(module)
 
 
@@ -111,8 +110,6 @@ def unpatch_verl() -> None:
 
 def _patch(module: ModuleType) -> None:
     name = module.__name__
-    if name in _patched:
-        return
     try:
         changes = list(PATCHERS[name](module))
     except LookupError as error:

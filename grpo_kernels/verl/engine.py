@@ -68,8 +68,8 @@ OF_STEP = ("loss_function", "forward_only")
 Changes = Iterator[tuple[Any, str, Any]]  # (object, attribute, replacement)
 
 
-def class_of(module: ModuleType, name: str) -> Any:
-    """Return class `name` of one of verl's modules."""
+def found_in(module: ModuleType, name: str) -> Any:
+    """Return attribute `name` of one of verl's modules."""
     found = getattr(module, name, None)
     if found is None:
         raise LookupError(f"{module.__name__} has no {name}")
@@ -240,7 +240,7 @@ _mini_batch: ContextVar[MiniBatch | None] = ContextVar("mini_batch", default=Non
 
 def changes(module: ModuleType) -> Changes:
     """Yield the replacements for verl.workers.engine.fsdp.transformer_impl."""
-    engine = class_of(module, "FSDPEngineWithLMHead")
+    engine = found_in(module, "FSDPEngineWithLMHead")
     prepare = function_of(engine, "prepare_model_inputs", ("self", "micro_batch"))
     step = function_of(engine, "forward_step", ("self", "micro_batch", *OF_STEP))
     run = function_of(engine, "forward_backward_batch", ("self", "data", *OF_STEP))

@@ -15,7 +15,6 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, make_dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -64,7 +63,9 @@ def changes(module: ModuleType) -> Changes:
     def patch_forward_with_backends(
         model: Any, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
     ) -> None:
-        _keep_own_forward(type(model))
+        cls = type(model)
+        if not cls.forward.__module__.startswith("verl."):  # `_forward`'s has this name too
+            _own[cls] = cls.forward
         if use_fused_kernels and fused_kernels_backend == BACKEND:
             _use(model)
         else:
@@ -120,6 +121,7 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
         namespace={"__module__": output.__module__},
     )
 
+    from grpo_kernels.body.trunk import live_trunk
     from grpo_kernels.transformers.call import measured_head
 
     @functools.wraps(theirs)
@@ -131,10 +133,13 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
         inputs = {name: x for name, x in given.items() if name not in OF_HEAD}
         if body is None or open_ended in of_body:
             inputs |= others  # dropped for the dense body, as in verl
-        with _in_layout(self, task, given.get("input_ids")):
+        ids = _labels(given.get("shift_labels"), given.get("labels"), given.get("input_ids"))
+        needed = task.counted
+        if needed is None:
+            needed = torch.ones_like(ids, dtype=torch.bool)
+        with live_trunk(self, task.layout, None, needed):
             outputs = self.model(**inputs) if body is None else body(self, **inputs)
         hidden = outputs[0]
-        ids = _labels(given.get("shift_labels"), given.get("labels"), given.get("input_ids"))
         if ids.shape != hidden.shape[:-1]:
             raise ValueError(
                 f"shift_labels: expected {tuple(hidden.shape[:-1])}, one per position, got "
@@ -150,23 +155,6 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
         return with_aux(fused_linear_aux=distilled, **results)
 
     return forward
-
-
-def _in_layout(model: Any, task: HeadTask, input_ids: Tensor | None) -> AbstractContextManager[Any]:
-    """Make the body of `model` compute only what `task` needs, in the task's layout."""
-    if task.layout == "padded" or input_ids is None:
-        return nullcontext()
-    from grpo_kernels.body.trunk import live_trunk
-
-    needed = task.counted
-    if needed is None:
-        needed = torch.ones_like(input_ids, dtype=torch.bool)
-    return live_trunk(model, task.layout, None, needed)
-
-
-def _keep_own_forward(cls: Any) -> None:
-    if not cls.forward.__module__.startswith("verl."):  # `_forward`'s has this name too
-        _own[cls] = cls.forward
 
 
 def _own_forward(cls: type) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from grpo_kernels.head import Head
 from grpo_kernels.patching import during, function_of
-from grpo_kernels.verl.engine import BACKEND, OPTIONS, Changes, class_of, options_of
+from grpo_kernels.verl.engine import BACKEND, OPTIONS, Changes, found_in, options_of
 from grpo_kernels.verl.rows import HeadTask, Layout, flag, head_task, scored
 
 _SIZES = ("local_cp_size", "min_local_rows", "pad_to_length_bucket")
@@ -46,11 +46,8 @@ _task: ContextVar[HeadTask] = ContextVar("task")
 
 def function_changes(module: ModuleType) -> Changes:
     """Yield the replacement in `module`, a module of verl.models.mcore with a fused forward."""
-    theirs: Any = getattr(module, "linear_cross_entropy", None)
-    function = getattr(theirs, "__self__", None)  # the autograd Function of this `apply`
-    if function is None:
-        raise LookupError(f"{module.__name__} has no linear_cross_entropy")
-    function_of(function, "forward", PARAMETERS)
+    theirs = found_in(module, "linear_cross_entropy")  # `apply` of an autograd Function
+    function_of(getattr(theirs, "__self__", theirs), "forward", PARAMETERS)
 
     def linear_cross_entropy(hidden: Tensor, weight: Tensor, *more: Any) -> Any:
         return getattr(weight, MARK, theirs)(hidden, weight, *more)
@@ -83,8 +80,8 @@ def forward_changes(module: ModuleType) -> Changes:
 
 def engine_changes(module: ModuleType) -> Changes:
     """Yield the replacements for verl.workers.engine.megatron.transformer_impl."""
-    engine = class_of(module, "MegatronEngine")
-    with_head = class_of(module, "MegatronEngineWithLMHead")
+    engine = found_in(module, "MegatronEngine")
+    with_head = found_in(module, "MegatronEngineWithLMHead")
     enable = function_of(engine, "_maybe_enable_fused_kernels", ("self",))
     step = function_of(with_head, "forward_step", STEP)
 

@@ -27,7 +27,7 @@ import torch
 
 from grpo_kernels.base.modes import random_rates
 from grpo_kernels.patching import function_of, replaced
-from grpo_kernels.verl.engine import BACKEND, MARK, OPTIONS, Changes, Prompts, class_of, options_of
+from grpo_kernels.verl.engine import BACKEND, MARK, OPTIONS, Changes, Prompts, found_in, options_of
 from grpo_kernels.verl.rows import actor_config, by_sequence, flag, joined, may_move
 
 REQUEST = "grpo_kernels_old_logprobs"
@@ -39,6 +39,7 @@ KEPT, DEFERRED = "_grpo_kernels_kept", "_grpo_kernels_deferred"
 
 SCORES = ("log_probs", "entropy")  # what verl's scoring returns
 OLD, ENTROPY = "old_log_probs", "actor/entropy"
+SCORE_METHOD, UPDATE_METHOD = "_compute_old_log_prob", "_update_actor"  # methods of a trainer
 READ_OLD = ("optimal_token_baseline", "tir_optimal_token_baseline")  # advantage estimators
 BALANCE = ("self", "batch", "metrics", "logging_prefix", "keep_minibatch")
 
@@ -71,7 +72,7 @@ class FirstPass:
 
 def worker_changes(module: ModuleType) -> Changes:
     """Yield the replacements for verl.workers.engine_workers."""
-    worker = class_of(module, "TrainingWorker")
+    worker = found_in(module, "TrainingWorker")
     infer = function_of(worker, "infer_batch", ("self", "data"))
     train = function_of(worker, "train_batch", ("self", "data"))
     tensordict_utils = importlib.import_module("verl.utils.tensordict_utils")
@@ -141,18 +142,15 @@ def _reason_of_worker(worker: Any) -> str | None:
 
 def ray_changes(module: ModuleType) -> Changes:
     """Yield the replacements for verl.trainer.ppo.ray_trainer (``trainer.use_v1=False``)."""
-    trainer = class_of(module, "RayPPOTrainer")
-    if not hasattr(module, "agg_loss"):
-        raise LookupError(f"{module.__name__} has no agg_loss")
-    function_of(trainer, "fit", ("self",))
+    trainer, agg_loss = found_in(module, "RayPPOTrainer"), found_in(module, "agg_loss")
 
-    def is_deferred(found: Any, _: Any) -> bool:
+    def is_deferred(found: Any, metrics: Any) -> bool:
         return bool(found[0].batch[OLD].isnan().any())
 
-    def log(self: Any, batch: Any, found: Any, output: Any) -> None:
-        actor, metrics = self.config.actor_rollout_ref.actor, output.meta_info["metrics"]
+    def log(self: Any, batch: Any, found: Any, metrics: Any) -> None:
+        actor = self.config.actor_rollout_ref.actor
         batch.batch[OLD] = found[0].batch[OLD]
-        metrics[ENTROPY] = module.agg_loss(
+        metrics[ENTROPY] = agg_loss(
             loss_mat=found[0].batch["entropys"],
             loss_mask=batch.batch["response_mask"],
             loss_agg_mode=actor.loss_agg_mode,
@@ -163,20 +161,19 @@ def ray_changes(module: ModuleType) -> Changes:
             metrics.update(debug.calculate_debug_metrics(batch))
             metrics.update(_rollout_metrics(self, batch))
 
-    yield from _scoring_changes(trainer, ("fit",), (), "meta_info", is_deferred, log)
+    parameters = dict.fromkeys((SCORE_METHOD, UPDATE_METHOD), ("self", "batch"))
+    yield from _scoring_changes(trainer, {"fit": ("self",), **parameters}, is_deferred, log)
     yield from _balance_changes(module, trainer)
 
 
 def v1_changes(module: ModuleType) -> Changes:
     """Yield the replacements for verl.trainer.ppo.v1.trainer_base."""
-    trainer = class_of(module, "PPOTrainer")
-    function_of(trainer, "_compute_advantage", ("self", "batch", "metrics"))
-    function_of(trainer, "_step_once", ("self", "metrics", "timing_raw", "sample_batch_size"))
+    trainer = found_in(module, "PPOTrainer")
 
-    def is_deferred(_: Any, metrics: Any) -> bool:
+    def is_deferred(found: Any, metrics: Any) -> bool:
         return math.isnan(metrics[ENTROPY])
 
-    def log(self: Any, batch: Any, found: Any, output: Any, metrics: Any) -> None:
+    def log(self: Any, batch: Any, found: Any, metrics: Any) -> None:
         fields = ["response_mask", "rollout_log_probs", OLD]
         data = module.tq.kv_batch_get(
             keys=batch.keys, partition_id=batch.partition_id, select_fields=fields
@@ -185,38 +182,38 @@ def v1_changes(module: ModuleType) -> Changes:
             data = module.DataProto(batch=data.to_padded_tensor())
             metrics.update(_rollout_metrics(self, data))
 
-    own = ("_step_once", "_compute_advantage")
-    yield from _scoring_changes(trainer, own, ("metrics",), "extra_info", is_deferred, log)
+    step = ("self", "metrics", "timing_raw", "sample_batch_size")
+    names = ("_compute_advantage", SCORE_METHOD, UPDATE_METHOD)
+    parameters = {"_step_once": step, **dict.fromkeys(names, ("self", "batch", "metrics"))}
+    yield from _scoring_changes(trainer, parameters, is_deferred, log)
     yield from _balance_changes(module, trainer)
 
 
 def _scoring_changes(
     trainer: Any,
-    own: Sequence[str],  # methods that must be verl's, besides the replaced ones
-    more: Sequence[str],  # parameters of the replaced methods, besides the batch
-    info: str,  # attribute of a batch that is sent to the workers with it
-    is_deferred: Callable[..., bool],  # (result of verl's scoring, metrics) -> True if deferred
-    log: Callable[..., None],  # logs what verl logs after scoring
+    parameters: dict[str, tuple[str, ...]],  # of the methods that must be verl's, by name
+    is_deferred: Callable[[Any, Any], bool],  # (result of verl's scoring, metrics) -> deferred
+    log: Callable[[Any, Any, Any, Any], None],  # adds to metrics what verl logs after scoring
 ) -> Changes:
-    parameters = ("self", "batch", *more)
-    score = function_of(trainer, "_compute_old_log_prob", parameters)
-    update = function_of(trainer, "_update_actor", parameters)
-    own = (*own, "_compute_old_log_prob", "_update_actor")
+    verls = {name: function_of(trainer, name, x) for name, x in parameters.items()}
+    score, update = verls[SCORE_METHOD], verls[UPDATE_METHOD]
 
     @contextmanager
     def asked(batch: Any, request: str) -> Iterator[None]:
         """Send the `request` to workers that get `batch` inside the context."""
-        getattr(batch, info)[REQUEST] = request
+        # of the newer trainer, or the older one
+        sent = batch.extra_info if hasattr(batch, "extra_info") else batch.meta_info
+        sent[REQUEST] = request
         try:
             yield
         finally:
-            del getattr(batch, info)[REQUEST]
+            del sent[REQUEST]
 
     @functools.wraps(score)
     def _compute_old_log_prob(self: Any, batch: Any, metrics: Any = None) -> Any:
-        rest = (metrics,) if more else ()
+        rest = () if metrics is None else (metrics,)  # the older trainer passes none
         vars(self)[DEFERRED] = False
-        if not _can_defer(self, trainer, own, len(batch)):
+        if not _can_defer(self, trainer, [*verls], len(batch)):
             return score(self, batch, *rest)
         with asked(batch, DEFER):
             found = score(self, batch, *rest)
@@ -225,7 +222,7 @@ def _scoring_changes(
 
     @functools.wraps(update)
     def _update_actor(self: Any, batch: Any, metrics: Any = None) -> Any:
-        rest = (metrics,) if more else ()
+        rest = () if metrics is None else (metrics,)
         if not vars(self).get(DEFERRED, False):
             return update(self, batch, *rest)
         with asked(batch, UPDATE):
@@ -233,11 +230,11 @@ def _scoring_changes(
         with asked(batch, COLLECT):
             found = score(self, batch, *rest)
         vars(self)[DEFERRED] = False
-        log(self, batch, found, output, *rest)
+        log(self, batch, found, output.meta_info["metrics"] if metrics is None else metrics)
         return output
 
-    yield trainer, "_compute_old_log_prob", _compute_old_log_prob
-    yield trainer, "_update_actor", _update_actor
+    yield trainer, SCORE_METHOD, _compute_old_log_prob
+    yield trainer, UPDATE_METHOD, _update_actor
 
 
 def _rollout_metrics(trainer: Any, batch: Any) -> dict[str, Any]:
@@ -303,8 +300,7 @@ def _say(reason: str) -> None:  # once, to stdout like verl
 
 def _balance_changes(module: ModuleType, trainer: Any) -> Changes:
     theirs = function_of(trainer, "_balance_batch", BALANCE)
-    if not hasattr(module, "log_seqlen_unbalance"):
-        raise LookupError(f"{module.__name__} has no log_seqlen_unbalance")
+    log_seqlen_unbalance = found_in(module, "log_seqlen_unbalance")
 
     @functools.wraps(theirs)
     def _balance_batch(
@@ -338,7 +334,7 @@ def _balance_changes(module: ModuleType, trainer: Any) -> Changes:
         parts = _exchanged(prompts, ranks, step)
         order = [i for part in parts for i in part]
         balanced.reorder(order if is_v1 else torch.tensor(order))
-        logged = module.log_seqlen_unbalance(lengths, parts, logging_prefix)
+        logged = log_seqlen_unbalance(lengths, parts, logging_prefix)
         metrics.update({name: x for name, x in logged.items() if "balanced_" in name})
         return found
 
