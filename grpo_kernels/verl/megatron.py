@@ -46,8 +46,11 @@ _task: ContextVar[HeadTask] = ContextVar("task")
 
 def function_changes(module: ModuleType) -> Changes:
     """Yield the replacement in `module`, a module of verl.models.mcore with a fused forward."""
-    theirs = found_in(module, "linear_cross_entropy")  # `apply` of an autograd Function
-    function_of(getattr(theirs, "__self__", theirs), "forward", PARAMETERS)
+    theirs: Any = getattr(module, "linear_cross_entropy", None)
+    function = getattr(theirs, "__self__", None)  # the autograd Function of this `apply`
+    if function is None:
+        raise LookupError(f"{module.__name__} has no linear_cross_entropy")
+    function_of(function, "forward", PARAMETERS)
 
     def linear_cross_entropy(hidden: Tensor, weight: Tensor, *more: Any) -> Any:
         return getattr(weight, MARK, theirs)(hidden, weight, *more)

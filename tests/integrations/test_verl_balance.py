@@ -14,8 +14,6 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("verl")
 
-from omegaconf import OmegaConf
-
 from grpo_kernels.verl import patch_verl, unpatch_verl
 from tests.support import verl_trainer
 from tests.support.verl_peer import verl_module
@@ -24,7 +22,7 @@ RANKS, GROUP, PROMPTS = 2, 4, 6
 UIDS = [f"u_{i}" for i in range(PROMPTS) for _ in range(GROUP)]
 PROMPT = 12  # tokens
 LENGTHS = torch.randint(17, 52, (len(UIDS),), generator=torch.Generator().manual_seed(0)).tolist()
-TRAINERS = ["trainer.ppo.ray_trainer", "trainer.ppo.v1.trainer_base"]
+BOTH = pytest.mark.parametrize("v1", [False, True], ids=["ray", "v1"])
 
 
 @pytest.fixture(autouse=True)
@@ -35,42 +33,21 @@ def as_it_was() -> Iterator[None]:
     unpatch_verl()
 
 
-class Batch:
-    """Stand-in for the newer trainer's batch, whose package is not installed."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self.keys = [f"{uid}_{i % GROUP}_0" for i, uid in enumerate(UIDS)]
-        self.tags = [{"seq_len": n, "prompt_len": PROMPT} for n in lengths]
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def reorder(self, order: list[int]) -> None:
-        self.keys, self.tags = ([x[i] for i in order] for x in (self.keys, self.tags))
-
-
 def balanced(
-    name: str, prompts: int = PROMPTS, lengths: list[int] = LENGTHS, **changed: Any
+    v1: bool, prompts: int = PROMPTS, lengths: list[int] = LENGTHS, **changed: Any
 ) -> tuple[list[Any], Any]:
-    """(uid and length) of each sequence, those of the first rank first; and what is logged."""
-    module = verl_trainer.module_of_trainers(name)
-    trainer = module.RayPPOTrainer if name == TRAINERS[0] else module.PPOTrainer
-    whole = type("Trainer", (trainer,), dict.fromkeys(getattr(trainer, "__abstractmethods__", ())))
-    made, metrics = whole.__new__(whole), dict[str, Any]()
-    actor = {"strategy": "fsdp2", "shuffle": False, "ppo_mini_batch_size": prompts}
-    actor |= {"policy_loss": {"loss_mode": "vanilla"}, "loss_agg_mode": "token-mean"}
+    """(uid and length) of each sequence, those of the first rank first; and what is logged.
+    `changed` are settings of ``actor_rollout_ref``."""
     options = {"impl_backend": "grpo_kernels"}
-    model = {"use_fused_kernels": True, "fused_kernel_options": options}
-    of_actor = {"actor": actor, "model": model, "rollout": {"n": GROUP}}
-    made.config = OmegaConf.create({"actor_rollout_ref": of_actor, "trainer": {"critic_warmup": 0}})
-    for key, value in changed.items():
-        OmegaConf.update(made.config.actor_rollout_ref, key, value, force_add=True)
-    made.use_critic, made.use_prefix_grouper, made.global_steps = False, False, 1
-    made.tokenizer = SimpleNamespace(eos_token_id=0)
-    made.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0, 1]})
-    made._get_dp_size = lambda *_: RANKS
-    if name == TRAINERS[1]:
-        batch = made._balance_batch(Batch(lengths), metrics)
+    given = {"model.fused_kernel_options": options, "actor.ppo_mini_batch_size": prompts, **changed}
+    settings = {f"actor_rollout_ref.{name}": x for name, x in given.items()}
+    workers, metrics = SimpleNamespace(_dispatch_info={"actor": [0, 1]}), dict[str, Any]()
+    made = verl_trainer.bare_trainer(verl_trainer.config(**settings), workers, v1=v1)
+    made.tokenizer, made._get_dp_size = SimpleNamespace(eos_token_id=0), lambda *_: RANKS
+    if v1:
+        keys = [f"{uid}_{i % GROUP}_0" for i, uid in enumerate(UIDS)]
+        tags = [{"seq_len": n, "prompt_len": PROMPT} for n in lengths]
+        batch = made._balance_batch(verl_trainer.Meta(keys, tags), metrics)
         uids = [key.rsplit("_", 2)[0] for key in batch.keys]
         return [*zip(uids, (x["seq_len"] for x in batch.tags), strict=True)], metrics
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
@@ -90,12 +67,12 @@ def steps(found: list[Any], prompts: int) -> list[list[list[Any]]]:
     return [[rank[i : i + size] for rank in ranks] for i in range(0, own, size)]
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@BOTH
 @pytest.mark.parametrize("prompts", [PROMPTS, 2])
-def test_steps_stay_and_prompts_come_together(name: str, prompts: int) -> None:
-    stock, _ = balanced(name, prompts)
+def test_steps_stay_and_prompts_come_together(v1: bool, prompts: int) -> None:
+    stock, _ = balanced(v1, prompts)
     patch_verl()
-    ours, metrics = balanced(name, prompts)
+    ours, metrics = balanced(v1, prompts)
     apart = [0, 0]
     for want, got in zip(steps(stock, prompts), steps(ours, prompts), strict=True):
         assert sorted(x for rank in want for x in rank) == sorted(x for rank in got for x in rank)
@@ -121,8 +98,8 @@ STAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_what_shares_nothing_or_would_change_or_be_slower_stays(name: str) -> None:
-    stock = [balanced(name, **changed) for changed in STAYS]
+@BOTH
+def test_what_shares_nothing_or_would_change_or_be_slower_stays(v1: bool) -> None:
+    stock = [balanced(v1, **changed) for changed in STAYS]
     patch_verl()
-    assert [balanced(name, **changed) for changed in STAYS] == stock
+    assert [balanced(v1, **changed) for changed in STAYS] == stock

@@ -19,7 +19,6 @@ import transformers.integrations.flash_attention as flash_integration
 
 pytest.importorskip("verl")
 
-from grpo_kernels.base.checks import WARNED
 from grpo_kernels.verl import rows
 from tests.support import verl_engine, verl_peer
 from tests.support.flash_attention import flash_attention, set_attention
@@ -417,9 +416,9 @@ def test_flash_attention_as_verl_replaces_it(monkeypatch: pytest.MonkeyPatch) ->
         assert ours.products.tokens == tree_tokens(data)
 
 
+@pytest.mark.usefixtures("forget_warnings")
 def test_ulysses_runs_as_given_and_says_so() -> None:
     data = batch()
-    WARNED.clear()
     with pytest.warns(UserWarning, match="layout=tree: Ulysses divides sequences"):
         ours = run(
             OURS, data, ppo_loss(config()), prepare=verl_engine.divided_by_ulysses, strategy=None

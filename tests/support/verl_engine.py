@@ -129,19 +129,20 @@ def places(prompts: Tensor, responses: Tensor) -> Tensor:
     return ((place >= PROMPT - prompts) & (place < PROMPT + responses)).long()
 
 
+def jagged(x: Tensor, there: Tensor) -> Tensor:
+    """The cells of `x` (B, L) that are `there`, a row per sequence."""
+    rows = [row[at] for row, at in zip(x, there.bool(), strict=True)]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
 def nested(data: Any) -> Any:
     """The same mini-batch with jagged fields alone."""
-    lengths = data["attention_mask"][:, :PROMPT].sum(1), data["attention_mask"][:, PROMPT:].sum(1)
+    there = data["attention_mask"]
     made = data.exclude("attention_mask", "max_response_len", "max_seq_len", "indices")
-
-    def jagged(rows: list[Tensor]) -> Tensor:
-        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
+    made["prompts"] = jagged(data["prompts"], there[:, :PROMPT])
     names = ("response_mask", "old_log_probs", "advantages", "ref_log_prob", "loss_mask")
     for name in (*names, "responses"):
-        made[name] = jagged([x[:n] for x, n in zip(data[name], lengths[1], strict=True)])
-    prompts = zip(data["prompts"], lengths[0], strict=True)
-    made["prompts"] = jagged([x[PROMPT - n :] for x, n in prompts])
+        made[name] = jagged(data[name], there[:, PROMPT:])
     return made
 
 

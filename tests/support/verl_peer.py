@@ -30,7 +30,6 @@ needs_verl = pytest.mark.skipif(
 )
 
 TEMPERATURE = 0.7
-VISION = {"qwen2_vl": "Qwen2VL", "qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5", "glm4v": "Glm4v"}
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -80,7 +79,7 @@ def monkey_patch() -> ModuleType:
 
     module = verl_module("models.transformers.monkey_patch")
     module.is_trl_available = lambda: False
-    for folder, prefix in VISION.items():
+    for folder, (prefix, *_) in _VISION_KINDS.items():
         modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
         name = f"{prefix}CausalLMOutputWithPast"
         if not hasattr(modeling, name):

@@ -33,26 +33,20 @@ GROUP, SIZE = 4, 8
 ABSENT = ("torchdata", "transfer_queue", "cachetools", "uvicorn", "fastapi", "starlette", "aiohttp")
 
 
-class _Nothing(ModuleType):
-    __path__: Sequence[str] = ()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
 class _Absent(MetaPathFinder, Loader):
-    """Finder of last resort for packages that are not installed, and not called."""
+    """Finder of last resort for packages that are not installed, and not called: whatever is
+    imported from them is an empty class."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in ABSENT else None
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Nothing(spec.name)
-
     def exec_module(self, module: ModuleType) -> None:
-        pass
+        def content(name: str) -> type:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (), {})
+
+        vars(module)["__getattr__"] = content
 
 
 def module_of_trainers(name: str) -> ModuleType:
@@ -64,8 +58,9 @@ def module_of_trainers(name: str) -> ModuleType:
         return verl_module(name)
     finally:
         sys.meta_path.remove(finder)
-        for package in [x for x in sys.modules if isinstance(sys.modules[x], _Nothing)]:
-            del sys.modules[package]  # others ask whether it is installed
+        for package, module in [*sys.modules.items()]:
+            if isinstance(getattr(module, "__loader__", None), _Absent):
+                del sys.modules[package]  # others ask whether it is installed
 
 
 @functools.cache
@@ -222,7 +217,7 @@ def train(
     settings = config(actor_rollout_ref__model__fused_kernel_options=options, **changes)
     settings.actor_rollout_ref.rollout.calculate_log_probs = sampled
     actor = worker(options, settings, strategy, model)
-    made = (_v1_trainer if v1 else _ray_trainer)(settings, Workers(actor))
+    made = bare_trainer(settings, (StoredWorkers if v1 else Workers)(actor), v1=v1)
     if change is not None:
         change(made)
     run = Run()
@@ -238,17 +233,17 @@ def train(
     return run
 
 
-def _ray_trainer(settings: Any, workers: Workers) -> Any:
-    trainer = module_of_trainers("trainer.ppo.ray_trainer").RayPPOTrainer
+def bare_trainer(settings: Any, workers: Any, *, v1: bool) -> Any:
+    """verl's trainer, made without its constructor."""
+    name = "v1.trainer_sync" if v1 else "ray_trainer"
+    module = module_of_trainers(f"trainer.ppo.{name}")
+    trainer = module.PPOTrainerSync if v1 else module.RayPPOTrainer
     made = trainer.__new__(trainer)
     made.config, made.actor_rollout_wg, made.global_steps = settings, workers, 1
-    made.use_rm = made.use_critic = made.use_reference_policy = made.ref_in_actor = False
-    made._dump_executor = SimpleNamespace(_shutdown=False, shutdown=lambda **_: None)
-    made._load_checkpoint, made._dump_futures = (lambda: None), []
+    made.use_critic = made.use_reference_policy = made.ref_in_actor = False
     made.checkpoint_manager = SimpleNamespace(
         update_weights=lambda *_: None, sleep_replicas=lambda: None
     )
-    made.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 1)
     return made
 
 
@@ -264,6 +259,10 @@ def _fit(trainer: Any, data: list[dict[str, Tensor]]) -> tuple[list[Any], list[A
         found.non_tensor_batch["multi_modal_inputs"] = np.array([{}] * SIZE, dtype=object)
         return found
 
+    trainer.use_rm = False
+    trainer._dump_executor = SimpleNamespace(_shutdown=False, shutdown=lambda **_: None)
+    trainer._load_checkpoint, trainer._dump_futures = (lambda: None), []
+    trainer.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 1)
     seen: list[Any] = []
     prompts = {"index": torch.arange(SIZE // GROUP)}
     trainer.train_dataloader = [dict(prompts) for _ in data]
@@ -306,11 +305,14 @@ class Meta:
 
     partition_id = "train"
 
-    def __init__(self, keys: list[str]) -> None:
-        self.keys, self.extra_info = keys, {}
+    def __init__(self, keys: list[str], tags: Sequence[dict[str, int]] = ()) -> None:
+        self.keys, self.tags, self.extra_info = keys, tags, {}
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def reorder(self, order: list[int]) -> None:
+        self.keys, self.tags = ([x[i] for i in order] for x in (self.keys, self.tags))
 
 
 class StoredWorkers(Workers):
@@ -329,21 +331,10 @@ class StoredWorkers(Workers):
         return self.store.kv_batch_put(data.keys, "train", found.exclude("metrics"))
 
 
-def _v1_trainer(settings: Any, workers: Workers) -> Any:
-    trainer = module_of_trainers("trainer.ppo.v1.trainer_sync").PPOTrainerSync
-    made = trainer.__new__(trainer)
-    made.config, made.global_steps = settings, 1
-    made.actor_rollout_wg = StoredWorkers.__new__(StoredWorkers)
-    vars(made.actor_rollout_wg).update(vars(workers))
-    made.use_critic = made.use_reference_policy = made.ref_in_actor = False
-    made.curr_step_profile = False
-    made.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: None)
-    made.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[])
-    made._balance_batch = lambda batch, metrics: batch
-    return made
-
-
 def _v1_steps(trainer: Any, data: list[dict[str, Tensor]]) -> tuple[list[Any], list[Any]]:
+    trainer.curr_step_profile = False
+    trainer.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[])
+    trainer._balance_batch = lambda batch, metrics: batch
     logged, stores = [], []
     base = module_of_trainers("trainer.ppo.v1.trainer_base")
     for step, padded in enumerate(data):
@@ -364,13 +355,10 @@ def _v1_steps(trainer: Any, data: list[dict[str, Tensor]]) -> tuple[list[Any], l
 def _jagged(padded: dict[str, Tensor]) -> dict[str, Any]:
     from tensordict.tensorclass import NonTensorStack
 
-    there = padded["attention_mask"].bool()
+    there = padded["attention_mask"]
     inside = {"prompts": there[:, :PROMPT], "input_ids": there, "position_ids": there}
     made: dict[str, Any] = {
-        name: torch.nested.as_nested_tensor(
-            [row[at] for row, at in zip(x, inside.get(name, there[:, PROMPT:]), strict=True)],
-            layout=torch.jagged,
-        )
+        name: verl_engine.jagged(x, inside.get(name, there[:, PROMPT:]))
         for name, x in padded.items()
         if name != "attention_mask"
     }
