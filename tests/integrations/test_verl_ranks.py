@@ -1,13 +1,14 @@
 """The plug-in for verl on two ranks, FSDP's and Megatron's fused forward, and the recipes for a
 Megatron model.
 
-Everything in float64, against one process, so that what is missing from a gradient cannot hide
-behind rounding."""
+The ranks compare. Gradients of forwards are in float64, against one process, so that what is
+missing from a gradient cannot hide behind rounding."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,19 +18,31 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from tests.support import verl_engine, verl_peer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Ranks
+from tests.support.verl_engine import (
+    AS_GIVEN,
+    HIDDEN,
+    OURS,
+    SCORE,
+    VOCAB,
+    batch,
+    config,
+    gap,
+    metrics_of,
+    ppo_loss,
+    run,
+)
 from tests.support.verl_peer import TEMPERATURE, draw, relative
 
 pytestmark = [verl_peer.needs_verl, pytest.mark.slow]
 
 RANKS = 2
-Gradients = dict[str, Tensor]
 
 
-def loss_of(model: nn.Module, rows: slice, sees: bool) -> Tensor:
+def loss_of(model: nn.Module, rows: slice) -> Tensor:
     ids, a, b = draw((4, 9))
     inputs: dict[str, Any] = {"input_ids": ids[rows], "attention_mask": torch.ones_like(ids[rows])}
-    if sees:
+    if hasattr(model.config, "vision_config"):
         inputs["position_ids"] = torch.arange(9).expand(4, len(ids[rows]), 9)
     else:
         inputs["return_dict"] = True
@@ -37,161 +50,188 @@ def loss_of(model: nn.Module, rows: slice, sees: bool) -> Tensor:
     return (output.log_probs * a[rows] + output.entropy * b[rows]).sum()
 
 
-def patched(backend: str, kind: str = "Qwen3", **fields: Any) -> nn.Module:
+def patched(backend: str, kind: str, **fields: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model, and the gradients of one process that every rank should have: FSDP takes the mean
+    over the ranks."""
     module = verl_peer.monkey_patch()
     torch.manual_seed(0)
-    sees = kind.endswith("_vl")
-    model = (
-        verl_peer.vision_model(kind) if sees else verl_peer.text_model(kind, **fields)
-    ).double()
+    made: Any = verl_peer.vision_model if kind.endswith("_vl") else verl_peer.text_model
+    model = made(kind, **fields).double()
     module.patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend=backend)
-    return model
+    whole = copy.deepcopy(model)
+    (loss_of(whole, slice(0, 4)) / RANKS).backward()
+    return model, {n: x.grad for n, x in whole.named_parameters() if x.grad is not None}
 
 
-def in_one_process(model: nn.Module, sees: bool = False) -> Gradients:
-    """The gradients that every rank should have: FSDP takes the mean over the ranks."""
-    model = copy.deepcopy(model)
-    (loss_of(model, slice(0, 4), sees) / RANKS).backward()
-    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-
-
-def on_fsdp2(backend: str, kind: str = "Qwen3", **fields: Any) -> dict[str, float]:
-    """Wrapped by verl, the head as a unit of its own if it is not tied; two micro-batches that
-    accumulate."""
-    model, sees = patched(backend, kind, **fields), kind.endswith("_vl")
-    want = in_one_process(model, sees)
+def fsdp2(backend: str, kind: str, **fields: Any) -> dict[str, float]:
+    """Errors of the gradients where verl wraps the model, with the head as a unit of its own if it
+    is not tied; two micro-batches that accumulate."""
+    model, want = patched(backend, kind, **fields)
     verl_engine.wrap(model, "fsdp2")
     assert isinstance(model.lm_head, FSDPModule) == (not fields.get("tie_word_embeddings"))
     for row in (2 * dist.get_rank(), 2 * dist.get_rank() + 1):
-        loss_of(model, slice(row, row + 1), sees).backward()
+        loss_of(model, slice(row, row + 1)).backward()
     got = {name: x.grad.full_tensor() for name, x in model.named_parameters() if x.grad is not None}
     assert got.keys() == want.keys()
+    assert len(want) >= 10
     return {name: relative(got[name], want[name]) for name in want}
 
 
-def on_fsdp1(use_orig_params: bool) -> dict[str, float]:
+def on_fsdp2(rank: int, ranks: int, kind: str, fields: dict[str, Any]) -> None:
+    errors = fsdp2("grpo_kernels", kind, **fields)
+    assert max(errors.values()) < 1e-12, errors
+
+
+def verls_own_heads(rank: int, ranks: int) -> None:
+    """With FSDP2 and an untied head: the text models' forward cannot run, and the others lose the
+    head's gradient."""
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        fsdp2("torch", "Qwen3")
+    errors = fsdp2("torch", "qwen3_vl")
+    assert errors.pop("lm_head.weight") > 0.5
+    # the other parameters'; its softmax is in float32
+    assert max(errors.values()) < 1e-5, errors
+
+
+def on_fsdp1(rank: int, ranks: int, use_orig_params: bool) -> None:
     """verl's strategy ``fsdp``: layers and the root, whose flat parameter the head is in. By a step
     of SGD."""
-    model = patched("grpo_kernels")
-    want = in_one_process(model)
+    model, want = patched("grpo_kernels", "Qwen3")
     before = {name: x.detach().clone() for name, x in model.named_parameters()}
     wrapped = verl_engine.wrap(model, "fsdp", use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
-    loss_of(wrapped, slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2), sees=False).backward()
+    loss_of(wrapped, slice(2 * rank, 2 * rank + 2)).backward()
     optimizer.step()
     with FullyShardedDataParallel.summon_full_params(wrapped):
-        named = (
-            (x.replace(f"{verl_engine.WRAPPED}.", ""), y) for x, y in wrapped.named_parameters()
+        for name, x in wrapped.named_parameters():
+            name = name.replace(f"{verl_engine.WRAPPED}.", "")
+            assert relative(before[name] - x.detach(), want[name]) < 1e-12, name
+
+
+def sequences_without_gradient(rank: int, ranks: int, strategy: str, micro: int) -> None:
+    """They run without a graph, on ranks with unequal numbers of them; what is left of the trunk's
+    products is counted exactly."""
+    dead = torch.rand(16, generator=torch.Generator().manual_seed(3 + rank)) < (0.5, 0.8)[rank]
+    data, loss = batch(16, seed=rank, dead=dead), ppo_loss(config())
+    flags: dict[str, Any] = {"micro": micro, "strategy": strategy, "layers": 2}
+    unfused, rows, score = (
+        run(x, data, loss, **flags) for x in (None, OURS | AS_GIVEN, SCORE | AS_GIVEN)
+    )
+    counted, graded = (int(x.sum()) for x in (data["response_mask"] != 0, data["advantages"] != 0))
+    for step in (rows, score):
+        assert gap(step, unfused) < 2e-6
+        assert abs(step.loss - unfused.loss) < 1e-7
+        products = VOCAB * HIDDEN * (2 * counted + 4 * graded)
+        # fewer than 16 rows are padded to 16
+        assert step.products.head == pytest.approx(products, rel=0.01)
+    tokens = len(data["input_ids"].values())
+    trunk = (tokens + 2 * verl_engine.tokens_with_graph(data, micro)) / (3 * tokens)
+    got, usual = (x.products.all - x.products.head for x in (score, rows))
+    assert got / usual == pytest.approx(trunk)
+    assert trunk < 0.7
+    unfused, score = (run(x, data, loss, use_dynamic_bsz=True, **flags) for x in (None, SCORE))
+    assert gap(score, unfused) < 2e-6
+
+
+def trees(rank: int, ranks: int, strategy: str, more: dict[str, Any]) -> None:
+    """One rank's responses share two prompts, and the other's none. Ranks have equally many
+    micro-batches; FSDP1's units run one forward each, of all tokens."""
+    data, loss = batch(8, seed=rank, group=(4, 1)[rank], dead=(6, 3)[rank]), ppo_loss(config())
+    flags: dict[str, Any] = {"strategy": strategy, "layers": 2, **more}
+    unfused = run(None, data, loss, **flags)
+    for options in (OURS, SCORE):
+        step = run(options, data, loss, tried=True, **flags)
+        assert max(gap(step, unfused), abs(step.loss - unfused.loss)) < 3e-6
+        assert metrics_of(step) == pytest.approx(metrics_of(unfused), abs=3e-6)
+        tokens = step.products.tokens / unfused.products.tokens
+        assert tokens < (0.95, 1.0)[rank] if strategy == "fsdp2" else tokens == 1, tokens
+
+
+def on_ulysses(rank: int, ranks: int, options: dict[str, Any], nvh: float) -> None:
+    """Without layers, since verl's attention under Ulysses is for GPUs: embedding, norm, head."""
+    data, loss = batch(), ppo_loss(config(loss_agg_mode="seq-mean-token-mean", **options))
+    flags: dict[str, Any] = {"layers": 0, "strategy": None, "calculate_entropy": bool(options)}
+    want = run(None, data, loss, **flags)
+    flags |= {"prepare": verl_engine.divided_by_ulysses, "global_batch_size": len(data)}
+    got = run(OURS, data, loss, **flags)
+    verl_peer.verl_module("utils.ulysses").set_ulysses_sequence_parallel_group(None)
+    for x in got.gradients.values():
+        dist.all_reduce(x)
+        x /= ranks  # as FSDP does
+    assert gap(got, want) < 1e-6
+    operations = torch.tensor(got.products.head)
+    dist.all_reduce(operations)
+    done = int(operations) / (int(data["response_mask"].sum()) * VOCAB * HIDDEN)
+    assert nvh <= done < nvh + 0.15  # on each rank, fewer than 16 rows are padded to 16
+
+
+def on_megatron(rank: int, ranks: int, divided: bool, tied: bool) -> None:
+    from tests.support import megatron_peer  # takes seconds, and only the ranks need it
+
+    megatron_peer.start(tensor=ranks)
+    errors = megatron_peer.errors(divided, tied)
+    assert len(errors) == (5 if tied else 6)
+    assert max(errors.values()) < 1e-12, errors
+
+
+def rows_of_megatron(
+    rank: int, ranks: int, context: int, options: dict[str, Any], row: int, live: int
+) -> None:
+    """Divided by context, the rows lie where verl's own preprocessing puts them; else the
+    vocabulary is divided."""
+    from tests.support import megatron_peer
+
+    megatron_peer.start(tensor=ranks // context, context=context)
+    step = megatron_peer.rows(**options)
+    nvh, share = step.pop("nvh"), step.pop("share")
+    assert max(step.values()) < 1e-7, step  # verl rounds the temperature to float32
+    if context == ranks:
+        assert nvh == pytest.approx(row + live * share)
+
+
+def recipes_of_megatron_core_and_slime(rank: int, ranks: int, tensor: int) -> None:
+    """docs/start/other-trainers.md, with the vocabulary divided over `tensor` ranks."""
+    from tests.support import megatron_recipes
+
+    found = megatron_recipes.differences(tensor)
+    assert len(found) == 6 * tensor
+    for case, difference in found.items():
+        assert difference < (1e-6 if case.startswith("loss") else 1e-11), case
+
+
+DYNAMIC = {"use_dynamic_bsz": True}
+FEW = {"max_token_len_per_gpu": 64, **DYNAMIC}  # a sequence or two
+TASKS: dict[Callable[..., None], list[tuple[Any, ...]]] = {
+    on_fsdp2: [("Qwen3", {}), ("Qwen3", {"tie_word_embeddings": True}), ("qwen3_vl", {})],
+    verls_own_heads: [()],
+    on_fsdp1: [(False,), (True,)],
+    sequences_without_gradient: [("fsdp2", 2), ("fsdp", 4)],
+    trees: [("fsdp2", {"micro": 4}), ("fsdp2", DYNAMIC), ("fsdp2", FEW), ("fsdp", FEW)],
+    on_ulysses: [({}, 3.99), ({"entropy_coeff": 0.01}, 6)],
+    on_megatron: [*itertools.product((False, True), repeat=2)],
+    rows_of_megatron: [
+        (context, options, row, live)
+        for context in (1, 2)
+        for options, row, live in (
+            ({}, 2, 4),
+            ({"mode": "gspo"}, 2, 6),
+            ({"entropy_coeff": 0.01}, 6, 0),
         )
-        after = {name: x.detach() for name, x in named}
-        return {name: relative(before[name] - after[name], want[name]) for name in want}
-
-
-def everything(rank: int, world_size: int) -> dict[str, Any]:
-    """In one set of processes: importing verl and Megatron takes them longer than all the rest."""
-    found: dict[str, Any] = {
-        "fsdp2": on_fsdp2("grpo_kernels"),
-        "fsdp2 tied": on_fsdp2("grpo_kernels", tie_word_embeddings=True),
-        "fsdp2 vision": on_fsdp2("grpo_kernels", "qwen3_vl"),
-        "verl vision": on_fsdp2("torch", "qwen3_vl"),
-        "fsdp1": on_fsdp1(use_orig_params=False),
-        "fsdp1 orig": on_fsdp1(use_orig_params=True),
-    }
-    try:
-        on_fsdp2("torch")
-    except RuntimeError as error:
-        found["verl text"] = str(error)
-    # not above: it takes seconds, and only the ranks need it
-    from tests.support import megatron_peer, megatron_recipes
-
-    found["steps"], found["ulysses"] = verl_engine.on_two_ranks(rank), verl_engine.on_ulysses()
-    found["trees"] = verl_engine.trees_on_two_ranks(rank)
-    for context in (1, 2):
-        megatron_peer.start(tensor=world_size // context, context=context)
-        losses = {"vanilla": {}, "gspo": {"mode": "gspo"}, "entropy": {"entropy_coeff": 0.01}}
-        for name, options in losses.items():
-            found[f"megatron rows {context} {name}"] = megatron_peer.rows(**options)
-    megatron_peer.start(tensor=world_size)
-    for divided, tied in itertools.product((False, True), repeat=2):
-        found[f"megatron {divided} {tied}"] = megatron_peer.errors(divided, tied)
-    found["recipes"] = {tensor: megatron_recipes.differences(tensor) for tensor in (1, world_size)}
-    return found
+    ],
+    recipes_of_megatron_core_and_slime: [(1,), (RANKS,)],
+}
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    ranks = run_ranks(everything, RANKS)
-    return {**ranks[0], **{name: [x[name] for x in ranks] for name in ("steps", "trees")}}
+def ranks() -> Iterator[Ranks]:
+    """Kept: importing verl and Megatron takes them longer than all the rest."""
+    with Ranks(RANKS) as found:
+        yield found
 
 
-def test_gradients_are_those_of_one_process(found: dict[str, Any]) -> None:
-    for how in ("fsdp2", "fsdp2 tied", "fsdp2 vision", "fsdp1", "fsdp1 orig"):
-        assert len(found[how]) >= 10
-        assert max(found[how].values()) < 1e-12, (how, found[how])
-
-
-def test_what_verl_makes_of_a_head_of_its_own(found: dict[str, Any]) -> None:
-    """With FSDP2 and an untied head: the text models' forward cannot run, and the others lose the
-    head's gradient."""
-    assert "mixed torch.Tensor and DTensor" in found["verl text"]
-    assert found["verl vision"].pop("lm_head.weight") > 0.5
-    # the other parameters'; its softmax is in float32
-    assert max(found["verl vision"].values()) < 1e-5
-
-
-def test_megatron(found: dict[str, Any]) -> None:
-    for divided, tied in itertools.product((False, True), repeat=2):
-        errors = found[f"megatron {divided} {tied}"]
-        assert len(errors) == (5 if tied else 6)
-        assert max(errors.values()) < 1e-12, (divided, tied, errors)
-
-
-def test_sequences_without_gradient_run_without_a_graph(found: dict[str, Any]) -> None:
-    """On ranks with unequal numbers of them; what is left of the trunk's products is counted
-    exactly."""
-    for steps in found["steps"]:
-        for name, step in steps.items():
-            assert max(step["gaps"]) < 2e-6, name  # of the last, micro-batches are dynamic
-            assert max(step["losses"]) < 1e-7, name
-            # fewer than 16 rows are padded to 16
-            assert step["head"] == pytest.approx([1, 1], abs=0.01), name
-            assert step["trunk"] == pytest.approx(step["expected trunk"]), name
-            assert step["trunk"] < 0.7, name
-
-
-def test_trees(found: dict[str, Any]) -> None:
-    """Ranks have equally many micro-batches; FSDP1's units run one forward each, of all tokens."""
-    for rank, steps in enumerate(found["trees"]):
-        assert len(steps) == 8
-        for name, step in steps.items():
-            assert max(step["gap"], step["loss"], step["metrics"]) < 3e-6, (name, step)
-            if name.startswith("fsdp2"):
-                assert step["tokens"] < (0.95, 1.0)[rank], (name, step)
-            else:
-                assert step["tokens"] == 1, (name, step)
-
-
-def test_ulysses(found: dict[str, Any]) -> None:
-    for name, nvh in (("vanilla", 3.99), ("entropy", 6)):
-        assert found["ulysses"][name]["gap"] < 1e-6
-        assert nvh <= found["ulysses"][name]["nvh"] < nvh + 0.15  # as above, on each rank
-
-
-@pytest.mark.parametrize("context", [1, 2])
-def test_rows_of_megatron(found: dict[str, Any], context: int) -> None:
-    """Divided by context, the rows lie where verl's own preprocessing puts them; else the
-    vocabulary is divided."""
-    for name, row, live in (("vanilla", 2, 4), ("gspo", 2, 6), ("entropy", 6, 0)):
-        step = dict(found[f"megatron rows {context} {name}"])
-        nvh, share = step.pop("nvh"), step.pop("share")
-        assert max(step.values()) < 1e-7, (name, step)  # verl rounds the temperature to float32
-        if context == RANKS:
-            assert nvh == pytest.approx(row + live * share), name
-
-
-@pytest.mark.parametrize("tensor", [1, RANKS])
-def test_recipes_of_megatron_core_and_slime(found: dict[str, Any], tensor: int) -> None:
-    """docs/start/other-trainers.md, with the vocabulary divided over `tensor` ranks."""
-    assert len(found["recipes"][tensor]) == 6 * tensor
-    for case, difference in found["recipes"][tensor].items():
-        assert difference < (1e-6 if case.startswith("loss") else 1e-11), case
+@pytest.mark.parametrize(
+    ("task", "given"),
+    [pytest.param(task, x, id=f"{task.__name__}{x}") for task, xs in TASKS.items() for x in xs],
+)
+def test_on_two_ranks(ranks: Ranks, task: Callable[..., None], given: tuple[Any, ...]) -> None:
+    ranks.run(task, *given)
