@@ -124,6 +124,7 @@ def head_task(data: Any, loss_function: Any, dp_group: Any, layout: Layout) -> H
     All rows count for an unknown loss, or if log-probabilities are returned to the caller.
     """
     task, name, names = HeadTask(), name_of(loss_function), set(data.keys())
+    task.entropy = entropy = bool(flag(data, "calculate_entropy"))
     if flag(data, "return_model_output") or (loss_function is not None and not name):
         return task
     packed = data["input_ids"].values()
@@ -132,17 +133,15 @@ def head_task(data: Any, loss_function: Any, dp_group: Any, layout: Layout) -> H
     def in_call(x: Tensor) -> Tensor:
         return F.pad(x, (1, 0))[numbers]
 
-    entropy = bool(flag(data, "calculate_entropy"))
     if name == "sft_loss":
         weights = in_call(data["loss_mask"].values().roll(-1, 0).float())  # as in the loss
-        task.counted, task.entropy = weights != 0, entropy
+        task.counted = weights != 0
         task.expected = Expectation(
             lambda index, *_: weights.view(-1)[index], task.counted, has_entropy_gradient=False
         )
     elif {"responses", "response_mask"} <= names:
         places = Places(data)
         task.counted = in_call(places.packed(data["response_mask"])) != 0
-        task.entropy = entropy
         if "old_log_probs" not in names:
             return task
         # losses compare all tokens' log-probabilities with the old ones, then mask the result
@@ -154,7 +153,7 @@ def head_task(data: Any, loss_function: Any, dp_group: Any, layout: Layout) -> H
         cells = torch.arange(len(data) * places.width, device=packed.device)
         cells = in_call(places.packed(cells.view(len(data), places.width))).flatten()
         task.expected = Expectation(
-            _slopes(loss_function, data, places.width, cells, dp_group, entropy=entropy),
+            _slopes(loss_function, data, places.width, cells, dp_group),
             live=in_call(live_rows(data, config, places, entropy=entropy)),
             has_entropy_gradient=entropy and config.entropy_coeff != 0,
         )
@@ -231,14 +230,14 @@ class Places:
 
 
 def _slopes(
-    loss_function: Any, data: Any, width: int, cells: Tensor, dp_group: Any, *, entropy: bool
+    loss_function: Any, data: Any, width: int, cells: Tensor, dp_group: Any
 ) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
     """Return a function for derivatives of verl's ``ppo_loss``, for modes with `by_token`.
 
     The loss is a sum over sequences, with constants of the whole mini-batch. So it is evaluated
     only on the sequences of the requested tokens, as a batch with one-token prompts and old
     log-probabilities for all other tokens. ``cells[i]`` is b * `width` + t of the response token
-    that row i of the call predicts. `entropy`: True if the loss reads entropies.
+    that row i of the call predicts.
     """
     from tensordict import TensorDict  # verl's own dependency
 
@@ -257,18 +256,17 @@ def _slopes(
     def slopes(
         rows: Tensor, logps: Tensor, entropies: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return derivatives (n,) by logps and entropies (None if unused) at `rows` (n,)."""
+        """Return derivatives (n,) by logps and entropies (None without them) at `rows` (n,)."""
         sequences, here = torch.unique(cells[rows] // width, return_inverse=True)
         batch = whole[sequences]
         at = here * (1 + width) + cells[rows] % width  # a sequence's last token predicts nothing
         others = F.pad(batch["old_log_probs"], (0, 1)).flatten()
         values = {"log_probs": others.to(logps.dtype).index_put((at,), logps)}
-        if entropy:
+        if entropies is not None:
             zeros = torch.zeros_like(values["log_probs"])
-            given = None if entropies is None else entropies.to(zeros.dtype)
-            values["entropy"] = zeros if given is None else zeros.index_put((at,), given)
+            values["entropy"] = zeros.index_put((at,), entropies.to(zeros.dtype))
         found = slopes_of(loss_function, values, batch, dp_group)[2]
-        return found["log_probs"][at], found["entropy"][at] if entropy else None
+        return found["log_probs"][at], None if entropies is None else found["entropy"][at]
 
     return slopes
 
