@@ -117,11 +117,11 @@ def sequences_without_gradient(rank: int, ranks: int, strategy: str, micro: int)
     unfused, rows, score = (
         run(x, data, loss, **flags) for x in (None, OURS | AS_GIVEN, SCORE | AS_GIVEN)
     )
-    counted, graded = (int(x.sum()) for x in (data["response_mask"] != 0, data["advantages"] != 0))
+    counted, live = (int(x.sum()) for x in (data["response_mask"] != 0, data["advantages"] != 0))
     for step in (rows, score):
         assert gap(step, unfused) < 2e-6
         assert abs(step.loss - unfused.loss) < 1e-7
-        products = VOCAB * HIDDEN * (2 * counted + 4 * graded)
+        products = VOCAB * HIDDEN * (2 * counted + 4 * live)
         # fewer than 16 rows are padded to 16
         assert step.products.head == pytest.approx(products, rel=0.01)
     tokens = len(data["input_ids"].values())
