@@ -84,18 +84,18 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
     def forward(
         self,
-        _input: Tensor,  # (B, T, H)
-        lin_weight: Tensor,  # (V, H)
-        selected_token_ids: Tensor,  # (B, T)
-        attention_mask: Tensor,  # (B, T)
-        advantages: Tensor,  # (B,) or (B, T)
-        bias: Tensor | None = None,  # (V,)
-        ref_per_token_logps: Tensor | None = None,  # (B, T)
-        old_per_token_logps: Tensor | None = None,  # (B, T)
-        ref_input: Tensor | None = None,  # (B, T, H')
-        ref_weight: Tensor | None = None,  # (V, H')
-        ref_bias: Tensor | None = None,  # (V,)
-        vllm_is_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,)
+        _input: Tensor,
+        lin_weight: Tensor,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        bias: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute the loss and its metrics; dtypes, devices and errors are those of `grpo_loss`.

@@ -264,11 +264,13 @@ def _computed(options: argparse.Namespace) -> dict[str, Any]:
         batches = batches_of_samples(rows, training, options.equal, options.tokenizer)
     else:
         prompts = prompt[0], longest_of(n / min(group, n), prompt)
-        logged = [[x.get(name) for name in LOGGED] for x in state.get("log_history", [])]
         if options.log is None:
             longest = longest_of(n, options.completion, options.max_completion or math.inf)
-            logged = [[options.completion[0], longest, options.equal]]
-        batches = [Batch(*prompts, *x) for x in logged if None not in x and x[0] > 0]
+            lengths = [[options.completion[0], longest, options.equal]]
+        else:
+            logged = [[x.get(name) for name in LOGGED] for x in state.get("log_history", [])]
+            lengths = [x for x in logged if None not in x and x[0] > 0]
+        batches = [Batch(*prompts, *x) for x in lengths]
     if not batches:
         text = f"expected a trainer_state.json that has {', '.join(LOGGED)}"
         raise ValueError(f"--log: {text}, got {options.log} without them")
