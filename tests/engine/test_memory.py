@@ -11,12 +11,19 @@ elements of the accumulator.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 import grpo_kernels
-from grpo_kernels import Run
+from grpo_kernels import LoRA, Run, linear_logprob
+from tests.support.flat import flat
 from tests.support.measure import AllocationWatcher
+from tests.support.pretend_gpu import OnGPU, pretended
 
 MIB = 2**20
 
@@ -97,3 +104,103 @@ def test_saved_for_backward_is_little() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         grpo_kernels.grpo_loss(*args, run=Run(engine="two_pass"))
     assert 0 < sum(saved.values()) <= 8 * 1024 * 8
+
+
+# The gradient by slices of the vocabulary (`lean`): beyond what the caller holds a backward takes
+# the workspace, d hidden (n, H) in fp32, the gradients it returns, and some forty numbers a token.
+
+SLICED = [  # N, H, V, workspace
+    (2048, 32, 8192, 4 * MIB),
+    (64, 512, 8000, 4 * MIB),  # the slice of d weight takes most
+    (2048, 512, 1000, 4 * MIB),  # all hidden states alone would take the budget
+    (10000, 16, 500, 2 * MIB),  # more rows than are taken at a time
+]
+# of torch.autocast("cuda", enabled=False)
+PRETENDED = pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+
+
+def head_of(n: int, h: int, v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(n, h).to(dtype), torch.randn(v, h).to(dtype), torch.randint(v, (n,))
+
+
+def peak_of_backward(leaves: list[Tensor], ids: Tensor, budget: int, **options: Any) -> int:
+    """The most bytes that the backward makes at once, with those it returns."""
+    hidden, weight = (x.requires_grad_() for x in leaves)
+    options = {"engine": "lean", "workspace_bytes": budget, "entropy": False, **options}
+    logps = flat(linear_logprob)(hidden, weight, ids, **options).logps
+    upstream = torch.ones_like(logps)
+    with AllocationWatcher() as watch:
+        torch.autograd.backward(logps, upstream)
+    return watch.peak
+
+
+@PRETENDED
+@pytest.mark.parametrize("where", ["torch", "cpp", "a GPU"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "h", "v", "budget"), SLICED)
+def test_stays_within_its_budget(
+    n: int, h: int, v: int, budget: int, dtype: torch.dtype, where: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """On a GPU with 16-bit d logits beside the logits, and rows in whole tiles."""
+    hidden, weight, ids = head_of(n, h, v, dtype)
+    if where == "a GPU":
+        with pretended(monkeypatch):
+            there = [OnGPU(hidden), OnGPU(weight)]
+            peak = peak_of_backward(there, OnGPU(ids), budget, backend="torch")
+    else:
+        peak = peak_of_backward([hidden, weight], ids, budget, backend=where)
+    stored = n * h * 4 + v * h * dtype.itemsize
+    assert peak <= budget + stored + n * h * dtype.itemsize + 40 * n * 4
+    assert peak >= 0.6 * min(budget, 4 * n * v) + stored  # and makes use of it
+
+
+def test_an_adapter_is_counted() -> None:
+    n, h, v, r, budget = 2048, 64, 4000, 64, 6 * MIB
+    hidden, weight, ids = head_of(n, h, v, torch.bfloat16)
+    a, b = torch.randn(r, h).requires_grad_(), torch.randn(v, r).requires_grad_()
+    peak = peak_of_backward([hidden, weight], ids, budget, lora=LoRA(a, b))
+    # sums; hidden's gradient, and of the adapter's input
+    of_rows = n * (h + r) * 4 + n * h * (2 + 2 + 4) + n * r * 4
+    assert peak <= budget + of_rows + v * h * 2 + v * r * 4 + 40 * n * 4
+
+
+class Moved(TorchDispatchMode):
+    """Bytes of matrices (more than `rows`, `width`) that are read or written, but for those of
+    products."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.rows, self.width, self.total = rows, width, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "empty", "empty_like", "new_empty") or func.is_view:
+            return out
+        tensors = {id(x): x for x in tree_iter((args, kwargs, out)) if isinstance(x, Tensor)}
+        for x in tensors.values():
+            if x.shape[1:] == (self.width,) and x.shape[0] > self.rows:
+                in_place = name.endswith("_") and name != "copy_" and x is args[0]
+                self.total += (2 if in_place else 1) * x.numel() * x.element_size()
+        return out
+
+
+@PRETENDED
+# of fp32 a product writes the gradient
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 6), (torch.float32, 0)])
+def test_bytes_of_an_element_of_d_weight(
+    dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Besides what the products read and write: a sum in fp32 is read once, and the gradient
+    written once."""
+    n, h, v = 64, 40, 2048  # rows are padded to 128
+    with pretended(monkeypatch):
+        hidden, weight, ids = map(OnGPU, head_of(n, h, v, dtype))
+        weight.requires_grad_()
+        run = Run(engine="lean", backend="torch", workspace_bytes=MIB)
+        logps = linear_logprob(hidden, weight, ids, entropy=False, run=run).logps
+        upstream = torch.ones_like(logps)
+        with Moved(128, h) as moved:
+            torch.autograd.backward(logps, upstream)
+    assert moved.total == most * v * h

@@ -344,10 +344,3 @@ class SpecialSuite:
             for x in (fused.logps, fused.loss_terms["loss"], fused.loss_terms["d_logp"], out[:, 7]):
                 assert x.isnan().tolist() == [False, True, False, True, True, True]
             assert fused.entropies.isfinite().all()
-
-
-def check_many_rows(kernels: FusedRowBackend, device: str) -> None:
-    """More than a GPU grid's second and third dimension could count."""
-    n = 70_001
-    raw, ids = torch.randn(n, 3, device=device), torch.randint(3, (n,), device=device)
-    check_stats(kernels.stats(Chunk(raw, ids, PLAIN), entropy=False), truth(raw, ids, PLAIN))

@@ -14,8 +14,9 @@ from grpo_kernels.backends.interface import Chunk
 from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.rows import INTERPRETED, TritonRows
 from tests.support.divergence_suite import BETAS, DivergenceSuite
-from tests.support.row_cases import DEVICE, make_transform, rows
-from tests.support.row_suite import RowSuite, SpecialSuite, check_kernels, check_many_rows
+from tests.support.row_cases import DEVICE, PLAIN, make_transform, rows
+from tests.support.row_suite import RowSuite, SpecialSuite, check_kernels
+from tests.support.row_truth import check_stats, truth
 
 pytestmark = pytest.mark.unit
 
@@ -86,4 +87,7 @@ def test_default_tiles(vocab: int) -> None:
 
 
 def test_many_rows() -> None:
-    check_many_rows(small(4096 if INTERPRETED else 1, 16), DEVICE)
+    """More than a GPU grid's second and third dimension could count."""
+    raw, ids = rows(70_001, 3)
+    kernels = small(4096 if INTERPRETED else 1, 16)
+    check_stats(kernels.stats(Chunk(raw, ids, PLAIN), entropy=False), truth(raw, ids, PLAIN))
