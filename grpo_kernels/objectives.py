@@ -35,7 +35,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -55,12 +55,12 @@ only_public(__name__, preset_hint)
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-# options that are not 0 either
+# a number must be at least 0, except for these options
 _ABOVE_0 = (
     "clip_cov_ratio", "clip_ratio_c", "decay_rate", "kl_cov_ratio", "ratio_high", "ratio_low",
     "ratio_max",
 )  # fmt: skip
-_SIGNED = ("clip_cov_lb", "clip_cov_ub")  # options that may be negative
+_SIGNED = ("clip_cov_lb", "clip_cov_ub")
 
 
 def _loss(*, token_level: bool) -> Callable[[F], F]:
@@ -84,9 +84,8 @@ def _loss(*, token_level: bool) -> Callable[[F], F]:
             loss, ratio = function(tokens, **options), tokens.importance_sampling_ratio
             return loss if ratio is None else times(loss, ratio)
 
-        objective.token_level = token_level  # type: ignore[attr-defined]
-        objective.uses_entropies = False  # type: ignore[attr-defined]
-        return objective  # type: ignore[return-value]
+        vars(objective).update(token_level=token_level, uses_entropies=False)
+        return cast(F, objective)
 
     return declare
 

@@ -184,8 +184,8 @@ def correct(
         expected = "a mapping from statistics to bounds, or None"
         raise TypeError(f"reject: expected {expected}, got {type(reject).__name__}")
     rules = {name: _bounds(name, bound) for name, bound in (reject or {}).items()}
-    inputs = old_per_token_logps, sampling_per_token_logps, completion_mask
-    counted = _counted(*inputs, packed=cu_seqlens is not None)
+    packed = cu_seqlens is not None
+    counted = _counted(old_per_token_logps, sampling_per_token_logps, completion_mask, packed)
     batch, columns, locate = sequences_of(old_per_token_logps, cu_seqlens)
     place = locate(torch.arange(counted.numel(), device=counted.device))
 
@@ -271,7 +271,7 @@ def _bounds(name: str, bound: Any) -> tuple[float, float]:
     return low, high
 
 
-def _counted(old: Any, sampling: Any, completion_mask: Any, *, packed: bool) -> Tensor:
+def _counted(old: Any, sampling: Any, completion_mask: Any, packed: bool) -> Tensor:
     """Check the three tensors; return a bool mask of the counted positions."""
     check_tensor("old_per_token_logps", old, floating=True)
     if old.dim() != (1 if packed else 2):

@@ -126,45 +126,16 @@ def test_sequences_without_a_token_enter_no_metric() -> None:
         assert not x[[0, 1, -2, -1]].any()
 
 
-# all trainers, by one plain function
+# the other trainers' weights and rejections
 
 
-def written_out(
-    data: SimpleNamespace,
-    level: str = "token",
-    mode: str = "truncate",
-    clip_min: float | None = None,
-    clip_max: float | None = 2.0,
-    batch_normalize: bool = False,
-    reject: dict[str, tuple[float, float]] | None = None,
-    veto_threshold: float = 0.0,
-    safety_bound: float = 20.0,
-) -> tuple[Tensor, Tensor]:
-    """Weights and kept tokens, of whole padded sequences."""
-    counts, lengths = data.counts, data.mask.sum(1, keepdim=True)
-    aggregates = {
-        "token": lambda x: x,
-        "seq_sum": lambda x: torch.where(counts, x, 0.0).sum(1, keepdim=True),
-        "seq_mean": lambda x: torch.where(counts, x, 0.0).sum(1, keepdim=True) / lengths,
-        "seq_max": lambda x: x.masked_fill(~counts, -math.inf).amax(1, keepdim=True),
-    }
-    d = data.d.clamp(-safety_bound, safety_bound)
-    statistics = {"ratio": data.d, "k1": -d, "k2": d**2 / 2}
-    statistics |= {"k3": d.exp() - 1 - d, "reverse_k3": (-d).exp() - 1 + d}
-    levels = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}
-    w = aggregates[levels[level]](data.d)
-    w = w.clamp(-safety_bound, safety_bound).exp()
-    low, high = clip_min or 0.0, math.inf if clip_max is None else clip_max
-    w = w.clamp(low, high) if mode == "truncate" else torch.where((w >= low) & (w <= high), w, 0.0)
-    if batch_normalize:
-        w = w / (w[counts] if level == "token" else w).mean()
-    keep = counts & ~((data.d.exp() < veto_threshold) & counts).any(1, keepdim=True)
-    for name, (least, most) in (reject or {}).items():
-        aggregate, kind = re.fullmatch(r"(token|seq_[a-z]+)_(\w+)", name).groups()  # type: ignore[union-attr]
-        x = aggregates[aggregate](statistics[kind])
-        x = x.clamp(-safety_bound, safety_bound).exp() if kind in ("ratio", "k1") else x
-        keep = keep & (x >= least) & (x <= most)
-    return torch.where(counts, w, 0.0), keep
+def aggregated(data: SimpleNamespace, how: str, x: Tensor) -> Tensor:
+    if how == "token":
+        return x
+    if how == "seq_max":
+        return x.masked_fill(~data.counts, -math.inf).amax(1, keepdim=True)
+    sums = torch.where(data.counts, x, 0.0).sum(1, keepdim=True)
+    return sums / data.mask.sum(1, keepdim=True) if how == "seq_mean" else sums
 
 
 def another_batch() -> SimpleNamespace:
@@ -178,32 +149,44 @@ def another_batch() -> SimpleNamespace:
 @pytest.mark.parametrize("batch_normalize", [False, True])
 @pytest.mark.parametrize(("low", "high"), [(0.5, 5.0), (0.95, 1.1), (None, 2.0), (None, None)])
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize(
+    ("level", "how"), [("token", "token"), ("sequence", "seq_sum"), ("geometric", "seq_mean")]
+)
 def test_weights(
-    level: str, mode: str, low: float | None, high: float | None, batch_normalize: bool
+    level: str, how: str, mode: str, low: float | None, high: float | None, batch_normalize: bool
 ) -> None:
     """Truncated, clipped or masked by NeMo-RL, OpenRLHF, AReaL and slime, normalized over the batch
     by slime."""
+    data, least, most = another_batch(), low or 0.0, high or math.inf
+    w = aggregated(data, how, data.d).exp()
+    w = w.clamp(least, most) if mode == "truncate" else w * ((w >= least) & (w <= most))
+    if batch_normalize:
+        w = w / (w[data.counts] if level == "token" else w).mean()
     options = {"level": level, "mode": mode, "clip_min": low, "clip_max": high}
     options["safety_bound"] = 20.0 if batch_normalize else math.inf
-    data, options["batch_normalize"] = another_batch(), batch_normalize
-    close(ours(data, **options).weights, written_out(data, **options)[0])
+    found = ours(data, batch_normalize=batch_normalize, **options)
+    close(found.weights, torch.where(data.counts, w, 0.0))
 
 
 @pytest.mark.parametrize("kind", ["ratio", "k1", "k2", "k3", "reverse_k3"])
-@pytest.mark.parametrize("aggregate", ["token", "seq_sum", "seq_mean", "seq_max"])
-def test_rejections(aggregate: str, kind: str) -> None:
+@pytest.mark.parametrize("how", ["token", "seq_sum", "seq_mean", "seq_max"])
+def test_rejections(how: str, kind: str) -> None:
     """AReaL's k1 is a ratio's logarithm, its k3 ours of the other direction; slime has ratios and
     the veto."""
     data = another_batch()
-    bounds = {"ratio": (0.97, 1.2), "k1": (0.8, 1.2)}.get(kind, (0.0, 0.03))
+    d, counts, n = data.d, data.counts, int(data.mask.sum())
+    of_tokens = {"ratio": d, "k1": -d, "k2": d**2 / 2, "k3": d.exp() - 1 - d}
+    of_tokens["reverse_k3"] = (-d).exp() - 1 + d
+    x = aggregated(data, how, of_tokens[kind])
+    x = x.exp() if kind in ("ratio", "k1") else x
+    low, high = {"ratio": (0.97, 1.2), "k1": (0.8, 1.2)}.get(kind, (0.0, 0.03))
     for veto in (1e-30, 1e-4):
-        options = {"reject": {f"{aggregate}_{kind}": bounds}, "veto_threshold": veto}
-        found = ours(data, **options)
-        weights, keep = written_out(data, **options)
-        close(found.weights, weights)
+        found = ours(data, reject={f"{how}_{kind}": (low, high)}, veto_threshold=veto)
+        keep = counts & (x >= low) & (x <= high)
+        keep = keep & ~((d.exp() < veto) & counts).any(1, keepdim=True)
         assert torch.equal(found.keep.bool(), keep)
-        kept, n = int(keep.sum()), int(data.mask.sum())
+        assert torch.equal(found.weights, ours(data).weights)
+        kept = int(keep.sum())
         assert 0 < kept < n
         shares = {"rollout_rs_masked_fraction": 1 - kept / n}
         shares |= {"catastrophic_seq_fraction": (veto == 1e-4) / 24}  # row 9
