@@ -9,6 +9,10 @@ written into the same memory. Three functions make the row work of a chunk::
     fused_work     statistics, loss and d logits by one kernel, if no token depends on others
     gradient_work  d logits from statistics, of this or of a first pass, and coefficients
 
+C++ and Triton fuse; torch does not, nor does Triton with a reference, nor any backend with a
+sharded head, a custom objective, a sampler's candidates, or a sampling ratio of the call's own
+log-probabilities. In fp16 on a GPU, the fused kernel leaves d logits to `gradient_work`.
+
 The gradient is computed in the first pass ("now") or in a second one ("later", `autograd.py`). For
 ``lean`` alone the second pass is another loop, by slices of the vocabulary (`slices.py`).
 """
