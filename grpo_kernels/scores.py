@@ -392,10 +392,8 @@ def topk_divergence(
         hidden, head, _ = read_heads(hidden, head)
         check_listed("teacher_ids", teacher_ids, hidden, teacher_logps)
         job = replace(begin(hidden, head, run), entropy=False, extras=("student_mass",))
-        rows, dtype = (
-            _read_rows(job, _no_ids(hidden), completion_mask, temperature),
-            job.accumulator_dtype,
-        )
+        rows = _read_rows(job, _no_ids(hidden), completion_mask, temperature)
+        dtype = job.accumulator_dtype
         weights = divergence_weights("expected", expected, hidden, rows.positions, dtype)
         measure = _measure_of(*measured, dtype, teacher_logps.dtype)
         listed, logps = (
