@@ -32,7 +32,7 @@ from grpo_kernels.base.checks import check_choice, warn_once
 from grpo_kernels.engine.plan import Run, check_run
 from grpo_kernels.head import Head
 from grpo_kernels.objective.expected import Expectation
-from grpo_kernels.patching import Patch, Patches, Shares, replaced
+from grpo_kernels.patching import LogsShares, Patch, Patches, Shares, replaced
 from grpo_kernels.results import Scores
 from grpo_kernels.scores import linear_logprob
 from grpo_kernels.transformers import head as heads
@@ -186,7 +186,7 @@ class FusedHead:
         fill = next((x for x in earlier if x is not None), None)
         if fill is not None:  # tool tokens: so that their ratios are finite
             others = labeled.to(device) & ~counted
-            found["logps"] = torch.where(others, fill.to(device), found["logps"])
+            found["logps"] = torch.where(others, fill.to(found["logps"]), found["logps"])
         end = length - 1 if shift_labels is None else length
         around = (columns.start, end - columns.stop)
         found = {name: F.pad(x, around) for name, x in found.items()}  # no views: FSDP2 hooks them
@@ -348,7 +348,8 @@ def _log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
     if self.model.training and _in_force is not None:
         shares = _in_force[1].take()
         serving = [x for y in self.model.modules() for x in vars(y).get(_HEADS, ())[-1:]]
-        counts_elsewhere = any(x.options.shares is not _in_force[1] for x in serving)
+        counts_elsewhere = isinstance(self, LogsShares)  # a trainer of this library
+        counts_elsewhere |= any(x.options.shares is not _in_force[1] for x in serving)
         if not shares and "loss" in logs and not counts_elsewhere:
             warn_once(
                 f"patch_trl: {type(self).__name__} has trained a step without TRL's fused head, so "

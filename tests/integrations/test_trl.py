@@ -41,8 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @cache
-def stock(*, twice: bool) -> Run:
-    return train(trl.GRPOTrainer, **TWICE if twice else {})
+def stock() -> Run:
+    return train(trl.GRPOTrainer, **TWICE)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -98,7 +98,7 @@ def test_liger_layers_leave_the_head_to_us_and_its_own_head_is_refused() -> None
     pytest.importorskip("liger_kernel")
     layers = dict.fromkeys(("rms_norm", "rope", "swiglu", "cross_entropy"), False)
     with_liger = {"use_liger_kernel": True, "liger_kernel_config": layers, **TWICE}
-    assert_same(stock(twice=True), train(FusedGRPOTrainer, **with_liger))
+    assert_same(stock(), train(FusedGRPOTrainer, **with_liger))
     with_liger["liger_kernel_config"] = {"fused_linear_cross_entropy": True}
     with pytest.raises(ValueError, match="fused_linear_cross_entropy"):
         train(FusedGRPOTrainer, **with_liger)
@@ -151,7 +151,7 @@ def test_wrong_expectation_changes_no_loss(monkeypatch: pytest.MonkeyPatch) -> N
         return Expectation(coefficients)
 
     monkeypatch.setattr(micro_batches, "policy_expectation", wrong)
-    assert_same(stock(twice=True), train(FusedGRPOTrainer, **TWICE))
+    assert_same(stock(), train(FusedGRPOTrainer, **TWICE))
     assert len(used) == 4  # every micro-batch
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -78,6 +79,17 @@ def test_a_patched_trainer_is_the_same_and_unpatching_gives_trls_back() -> None:
     assert "rows/gradient" not in logs[0]
     assert 0 < logs[1]["rows/projected"] <= logs[1]["rows/gradient"] == 1.0
     assert trl_distillation._chunked_divergence_loss is THEIRS
+
+
+@pytest.mark.usefixtures("forget_warnings")
+def test_our_trainer_under_a_patch_counts_its_own_rows_and_nothing_is_said() -> None:
+    def prepare(_: Any) -> None:
+        warnings.simplefilter("always")  # a tiny run is silent
+
+    with patch_trl(), warnings.catch_warnings(record=True) as caught:
+        ours = trained(OURS, "JSD, scaled student, capped teacher", steps=1, prepare=prepare)
+    assert ours.trainer.state.log_history[0]["rows/gradient"] == 1.0
+    assert not [x for x in caught if "patch_trl" in str(x.message)]
 
 
 def test_masked_positions_are_never_read() -> None:
