@@ -93,6 +93,9 @@ def step(
 
 def gradients_of(model: nn.Module) -> dict[str, Any]:
     """The whole gradient of each parameter that trains; None where it has none."""
+    if hasattr(model.lm_head.weight, "ds_id"):  # ZeRO-3 has added those of both steps
+        whole = zero3.deepspeed().utils.safe_get_full_grad
+        return {name: whole(x) / 2 for name, x in model.named_parameters()}
     trained = {name: x.grad for name, x in model.named_parameters() if x.requires_grad}
     return {
         name: x.full_tensor().clone() if hasattr(x, "full_tensor") else x
@@ -116,7 +119,7 @@ def of_one_process(
     return losses, logps, {name: x.grad.clone() for name, x in model.named_parameters()}
 
 
-def wrapped(wrap: str, model: Any, layers: Any = None) -> nn.Module:
+def wrapped(wrap: str, model: Any, layers: Any = None) -> Any:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
@@ -126,6 +129,10 @@ def wrapped(wrap: str, model: Any, layers: Any = None) -> nn.Module:
         if "reentrant" in wrap:
             model.enable_input_require_grads()
         return DistributedDataParallel(model, static_graph="static" in wrap)
+    if wrap.startswith("ZeRO"):
+        config = {**zero3.CONFIG, "train_micro_batch_size_per_gpu": 1}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        return zero3.deepspeed().initialize(model=model, config=config, optimizer=optimizer)[0]
     for layer in model.model.layers if layers is None else layers:
         fully_shard(layer, reshard_after_forward=True)
     for name in ("trunk", "head"):
@@ -135,41 +142,22 @@ def wrapped(wrap: str, model: Any, layers: Any = None) -> nn.Module:
     return fully_shard(model)
 
 
-def result(out: Any, logps: Tensor, gradients: dict[str, Any]) -> Any:
-    names = ("sequences/gradient", "tokens/gradient")
-    return out.loss.detach(), logps, gradients, {x: out.metrics[x].item() for x in names}
-
-
 def run_all(rank: int, world_size: int, jobs: list[Job]) -> list[Any]:
     """(loss, log-probabilities, gradients, shares) of each job."""
     found = []
     for wrap, kind, advantages, options in jobs:
         model = tiny_models.model(kind).train()
         around = wrapped(wrap, model)
+        backward = around.backward if wrap.startswith("ZeRO") else torch.autograd.backward
         for _ in range(2):  # the first step also tries the modes
             model.zero_grad()
             out, logps = step(around, rank, advantages, OPTIONS[options])
-            out.loss.backward()
-        found.append(result(out, logps, gradients_of(model)))
-    return found
-
-
-def run_zero3(rank: int, world_size: int, jobs: list[Job]) -> list[Any]:
-    package, found = zero3.deepspeed(), []
-    for wrap, kind, advantages, options in jobs:
-        model = tiny_models.model(kind).train()
-        if "checkpointing" in wrap:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        config = {**zero3.CONFIG, "train_micro_batch_size_per_gpu": 1}
-        engine, *_ = package.initialize(
-            model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.0)
-        )
-        for _ in range(2):
-            out, logps = step(engine, rank, advantages, OPTIONS[options])
-            engine.backward(out.loss)
-        whole = package.utils.safe_get_full_grad
-        found.append(result(out, logps, {n: whole(x) / 2 for n, x in model.named_parameters()}))
-        engine.destroy()
+            backward(out.loss)
+        names = ("sequences/gradient", "tokens/gradient")
+        shares = {x: out.metrics[x].item() for x in names}
+        found.append((out.loss.detach(), logps, gradients_of(model), shares))
+        if wrap.startswith("ZeRO"):
+            around.destroy()
     return found
 
 
@@ -198,7 +186,7 @@ def test_ddp_and_fsdp2(ranks: Ranks) -> None:
 @zero3.needs_deepspeed
 def test_zero3() -> None:
     with Ranks() as made:
-        check(ZERO3_JOBS, made.run(run_zero3, ZERO3_JOBS))
+        check(ZERO3_JOBS, made.run(run_all, ZERO3_JOBS))
 
 
 # (the student's way, the teacher's, the divergence, layout)
