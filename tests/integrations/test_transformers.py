@@ -77,7 +77,8 @@ def test_scores_are_those_that_generate_sampled_by(kind: str) -> None:
 def test_models_with_positions_of_their_own_keep_them() -> None:
     """RoBERTa's begin after its padding id, which `generate` ignores; Qwen-VL's have three
     dimensions with an image."""
-    model = tiny.roberta()
+    fields = {**tiny._TEXT, "is_decoder": True, "pad_token_id": 1}
+    model = tiny.build("RobertaConfig", "RobertaForCausalLM", fields)
     ids, mask = torch.randint(3, tiny.VOCAB, (2, 9)), torch.ones(2, 9, dtype=torch.long)
     mask[1, :4] = 0
     ids = ids.where(mask == 1, model.config.pad_token_id)

@@ -296,13 +296,19 @@ def test_layers_that_are_not_known_are_refused_by_name() -> None:
     assert_right(every.build("jamba"), large(), *said)
 
 
+def four_rows() -> dict[str, Tensor]:
+    ids = torch.randint(3, 90, (4, 64), generator=torch.Generator().manual_seed(0))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return given | {
+        "completion_mask": torch.ones(4, 32),
+        "advantages": torch.tensor([1.0, -1, 2, 3]),
+    }
+
+
 def test_rows_that_share_nothing_run_as_rows() -> None:
     """A recurrence computes as much of them as rows side by side, and tokens are gathered."""
-    model = every.build("qwen3_5_text")
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 90, (4, 64), generator=draw)
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    given |= {"completion_mask": torch.ones(4, 32), "advantages": torch.tensor([1.0, -1, 2, 3])}
+    model, given = every.build("qwen3_5_text"), four_rows()
+    ids = given["input_ids"]
     for share, expected in ((0, 4 * 63), (48, 48 + 4 * 15)):
         ids[:, :share] = ids[0, :share]
         out = assert_right(model, given)
@@ -311,10 +317,7 @@ def test_rows_that_share_nothing_run_as_rows() -> None:
 
 
 def test_a_tree_that_costs_more_than_rows_serves_where_these_fail() -> None:
-    model = every.build("qwen3_5_text")
-    ids = torch.randint(3, 90, (4, 64), generator=torch.Generator().manual_seed(0))
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    given |= {"completion_mask": torch.ones(4, 32), "advantages": torch.tensor([1.0, -1, 2, 3])}
+    model, given = every.build("qwen3_5_text"), four_rows()
     forward, trees = model.model.layers[0].forward, list[bool]()
 
     def failing(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:

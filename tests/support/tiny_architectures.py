@@ -111,14 +111,6 @@ def text_model(kind: str, dtype: torch.dtype = torch.float64, **fields: Any) -> 
     return build(config_class, model_class, {**_TEXT, **TEXT[kind], **fields}, dtype)
 
 
-def roberta() -> Any:
-    """A decoder whose positions begin after the id of its padding token, and are counted from the
-    ids."""
-    return build(
-        "RobertaConfig", "RobertaForCausalLM", {**_TEXT, "is_decoder": True, "pad_token_id": 1}
-    )
-
-
 def plain_logprobs(
     model: nn.Module, ids: Tensor, temperature: float = 1.0, **inputs: Any
 ) -> tuple[Tensor, Tensor]:

@@ -21,26 +21,16 @@ from transformers.utils import ModelOutput
 from grpo_kernels import GRPOLoss
 from grpo_kernels.transformers import causal_lm_loss
 from tests.support import tiny_architectures as tiny
+from tests.support.all_architectures import OUTCOME
 from tests.support.case_builder import seeded
 
 PADDED: dict[str, Any] = {"zero_advantage": "train", "layout": "padded"}
 MODES: dict[str, dict[str, Any]] = {mode: {"layout": mode} for mode in ("tree", "trim", "padded")}
-ALL = "tree trim padded"
 SCORED = ("input_ids", "attention_mask", "completion_mask")
-# Layouts in which each family is exact.
-FAMILIES = {
-    **dict.fromkeys(
-        ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "granite",
-        "granitemoe",
-         "hyperclovax", "minicpm3", "cohere", "cohere2", "phi3", "phi", "bert",
-         "gpt_neox", "gpt_oss", "gpt2", "olmo2", "opt", "falcon_h1"),
-        ALL,
-    ),
-    **dict.fromkeys(("bloom", "mamba"), "trim padded"),
-    # from transformers 5.24 on
-    "gptj": ALL if hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS") else "trim padded",
-    "recurrent_gemma": "padded",
-}  # fmt: skip
+# The best layout of each family; the later ones of `MODES` are exact, too.
+FAMILIES = {kind: OUTCOME[kind].layout for kind in tiny.TEXT}
+if hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS"):  # from transformers 5.24 on
+    FAMILIES["gptj"] = "tree"
 # What `make test` runs of them: each kind of attention, position, state; `make test-slow` the rest
 QUICK = ("llama", "mistral", "qwen3_moe", "gemma2", "gpt_oss", "minicpm3", "opt", "bert", "bloom")
 QUICK += ("falcon_h1", "gptj", "recurrent_gemma")
