@@ -53,7 +53,8 @@ from grpo_kernels.transformers.head import HeadCheck, constants_of
 
 RESULTS, FIELDS = "results", "others"  # keys of the dict that the model returns to its wrappers
 _MOST_RUNS = 4  # runs per call, to measure constants and to compute scalars of the whole batch
-Score = Callable[[Tensor, Head], tuple[Tensor, ...]]  # the head's input (B, L, H) -> results
+Results = dict[str, Tensor]
+Score = Callable[[Tensor, Head], Results]  # reads the head's input (B, L, H)
 # models with an output that may need the whole batch
 _models_with_scalars: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # head -> factor that the model applies to the body's output before the head
@@ -138,7 +139,7 @@ def run_scored(
     inputs: dict[str, Any],
     layout: BatchLayout,
     live: Tensor | None = None,  # (B,) bool
-) -> tuple[tuple[Tensor, ...], ModelOutput, Shares]:
+) -> tuple[Results, ModelOutput, Shares]:
     """Run `model` with `score` in its head; return results, output without logits, and shares.
 
     `inputs` are the model's, beside the ids; `layout` and `live` are as in `live_trunk`.
@@ -178,15 +179,16 @@ def run_scored(
                 f"this call, and returns its result, got {type(returned).__name__}. A compiled "
                 "model may run the forward it was compiled with; compile its layers instead"
             )
-        results = list[Tensor]()
-        for x, (_, dtype) in zip(returned[RESULTS], call.result_specs, strict=True):
+        results: Results = returned[RESULTS]
+        for name, (_, dtype) in call.result_specs.items():
+            x = results[name]
             if torch.promote_types(x.dtype, dtype) != x.dtype:
                 raise ValueError(
                     f"model: expected results of {dtype}, but a wrapper of the model has cast them "
                     f"to {x.dtype}; under FSDP2, leave output_dtype out of MixedPrecisionPolicy"
                 )
-            results.append(x.to(dtype))  # accelerate widens 16 bits
-        return {**returned, RESULTS: tuple(results)}
+            results[name] = x.to(dtype)  # accelerate widens 16 bits
+        return returned
 
     return run_in_head(model, run, score, inputs, layout, needed, live, batch.counted_state)
 
@@ -222,7 +224,7 @@ def run_in_head(
     needed: Tensor,  # (B, L) bool, cells whose hidden states are read
     live: Tensor | None,  # (B,) bool
     state_of: Callable[[Tensor], Tensor],
-) -> tuple[tuple[Tensor, ...], ModelOutput, Shares]:
+) -> tuple[Results, ModelOutput, Shares]:
     """Like `run_scored`, with a `run` that runs the model on `inputs` inside the given call.
 
     The first time, the model's logits are checked at the state that `state_of` chooses. If the
@@ -233,7 +235,7 @@ def run_in_head(
         layout, live = "padded", None
     head, facts, is_checked = heads.known_head(model, inputs)
 
-    def score_whole(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
+    def score_whole(hidden: Tensor, head: Head) -> Results:
         # accelerate makes FSDP2 cast logits to 16 bits: log-probabilities would keep 8 bits
         unit: Any = next((x for x in base.modules() if is_fsdp_unit(x)), None)
         root = None if unit is None else unit._get_fsdp_state()._state_ctx.iter_forward_root
@@ -290,9 +292,9 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
     linear, states = linear_of(head.weight), list[Tensor]()  # the body's output, the head's input
     ids = torch.full((1, 2), ordinary_id(base), device=linear.weight.device)
 
-    def keep(hidden: Tensor, _: Head) -> tuple[Tensor, ...]:
+    def keep(hidden: Tensor, _: Head) -> Results:
         states.append(hidden)
-        return (hidden.new_zeros(1),)
+        return {"none": hidden.new_zeros(1)}
 
     def look(*args: Any) -> None:
         output = args[-1]
@@ -343,9 +345,9 @@ class HeadCall:
         self.head, self.score, self.check = head, score, check
         self.project: Callable[..., Tensor] = head.weight.forward
         # set by the head: shape and dtype of each result; its output (1, R, V), detached (R, V)
-        self.result_specs: list[tuple[torch.Size, torch.dtype]] = []
+        self.result_specs: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self.output = self.rows = torch.empty(0)
-        self.results: tuple[Tensor, ...] | None = None
+        self.results: Results = {}
         self.output_type = ModelOutput
 
     @contextmanager
@@ -383,12 +385,13 @@ class HeadCall:
         def compute(hidden: Tensor) -> tuple[Tensor, ...]:
             if self.check:
                 self.check.score()
-            return self.score(hidden, self.head)
+            found = self.score(hidden, self.head)
+            self.result_specs = {name: (x.shape, x.dtype) for name, x in found.items()}
+            return tuple(found.values())
 
         # adapters under ZeRO-3
         inner = [x for x in divided_modules(self.head.weight) if x is not self.head.weight]
         results = within_forwards(inner, compute, hidden)
-        self.result_specs = [(x.shape, x.dtype) for x in results]
         flat = torch.cat([x.reshape(-1) for x in results])
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))  # as the check's rows
         vocab = linear_of(self.head.weight).weight.shape[0]
@@ -413,14 +416,15 @@ class HeadCall:
                 f"{', '.join(hooks)}"
             )
         flat = output[0, 2 if self.check else 0 :].reshape(-1)
-        sizes = [shape.numel() for shape, _ in self.result_specs]
-        pieces = zip(flat[: sum(sizes)].split(sizes), self.result_specs, strict=True)
-        # copies, because the model may write into its logits
-        self.results = tuple(x.view(shape).to(dtype, copy=True) for x, (shape, dtype) in pieces)
+        sizes = [shape.numel() for shape, _ in self.result_specs.values()]
+        pieces = flat[: sum(sizes)].split(sizes)
+        for x, (name, (shape, dtype)) in zip(pieces, self.result_specs.items(), strict=True):
+            # a copy, because the model may write into its logits
+            self.results[name] = x.view(shape).to(dtype, copy=True)
 
     def pack_output(self, output: Any) -> Any:
         """Return a dict instead of the model's `output`: results, and its fields without logits."""
-        if self.results is None:
+        if not self.results:
             name = type(self.head.weight).__name__
             raise RuntimeError(
                 f"model: expected a forward that calls its head, but {name} was not called"

@@ -40,7 +40,7 @@ from grpo_kernels.patching import replaced
 from grpo_kernels.results import LossOutput, Scores
 from grpo_kernels.scores import linear_divergence, linear_logprob
 from grpo_kernels.transformers import head as heads
-from grpo_kernels.transformers.call import RESULTS, Batch, HeadCall, run_scored
+from grpo_kernels.transformers.call import RESULTS, Batch, HeadCall, Results, run_scored
 from grpo_kernels.transformers.head import HeadCheck
 
 # Arguments of `grpo_loss` that `causal_lm_loss` does not take
@@ -172,21 +172,21 @@ def causal_lm_loss(
         loss_inputs["reference"] = second
     done: list[LossOutput] = []
 
-    def score(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
+    def score(hidden: Tensor, head: Head) -> Results:
         states, ids, mask = batch.aligned(hidden)
         given = {name: _moved(x, states) for name, x in loss_inputs.items()}
         loss = copy.copy(loss_fn)
         loss.run = heads.gathering(head, loss_fn.run)
         whole = heads.read(head, states, logits_dtype)
         done[:] = [loss(states, whole, ids, mask, _moved(advantages, states), **given)]
-        return (done[0].loss,)
+        return {"loss": done[0].loss}
 
-    (loss,), output, shares = run_scored(model, batch, score, model_inputs, layout, live)
-    aux_loss = getattr(output, "aux_loss", None)
+    results, output, shares = run_scored(model, batch, score, model_inputs, layout, live)
+    loss, aux_loss = results["loss"], getattr(output, "aux_loss", None)
     if aux_loss is not None:
         if router_aux_loss_coef is None:
-            config = heads.causal_lm(model).config.get_text_config(decoder=True)
-            router_aux_loss_coef = config.router_aux_loss_coef
+            of_text = heads.causal_lm(model).config.get_text_config(decoder=True)
+            router_aux_loss_coef = of_text.router_aux_loss_coef
         loss = loss + router_aux_loss_coef * aux_loss.to(loss.device)
     pairs = {
         name: (loss.new_tensor(n), loss.new_tensor(total))
@@ -309,9 +309,9 @@ def completion_logprobs(
     divisor = 1.0 if temperature is None else temperature
     batch = Batch(input_ids, completion_mask)
 
-    def score(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
+    def score(hidden: Tensor, head: Head) -> Results:
         states, ids, mask = batch.aligned(hidden)
-        found = linear_logprob(
+        return linear_logprob(
             states,
             heads.read(head, states, logits_dtype),
             ids,
@@ -321,13 +321,11 @@ def completion_logprobs(
             kept_ids=_moved(kept_ids, states),
             on_missing_set=on_missing_set,
             run=heads.gathering(head, run),
-        )
-        return tuple(found.given.values())
+        ).given
 
     inputs = {"attention_mask": attention_mask, **model_inputs}
     results, output, _ = run_scored(model, batch, score, inputs, layout)
-    scores = Scores.of(logps=results[0], entropies=results[1] if entropy else None)
-    return (scores, output) if return_output else scores
+    return (Scores(**results), output) if return_output else Scores(**results)
 
 
 def causal_lm_divergence(
@@ -386,11 +384,10 @@ def causal_lm_divergence(
     inputs = {"attention_mask": attention_mask, **model_inputs}
     # before the student runs, whose head may be the same module
     reference = _states_and_head("teacher", teacher, batch, inputs, layout, logits_dtype)
-    names: list[str] = []
 
-    def score(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
+    def score(hidden: Tensor, head: Head) -> Results:
         states, ids, mask = batch.aligned(hidden)
-        found = linear_divergence(
+        return linear_divergence(
             states,
             heads.read(head, states, logits_dtype),
             reference,
@@ -401,12 +398,9 @@ def causal_lm_divergence(
             entropy=entropy,
             completion_ids=ids,
             run=heads.gathering(head, run),
-        )
-        names[:] = found.given
-        return tuple(found.given.values())
+        ).given
 
-    results, _, _ = run_scored(student, batch, score, inputs, layout)
-    return Scores(**dict(zip(names, results, strict=True)))
+    return Scores(**run_scored(student, batch, score, inputs, layout)[0])
 
 
 def _check_head(name: str, model: Any) -> Head:
@@ -438,12 +432,12 @@ def _states_and_head(
     """Run a reference or a teacher: the states (B, T, H) that predict the ids, and its head."""
     used: list[Head] = []
 
-    def keep(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
+    def keep(hidden: Tensor, head: Head) -> Results:
         used[:] = [replace(head, logits_dtype=logits_dtype)]
-        return (batch.aligned(hidden)[0],)
+        return {"states": batch.aligned(hidden)[0]}
 
     with torch.no_grad():
-        (states,), _, _ = run_scored(model, batch, keep, inputs, layout)
+        states = run_scored(model, batch, keep, inputs, layout)[0]["states"]
     found: tuple[Tensor, Head] = whole_reference((states, used[0]), states, used[0], f"{name}.")
     return found
 
@@ -522,15 +516,16 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
     head, facts, is_checked = heads.known_head(model, {})
     check = None if is_checked else HeadCheck(head, lambda hidden: hidden[0, 0])
     found, model_forward = HeadInputs(), base.forward
-    call = HeadCall(head, lambda hidden, _: (hidden,), check)
+    call = HeadCall(head, lambda hidden, _: {"hidden": hidden}, check)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         output = model_forward(*args, **kwargs)
-        (hidden,) = call.pack_output(output)[RESULTS]
+        hidden = call.pack_output(output)[RESULTS]["hidden"]
         return type(output)(**{**output, "logits": hidden})
 
     def take(module: nn.Module, args: Any, output: Any) -> None:
-        found.hidden = output.logits.to(call.result_specs[0][1])  # accelerate widens 16 bits
+        _, dtype = call.result_specs["hidden"]
+        found.hidden = output.logits.to(dtype)  # accelerate widens 16 bits
 
     with call.in_head(), replaced(base, "forward", forward):
         # runs after the hooks of wrappers, such as FSDP2's for the backward
@@ -539,7 +534,7 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
             yield found
         finally:
             last.remove()
-    if call.results is None:
+    if not call.results:
         raise RuntimeError("head_inputs: expected one forward of the model inside, got none")
     found.of_model = head if check is None else check.verified(base, facts)
 

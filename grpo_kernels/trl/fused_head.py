@@ -140,16 +140,15 @@ class FusedHead:
             start = columns.start
             compute, drawn = over_sets(self.sets, inputs, labeled, start, options.on_missing_set)
             counted = counted & drawn
-        names: list[str] = []
 
-        def score(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
+        def score(hidden: Tensor, head: Head) -> dict[str, Tensor]:
             states = hidden[:, columns]
             precision: AbstractContextManager[Any] = nullcontext()
             if self.in_fp32:
                 states = states.float()
                 precision = torch.autocast(states.device.type, enabled=False)
             with precision:
-                found = compute(
+                return compute(
                     states,
                     heads.read(head, states, options.logits_dtype),
                     ids.clamp(min=0).to(states.device),
@@ -160,8 +159,6 @@ class FusedHead:
                     expected=expected,
                     run=heads.gathering(head, options.run),
                 ).given
-            names[:] = found
-            return tuple(found.values())
 
         def state_of(hidden: Tensor) -> Tensor:
             row, column = divmod(int(needed.reshape(-1).to(torch.uint8).argmax()), length)
@@ -171,10 +168,10 @@ class FusedHead:
             with head.in_head():
                 return head.pack_output(self.forward(**inputs))
 
-        results, output, shares = run_in_head(
+        found, output, shares = run_in_head(
             model, run, score, inputs, options.layout, needed, call.live, state_of
         )
-        found, device = dict(zip(names, results, strict=True)), results[0].device
+        device = found["logps"].device
         if "divergence" in found:
             call.results["divergence"] = found.pop("divergence")
         # TRL's record is fp32

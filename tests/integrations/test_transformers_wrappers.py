@@ -194,7 +194,7 @@ def test_results_are_not_rounded_on_their_way_out() -> None:
     class Rounds(Wrapper):
         def forward(self, **inputs: Any) -> Any:
             found = self.module(**inputs)
-            return {**found, "results": tuple(x.bfloat16() for x in found["results"])}
+            return {**found, "results": {x: y.bfloat16() for x, y in found["results"].items()}}
 
     model, *batch = scene()
     with pytest.raises(
