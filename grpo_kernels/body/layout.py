@@ -102,22 +102,25 @@ class TrunkInputs:
         return first, torch.where(self.needed, columns + 1, 0).amax(1)
 
     @property
+    def is_read(self) -> Tensor:
+        """Return (S,) bool, True for sequences with a needed cell."""
+        return self.needed.any(1)
+
+    @property
     def padding_is_read(self) -> bool:
         """Return True if a needed cell is padding, for which only the model knows what it sees."""
         return bool((self.needed & ~self.attended).any())
 
     def layout(
         self, mode: str, way: Way, chosen: Tensor, *, graph: bool, multiple: int = 1
-    ) -> TrunkLayout | None:
-        """Return layout `mode` of sequences `chosen` (S,) bool; None if nothing in them is read.
+    ) -> TrunkLayout:
+        """Return layout `mode` of sequences `chosen` (S,) bool, of which one at least is read.
 
         Its width is a multiple of `multiple`. If recurrences compute `way.chunk` tokens at a time,
         a branch of the tree must save at least half as many.
         """
         length = self.needed.shape[1]
-        numbers = (chosen & self.needed.any(1)).nonzero()
-        if not len(numbers):
-            return None
+        numbers = (chosen & self.is_read).nonzero()
         first, end = (x[numbers] for x in self.spans)
         if mode == "padded":
             first, end = torch.zeros_like(first), torch.full_like(end, length)

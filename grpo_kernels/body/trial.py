@@ -233,7 +233,6 @@ class _Trial:
         length, width = size  # tokens of the first row, columns
         every = torch.ones(len(like.needed), dtype=torch.bool, device="cpu")
         rows = like.layout("trim", Way("none"), every, graph=False)
-        assert rows is not None  # or `size` is 0
         count = len(rows.sources)
         longest_first = rows.attended.sum(1).argsort(descending=True, stable=True)
         pool = rows.sources[longest_first][rows.attended[longest_first]]
@@ -337,7 +336,6 @@ class _Trial:
                 chosen = torch.zeros(len(self.needed), dtype=torch.bool, device="cpu")
                 chosen[part] = True
                 layout = self.inputs.layout(mode, way, chosen, graph=True, multiple=multiple)
-                assert layout is not None
                 output, found = run_layout(self.trunk, self.forward, self.inputs, layout, way)
                 read = filled([(layout, output)], self.needed.shape)[0]
                 read = read[self.needed.to(read.device)]  # 0 in the rows of other parts

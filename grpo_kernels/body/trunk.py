@@ -251,11 +251,11 @@ class TrunkCall:
     def _planned(self, inputs: TrunkInputs, mode: str, way: Way) -> list[TrunkLayout]:
         """Return layouts for sequences with and without gradient, as far as they are not empty."""
         live = (self.live & torch.is_grad_enabled())[inputs.places[:, 0] // self.needed.shape[1]]
-        both = [
+        return [
             inputs.layout(mode, way, chosen, graph=graph, multiple=self.multiple)
             for chosen, graph in ((live, True), (~live, False))
+            if (chosen & inputs.is_read).any()
         ]
-        return [layout for layout in both if layout is not None]
 
     def _loses_to_trim(self, exactness: Exactness, way: Way, planned: list[TrunkLayout]) -> bool:
         """Return True if recurrences make the tree `planned` slower than rows, also exact."""

@@ -51,7 +51,7 @@ def read(head: Head, hidden: Tensor, logits_dtype: LogitsDtype = "float32") -> H
     return replace(head, weight=weight, bias=bias, lora=lora, logits_dtype=logits_dtype)
 
 
-def gathering(head: Head, run: Run | None = None) -> Run:
+def gathering(head: Head, run: Run | None) -> Run:
     """Return `run` with the gathering of the weight for the backward, if ZeRO-3 shards it."""
     run = Run() if run is None else run
     gather = gather_of(head.weight.parameters())
@@ -227,10 +227,8 @@ class HeadCheck:
 
 def _agrees(head: Head, rungs: Tensor, logits: Tensor) -> bool:
     """Return True if `head` maps `rungs` (V,) to the model's own logits, up to rounding."""
-    expected, cap = (
-        head.logit_scale * rungs[: head.vocab_size].double(),
-        head.final_logit_softcapping,
-    )
+    cap = head.final_logit_softcapping
+    expected = head.logit_scale * rungs[: head.vocab_size].double()
     expected = expected if cap is None else cap * torch.tanh(expected / cap)
     if expected.shape != logits.shape:
         return False
