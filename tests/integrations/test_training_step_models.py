@@ -45,12 +45,9 @@ def logps_of(model: Any, given: dict[str, Any]) -> Tensor:
 def adapted(**fields: Any) -> Any:
     """A model with LoRA on attention."""
     peft = pytest.importorskip("peft")
-    places = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-    return (
-        peft.get_peft_model(family("llama"), peft.LoraConfig(r=3, lora_alpha=6, **places, **fields))
-        .float()
-        .eval()
-    )
+    fields |= {"r": 3, "lora_alpha": 6, "task_type": "CAUSAL_LM"}
+    lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], **fields)
+    return peft.get_peft_model(family("llama"), lora).float().eval()
 
 
 def invoked() -> tuple[Any, dict[str, Any]]:
