@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_kernels import (
@@ -21,6 +23,7 @@ from grpo_kernels import (
     policy_loss_from_logps,
 )
 from tests.support.flat import flat
+from tests.support.ranks import one_rank
 from tests.support.small_batch import OPTIONAL, small_batch
 
 B, T, H, V = 3, 5, 8, 11
@@ -271,25 +274,13 @@ def test_wrong_config(field: str, error: type[Exception], values: tuple[Any, ...
             assert repr(value) in str(raised.value)
 
 
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if dist.is_initialized():
-        pytest.fail("a process group is left over from another test")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield DeviceMesh("cpu", [0])
-    dist.destroy_process_group()
-
-
-def test_dtensor(mesh: Any) -> None:
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    for argument in (*HEAD, "completion_ids", "completion_mask", "advantages"):
-        given = valid("loss")
-        given[argument] = distribute_tensor(given[argument].detach(), mesh, [Shard(0)])
-        refuse("loss", argument, given, ValueError, "DTensor")
+def test_dtensor() -> None:
+    with one_rank():
+        mesh = DeviceMesh("cpu", [0])
+        for argument in (*HEAD, "completion_ids", "completion_mask", "advantages"):
+            given = valid("loss")
+            given[argument] = distribute_tensor(given[argument].detach(), mesh, [Shard(0)])
+            refuse("loss", argument, given, ValueError, "DTensor")
 
 
 @pytest.mark.parametrize("engine", ["score", "one_pass", "frozen"])

@@ -13,15 +13,14 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_kernels import Expectation, LossConfig, grpo_loss, linear_logprob, token_level
 from tests.support.case_builder import seeded
 from tests.support.flat import flat
+from tests.support.measure import count_flops
 
 # 16 rows: a multiple of 4, as is every part of them below, so that no product is padded
 N, H, V = 16, 6, 11
-PRODUCT = 2 * N * H * V
 HEAD = ("hidden", "weight", "bias")
 F64 = torch.float64
 ENGINES = ("one_pass", "two_pass", "frozen")
@@ -80,13 +79,6 @@ def taken_and_cleared(given: dict[str, Tensor], want: dict[str, Tensor | None]) 
         if x is not None:
             x.zero_()
     return same
-
-
-def counted(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Matrix products of `run`, in units of one product of all rows; its result."""
-    with FlopCounterMode(display=False) as counter:
-        result = run()
-    return counter.get_total_flops() / PRODUCT, result
 
 
 def engine_options(engine: str) -> tuple[str, dict[str, Any]]:
@@ -181,11 +173,14 @@ def test_evaluation_does_forward_work_only(
     asked: list[int] = []
     expectation = Expectation(lambda index, logps, entropies: asked.append(1) or logps)
     objective = token_level(lambda tokens: -tokens.advantages * tokens.logps)
+    calls = (
+        lambda: flat(grpo_loss)(**batch(given), config=config),
+        lambda: both(given, expected=expectation),
+    )
     with mode():
-        flops, out = counted(lambda: flat(grpo_loss)(**batch(given), config=config))
-        logprob_flops, (logps, _) = counted(lambda: both(given, expected=expectation))
+        out, (logps, _) = (call() for call in calls)
         custom = flat(grpo_loss)(**batch(given), objective=objective)
-    assert flops == logprob_flops == 1
+        assert [count_flops(call) for call in calls] == [2 * N * H * V] * 2
     assert not asked
     assert not (out.loss.requires_grad or logps.requires_grad or custom.loss.requires_grad)
     # Triton's fused kernel rounds the ratio otherwise than what evaluates
