@@ -61,8 +61,11 @@ VALUES = {
 }
 TOP_K = "forward_kl_topk"  # verl's loss_mode of a distillation
 
-_BY_SIZE = ("num_batches_divided_by", "same_micro_num_in_dp", "min_num_micro_batch")
-DIVIDE = ("data", "dp_group", *_BY_SIZE, "use_dynamic_bsz_balance")
+# parameters of verl's functions: of prepare_micro_batches, and the last of a step
+DIVIDE = (
+    *("data", "dp_group", "num_batches_divided_by", "same_micro_num_in_dp"),
+    *("min_num_micro_batch", "use_dynamic_bsz_balance"),
+)
 OF_STEP = ("loss_function", "forward_only")
 
 Changes = Iterator[tuple[Any, str, Any]]  # (object, attribute, replacement)
@@ -346,8 +349,7 @@ def _task(engine: Any, micro_batch: Any, mini_batch: MiniBatch) -> HeadTask:
     if ulysses:
         ids, logps = (ulysses.slice_input_tensor(x, dim=1, padding=True) for x in (ids, logps))
     task.teacher, task.log_prob_min_clamp = (ids, logps), loss.log_prob_min_clamp
-    only = flag(micro_batch, "distillation_only") and not flag(micro_batch, "calculate_entropy")
-    task.only_teacher = bool(only)
+    task.only_teacher = bool(flag(micro_batch, "distillation_only")) and not task.entropy
     return task
 
 
@@ -365,16 +367,14 @@ def _live_sequences(data: Any, loss_function: Any) -> list[bool]:
     reason = _reason_to_train(data, config)
     if reason is not None:
         raise ValueError(f"{OPTIONS}.zero_advantage: expected 'train' {reason}, got 'score'")
-    entropy = bool(flag(data, "calculate_entropy"))
-    live = live_rows(data, config, Places(data), entropy=entropy)
     lengths = data["input_ids"].offsets().diff().tolist()
-    return [bool(x.any()) for x in live.split(lengths)]
+    return [bool(x.any()) for x in live_rows(data, config, Places(data)).split(lengths)]
 
 
 def _reason_to_train(data: Any, config: Any) -> str | None:
     if config is None:
         return "with a loss other than ppo_loss"
-    if has_other_terms(config, entropy=bool(flag(data, "calculate_entropy"))):
+    if has_other_terms(data, config):
         return "with a KL or entropy term, which gives all sequences a gradient"
     if not mode_of(config).by_advantage:
         return f"with loss_mode={config.policy_loss.get('loss_mode', 'vanilla')}"

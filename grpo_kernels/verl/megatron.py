@@ -32,10 +32,13 @@ from grpo_kernels.patching import during, function_of
 from grpo_kernels.verl.engine import BACKEND, OPTIONS, Changes, found_in, options_of
 from grpo_kernels.verl.rows import HeadTask, Layout, flag, head_task, scored
 
-_SIZES = ("local_cp_size", "min_local_rows", "pad_to_length_bucket")
-DIVIDE = ("input_ids", "pre_process", "need_roll", "use_fp8_padding", *_SIZES, "cp_layout")
-PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
 MARK = "_grpo_kernels_score"  # attribute of a head's weight that holds the function to call
+# parameters of verl's functions: of preprocess_thd_engine, its head's forward, and forward_step
+DIVIDE = (
+    *("input_ids", "pre_process", "need_roll", "use_fp8_padding"),
+    *("local_cp_size", "min_local_rows", "pad_to_length_bucket", "cp_layout"),
+)
+PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
 STEP = ("self", "batch_iter", "model", "logits_processor_func", "postprocess_micro_batch_func")
 
 # within a step: `head_task` of its micro-batch, but for the layout; and its result, once the labels

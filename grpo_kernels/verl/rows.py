@@ -96,9 +96,10 @@ def actor_config(loss_function: Any) -> Any:
     return loss_function.keywords["config"] if name_of(loss_function) == "ppo_loss" else None
 
 
-def has_other_terms(config: Any, *, entropy: bool) -> bool:
+def has_other_terms(data: Any, config: Any) -> bool:
     """Return True if a KL or (computed) entropy term gives every counted token a gradient."""
-    return bool(config.use_kl_loss or (entropy and config.entropy_coeff != 0))
+    entropy = flag(data, "calculate_entropy") and config.entropy_coeff != 0
+    return bool(config.use_kl_loss or entropy)
 
 
 def may_move(config: Any) -> bool:
@@ -124,7 +125,7 @@ def head_task(data: Any, loss_function: Any, dp_group: Any, layout: Layout) -> H
     All rows count for an unknown loss, or if log-probabilities are returned to the caller.
     """
     task, name, names = HeadTask(), name_of(loss_function), set(data.keys())
-    task.entropy = entropy = bool(flag(data, "calculate_entropy"))
+    task.entropy = bool(flag(data, "calculate_entropy"))
     if flag(data, "return_model_output") or (loss_function is not None and not name):
         return task
     packed = data["input_ids"].values()
@@ -154,16 +155,16 @@ def head_task(data: Any, loss_function: Any, dp_group: Any, layout: Layout) -> H
         cells = in_call(places.packed(cells.view(len(data), places.width))).flatten()
         task.expected = Expectation(
             _slopes(loss_function, data, places.width, cells, dp_group),
-            live=in_call(live_rows(data, config, places, entropy=entropy)),
-            has_entropy_gradient=entropy and config.entropy_coeff != 0,
+            live=in_call(live_rows(data, config, places)),
+            has_entropy_gradient=task.entropy and config.entropy_coeff != 0,
         )
     return task
 
 
-def live_rows(data: Any, config: Any, places: Places, *, entropy: bool) -> Tensor:
+def live_rows(data: Any, config: Any, places: Places) -> Tensor:
     """Return (N,) bool, the packed rows that may get a gradient from an actor's loss."""
     mode, names = mode_of(config), ["response_mask"]
-    if mode.by_advantage and not has_other_terms(config, entropy=entropy):
+    if mode.by_advantage and not has_other_terms(data, config):
         names.append("advantages")
         if mode.by_weight and "rollout_is_weights" in data.keys():  # noqa: SIM118
             names.append("rollout_is_weights")

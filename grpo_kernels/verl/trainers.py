@@ -45,14 +45,14 @@ BALANCE = ("self", "batch", "metrics", "logging_prefix", "keep_minibatch")
 
 
 class FirstPass:
-    """verl's ``ppo_loss`` for a batch's only step, with the attributes of the original partial.
+    """verl's ``ppo_loss`` for a batch's only step, recognized as the partial that it replaces.
 
     It stores each sequence's log-probabilities and entropies in `kept`. `entropy`: True if the loss
     reads entropies.
     """
 
     def __init__(self, loss: Any, kept: list[Any], *, entropy: bool) -> None:
-        self.func, self.args, self.keywords = loss.func, loss.args, loss.keywords
+        self.func, self.keywords = loss.func, loss.keywords  # as `name_of` reads them
         self._loss, self._kept, self._entropy = loss, kept, entropy
 
     def __call__(self, model_output: Any, data: Any, dp_group: Any = None) -> Any:
