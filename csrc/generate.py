@@ -33,6 +33,10 @@ class Numbers(ast.NodeTransformer):
         )
         return ast.Call(ast.Name("T"), [node], [])
 
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        assert not isinstance(node.op, ast.Pow), f"line {node.lineno}: C++ has no **; write x * x"
+        return self.generic_visit(node)
+
 
 def header(source: str) -> str:
     """The text of formulas.h, from that of formulas.py."""

@@ -399,7 +399,9 @@ def gradients_wanted(hidden: Tensor, head: Head) -> HeadTensors:
     )
 
 
-def products_dtype(hidden: Tensor, weight: Tensor, first: torch.dtype | None = None) -> torch.dtype:
+def operand_dtype_of(
+    hidden: Tensor, weight: Tensor, first: torch.dtype | None = None
+) -> torch.dtype:
     """Return the dtype that the operands of products are rounded to: autocast's, or the tensors'
     own.
 

@@ -28,9 +28,10 @@ and its forward and backward are::
     backward: both times d_loss, rounded once to the inputs' dtypes;      engine/autograd.py
     rows of tokens that do not count become 0
 
-Logit scale, soft-cap and rounding are left out here (`LogitTransform`). The row work of a chunk,
-from logits to d_logits, is written out in backends/torch_rows.py; backends/triton_rows and csrc/
-have it as kernels, and can do it at once, `fused` (engine/sweep.py says when).
+Logit scale, soft-cap and rounding are left out here (`LogitTransform`). The loop is shown as the
+torch backend runs it (backends/torch_rows.py). For most losses the kernels of C++ (csrc/ops.cpp)
+and Triton (backends/triton_rows) do the five lines from z to d_logits at once, `fused`, and return
+w * l of their rows, too; `Job.fuses` and `Objective.fused_loss` say when.
 
 In other engines the gradient comes later, or without a and b:
 
@@ -55,7 +56,7 @@ candidates v (`sampling_topk_ids`) it has K more, g_v = d loss / d log p_v, whic
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -63,7 +64,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.backends.fused_loss import TOPK_LOGPS
+from grpo_kernels.backends.interface import TOPK_LOGPS
 from grpo_kernels.base.checks import (
     check_finite,
     check_ids,
@@ -106,7 +107,7 @@ from grpo_kernels.objective.config import (
     config_with,
     warn_of_inputs,
 )
-from grpo_kernels.objective.custom import CustomObjective, TokenInputs
+from grpo_kernels.objective.custom import CustomObjective, PerTokenLoss
 from grpo_kernels.objective.expected import (
     Expectation,
     expectation_of,
@@ -122,8 +123,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from grpo_kernels.objective.config import LossFields
-
-Custom = Callable[[TokenInputs], Tensor]  # a user's objective
 
 
 class LossInputKeywords(TypedDict, total=False):
@@ -151,7 +150,7 @@ def grpo_loss(
     advantages: Tensor,  # (B,) or (B, T) or (N,)
     *,
     config: LossConfig | None = None,
-    objective: Custom | None = None,
+    objective: PerTokenLoss | None = None,
     # policy terms
     old_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
     ref_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
@@ -355,7 +354,7 @@ class GRPOLoss(nn.Module):
         self,
         config: LossConfig | None = None,
         *,
-        objective: Custom | None = None,
+        objective: PerTokenLoss | None = None,
         run: Run | None = None,
         **fields: Unpack[LossFields],
     ) -> None:
@@ -433,7 +432,7 @@ def policy_loss_from_logps(
     importance_sampling_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,); (N,)
     num_items_in_batch: float | Tensor | None = None,
     config: LossConfig | None = None,
-    objective: Custom | None = None,
+    objective: PerTokenLoss | None = None,
     cu_seqlens: Tensor | None = None,  # (B + 1,)
     **fields: Unpack[LossFields],
 ) -> LossOutput:
@@ -605,12 +604,12 @@ def _tokens_with_gradient(
     job: Job, row_objective: PolicyObjective | CustomObjective, evaluation: Evaluation
 ) -> Tensor:
     """Return (n,) bool: the tokens whose gradient is, or will be, computed."""
-    chosen = evaluation.has_gradient if job.when == "later" else None
-    if job.when == "now":
-        chosen = row_objective.live
-    if chosen is None:  # all of the tokens, or none
-        chosen = torch.full_like(job.rows.ids, job.when == "now", dtype=torch.bool)
-    return chosen
+    if job.when == "later":
+        return evaluation.has_gradient
+    if job.when == "never":
+        return torch.zeros_like(job.rows.ids, dtype=torch.bool)
+    live = row_objective.live
+    return torch.ones_like(job.rows.ids, dtype=torch.bool) if live is None else live
 
 
 def _metrics(
@@ -655,14 +654,14 @@ def _loss_over_sets(
     tokens: Tokens,
     arguments: Mapping[str, Any],
     job: Job,
-    head: HeadTensors,
+    tensors: HeadTensors,
     sets: KeptIds,
 ) -> LossOutput:
     """The loss of log-probabilities over the sampler's kept sets."""
     ids, on_missing_set = arguments["completion_ids"], arguments["on_missing_set"]
     expected = expectation_of(row_objective, tokens) if on_missing_set == "full" else None
     scores, metrics = score_kept(
-        job, head, arguments["run"], sets, ids, on_missing_set,
+        job, tensors, arguments["run"], sets, ids, on_missing_set,
         lambda at: read_expected(expected, ids, at, job.accumulator_dtype, entropy=True),
         others={name: arguments[name] for name in LOGPS},
     )  # fmt: skip

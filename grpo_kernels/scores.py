@@ -55,8 +55,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.fused_loss import TOPK_LOGPS, Coefficients
-from grpo_kernels.backends.interface import STATISTICS
+from grpo_kernels.backends.interface import TOPK_LOGPS, Coefficients
 from grpo_kernels.base.checks import (
     check_choice,
     check_ids,
@@ -69,6 +68,7 @@ from grpo_kernels.base.checks import (
     is_dtensor,
 )
 from grpo_kernels.base.choices import (
+    EXTRAS,
     DivergenceName,
     Extra,
     OnMissingSet,
@@ -205,8 +205,8 @@ def linear_logprob(
         given: Any = extras
         if isinstance(given, str):
             raise TypeError(f"extras: expected a tuple of names, got {given!r}; pass ({given!r},)")
-        if unknown := {*extras} - {*STATISTICS}:
-            named = ", ".join(STATISTICS)
+        if unknown := {*extras} - {*EXTRAS}:
+            named = ", ".join(EXTRAS)
             raise ValueError(f"extras: expected some of {named}, got {sorted(unknown)}")
         job = begin(hidden, head, run, backend=None if kept_ids is None else "torch")
         job = replace(job, entropy=bool(entropy), extras=tuple(extras))

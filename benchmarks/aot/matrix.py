@@ -18,9 +18,9 @@ from torch import Tensor
 from benchmarks.aot.checks import Result, compile_launch
 from benchmarks.aot.kernels import BF16, FP16, FP32, META, H, Loss, V, row_runs
 from benchmarks.aot.launches import Launch, caught
-from grpo_kernels.backends.interface import STATISTICS
 from grpo_kernels.backends.triton_rows.device import ROW_KERNELS, RowConfig, family, row_configs
 from grpo_kernels.backends.triton_rows.grad import launch_scale
+from grpo_kernels.base.choices import EXTRAS
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 FALLBACK = "sm_120"  # of the family "default": only what is quick
@@ -102,7 +102,7 @@ Variants = Iterator[tuple[str, bool, dict[str, Any]]]
 
 
 def _stats() -> Variants:
-    for vocab, extras, name in product((V, RAGGED_V), ((), STATISTICS), TRANSFORMS):
+    for vocab, extras, name in product((V, RAGGED_V), ((), EXTRAS), TRANSFORMS):
         if vocab == V or name == "all":
             options = {"vocab": vocab, "transform": name, "entropy": bool(extras), "extras": extras}
             is_quick = name == "all" and (vocab == V) == bool(extras)

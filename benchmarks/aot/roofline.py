@@ -29,8 +29,8 @@ from benchmarks.aot.sass import (
     inner_loops,
     moved,
 )  # fmt: skip
-from grpo_kernels.backends.interface import STATISTICS
 from grpo_kernels.backends.triton_rows.device import row_config
+from grpo_kernels.base.choices import EXTRAS
 
 ARCH = "sm_90"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "dev" / "roofline.md"
@@ -52,7 +52,7 @@ def cases() -> list[Case]:
         _case("stats", "plain"),
         _case("stats", "plain, V 151665", **ODD),
         _case("stats", "soft-cap", **SOFTCAP),
-        _case("stats", "all extras", extras=STATISTICS),
+        _case("stats", "all extras", extras=EXTRAS),
         _case("fused", "constant", **CONSTANT),
         _case("fused", "constant, V 151665", **CONSTANT, **ODD),
         _case("fused", "constant, soft-cap", **CONSTANT, **SOFTCAP),

@@ -17,28 +17,11 @@ kernels know no policy.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
 # per-token results of a fused kernel, besides the statistics
 LOSS_TERMS = ("loss", "d_logp", "log_ratio", "kl")
-# log-probabilities (n, K) of K more ids, among the extras of a row's statistics
-TOPK_LOGPS = "topk_logps"
-
-
-class Coefficients(NamedTuple):
-    """Gradient of a loss in the numbers of its tokens, (n,) each but the last; None means 0.
-
-    The docs call the first three a, b and c.
-    """
-
-    d_logp: Tensor | None = None  # d loss / d log-probability
-    d_entropy: Tensor | None = None  # d loss / d entropy
-    # d loss / d divergence from a second head (reference or teacher)
-    d_divergence: Tensor | None = None
-    # d loss / d log-probability of K more ids, (n, K)
-    d_topk: Tensor | None = None
 
 
 @dataclass(frozen=True)

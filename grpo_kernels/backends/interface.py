@@ -11,9 +11,9 @@ from torch import Tensor
 
 from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.base.checks import warn_once
-from grpo_kernels.base.choices import Extra, choices
 
-STATISTICS = choices(Extra)
+# log-probabilities (n, K) of K more ids, beside the `EXTRAS` of a row's statistics
+TOPK_LOGPS = "topk_logps"
 
 
 def warn_of_torch(place: str, better: str, refusal: str) -> None:
@@ -107,7 +107,7 @@ class RowStats:
     max_logit: Tensor  # max_j z_j
     log_sum: Tensor  # log sum_j exp(z_j - max_logit)
     entropies: Tensor | None = None  # -sum_j p_j log p_j
-    extras: dict[str, Tensor] = field(default_factory=dict)  # by STATISTICS, TOPK_LOGPS
+    extras: dict[str, Tensor] = field(default_factory=dict)  # by EXTRAS, TOPK_LOGPS
     loss_terms: dict[str, Tensor] = field(default_factory=dict)  # of `fused`, see `FusedLoss`
     divergence: DivergenceStats | None = None  # of rows that have a teacher
 
@@ -155,6 +155,20 @@ def _joined(parts: list[Any]) -> Any:
     if isinstance(parts[0], dict):
         return {name: _joined([part[name] for part in parts]) for name in parts[0]}
     return parts[0] and DivergenceStats(*map(torch.cat, zip(*parts, strict=True)))
+
+
+class Coefficients(NamedTuple):
+    """Gradient of a loss in the numbers of its rows, (n,) each but the last; None means 0.
+
+    The docs call the first three a, b and c.
+    """
+
+    d_logp: Tensor | None = None  # d loss / d log-probability
+    d_entropy: Tensor | None = None  # d loss / d entropy
+    # d loss / d divergence from a second head (reference or teacher)
+    d_divergence: Tensor | None = None
+    # d loss / d log-probability of K more ids, (n, K)
+    d_topk: Tensor | None = None
 
 
 class RowBackend(Protocol):

@@ -38,6 +38,9 @@ def choices(names: Any) -> tuple[str, ...]:
     return get_args(names)
 
 
+EXTRAS = choices(Extra)
+
+
 # Names of `grpo_kernels.presets`, for errors that point there.
 PRESETS = (
     "CISPO", "DAPO", "DR_GRPO", "GMPO", "GRPO", "GSPO", "ICEPOP", "LUSPO", "MIS", "OPSM", "PPO",

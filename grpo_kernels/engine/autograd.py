@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.fused_loss import TOPK_LOGPS, Coefficients
-from grpo_kernels.backends.interface import RowBackend, RowStats
+from grpo_kernels.backends.interface import TOPK_LOGPS, Coefficients, RowBackend, RowStats
 from grpo_kernels.base.checks import is_one, warn_once
 from grpo_kernels.base.tensors import is_nonzero, map_tensors, take
 from grpo_kernels.engine.plan import Job, Objective

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.fused_loss import Coefficients
-from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.backends.interface import Coefficients, LogitTransform, RowStats
 from grpo_kernels.base.tensors import map_tensors
 from grpo_kernels.engine.workspace import device_of
 
@@ -27,11 +26,11 @@ ENTROPY_BOUND = 16.0  # bound of |p_j (log p_j + entropy)|, for V up to e^15
 
 
 class Products:
-    """The products of the head `weight` (V, H) with chunks of rows, in `compute_dtype` operands.
+    """The products of the head `weight` (V, H) with chunks of rows, in `operand_dtype` operands.
 
     Args:
         weight: (V, H), of any floating dtype.
-        compute_dtype: dtype that the operands are rounded to.
+        operand_dtype: dtype that the operands are rounded to.
         accumulator_dtype: the dtype of the results.
         slice_bytes: bytes of the weight to convert at a time, if it must be converted.
     """
@@ -39,20 +38,20 @@ class Products:
     def __init__(
         self,
         weight: Tensor,
-        compute_dtype: torch.dtype,
+        operand_dtype: torch.dtype,
         accumulator_dtype: torch.dtype,
         slice_bytes: int,
     ) -> None:
-        self.weight, self.compute_dtype = weight, compute_dtype
+        self.weight, self.operand_dtype = weight, operand_dtype
         self.accumulator_dtype = accumulator_dtype
-        narrow = (compute_dtype.itemsize, accumulator_dtype.itemsize) == (2, 4)
+        narrow = (operand_dtype.itemsize, accumulator_dtype.itemsize) == (2, 4)
         mixed = narrow and device_of(weight.device).mixed_products
         if mixed:
-            _check_accumulation(compute_dtype)
-        self._operand = compute_dtype if mixed else accumulator_dtype
+            _check_accumulation(operand_dtype)
+        self._product_dtype = operand_dtype if mixed else accumulator_dtype
         # bytes copied per element of the weight
-        copied = 0 if weight.dtype == compute_dtype else compute_dtype.itemsize
-        copied += 0 if self._operand == compute_dtype else self._operand.itemsize
+        copied = 0 if weight.dtype == operand_dtype else operand_dtype.itemsize
+        copied += 0 if self._product_dtype == operand_dtype else self._product_dtype.itemsize
         vocab, width = weight.shape
         most = max(1, slice_bytes // (width * copied)) if copied else vocab
         self._slice_rows = min(vocab, most)
@@ -61,15 +60,15 @@ class Products:
     @property
     def d_logits_dtype(self) -> torch.dtype:
         """Dtype that d logits are rounded to for the backward products."""
-        return self._operand
+        return self._product_dtype
 
     def hidden_bytes(self) -> int:
         """Return the bytes of a row of hidden states as an operand."""
-        return self.weight.shape[1] * self._operand.itemsize
+        return self.weight.shape[1] * self._product_dtype.itemsize
 
     def operand(self, hidden: Tensor) -> Tensor:
         """Return hidden states rounded to the compute dtype, in the form that the products take."""
-        return hidden.to(self.compute_dtype).to(self._operand)
+        return hidden.to(self.operand_dtype).to(self._product_dtype)
 
     @property
     def scales_gradient(self) -> bool:
@@ -115,7 +114,8 @@ class Products:
         differ in the order of their sums. So an fp32 product takes one tile of rows at a time: a
         row's bits do not depend on other rows.
         """
-        tile = device_of(self.weight.device).fp32_rows if self._operand == torch.float32 else None
+        is_fp32 = self._product_dtype == torch.float32
+        tile = device_of(self.weight.device).fp32_rows if is_fp32 else None
         at_once = tile or max(1, hidden.shape[0])
         for columns, weight in self._weights():
             for start in range(0, hidden.shape[0], at_once):
@@ -139,7 +139,7 @@ class Products:
         vocab = self.weight.shape[0]
         for start in range(0, vocab, self._slice_rows):
             columns = slice(start, min(start + self._slice_rows, vocab))
-            yield columns, self.weight[columns].to(self.compute_dtype).to(self._operand)
+            yield columns, self.weight[columns].to(self.operand_dtype).to(self._product_dtype)
 
 
 def _check_accumulation(operands: torch.dtype) -> None:

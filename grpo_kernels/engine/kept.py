@@ -128,7 +128,7 @@ def score_kept(
         whole_vocab = replace(
             job,
             rows=in_range(rows, ("completion_ids", ""), vocab, job.first_id),
-            backend=choose_backend(run.backend, ids.device, job.dtype)[0],
+            backend=choose_backend(run.backend, ids.device, job.operand_dtype)[0],
             entropy=bool(entropy),
         )
         whole_vocab = replace(whole_vocab, engine=choose_engine(run.engine, whole_vocab, objective))

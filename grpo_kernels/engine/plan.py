@@ -33,8 +33,14 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import check_backend, choose_backend
-from grpo_kernels.backends.fused_loss import Coefficients, FusedLoss
-from grpo_kernels.backends.interface import FusedRowBackend, LogitTransform, RowBackend, RowStats
+from grpo_kernels.backends.fused_loss import FusedLoss
+from grpo_kernels.backends.interface import (
+    Coefficients,
+    FusedRowBackend,
+    LogitTransform,
+    RowBackend,
+    RowStats,
+)
 from grpo_kernels.base.checks import (
     check_budget,
     check_choice,
@@ -63,7 +69,7 @@ from grpo_kernels.head import (
     Reference,
     first_ids,
     gradients_wanted,
-    products_dtype,
+    operand_dtype_of,
     tensors_of,
 )
 
@@ -202,8 +208,8 @@ class Job:
     Attributes:
         rows: n rows (none until `plan`); all other positions are 0 in all results.
         needs_grad: which of the head's tensors need a gradient.
-        dtype: dtype of the products' operands; `reference_dtype` is the second head's, None without
-            one.
+        operand_dtype: dtype of the products' operands; `reference_dtype` is the second head's, None
+            without one.
         transform: from raw to scaled logits, without bias and temperature.
         jsd_beta: the divergence from the second head, see `backends.interface.Teacher`.
         shard: this rank's shard, if the head's rows are divided among ranks.
@@ -214,7 +220,7 @@ class Job:
     rows: Rows
     needs_grad: HeadTensors
     backend: RowBackend
-    dtype: torch.dtype
+    operand_dtype: torch.dtype
     workspace_bytes: int
     transform: LogitTransform = _AS_IT_IS
     reference_dtype: torch.dtype | None = None
@@ -228,11 +234,11 @@ class Job:
     gather: Gather = nullcontext
 
     @property
-    def when(self) -> str:
+    def when(self) -> Literal["never", "now", "later"]:
         return ENGINES[self.engine][0]
 
     @property
-    def order(self) -> str:
+    def order(self) -> Literal["rows", "slices"]:
         return ENGINES[self.engine][1]
 
     @property
@@ -247,12 +253,13 @@ class Job:
     @property
     def accumulator_dtype(self) -> torch.dtype:
         """Dtype of logits, statistics, and gradients before their one rounding."""
-        return accumulator_of(self.dtype)
+        return accumulator_of(self.operand_dtype)
 
     @property
     def fuses(self) -> bool:
-        """True if one kernel can compute a whole loss; the ranks of a sharded head combine
-        statistics before it."""
+        """True if the backend has one kernel for a whole loss, and can use it here. torch has none,
+        Triton none with a reference; the ranks of a sharded head combine statistics before the loss
+        is known. `Objective.fused_loss` is None for losses that no kernel computes."""
         if self.shard is not None or self.rows.top_k is not None:
             return False
         alone, backend = self.reference_dtype is None, cast(FusedRowBackend, self.backend)
@@ -275,35 +282,35 @@ class Job:
     def products(self, weight: Tensor, dtype: torch.dtype | None = None) -> Products:
         """Return the products with `weight`, which may be a part of the head."""
         slice_bytes = min(SLICE_BYTES, self.workspace_bytes // 8)
-        return Products(weight, dtype or self.dtype, self.accumulator_dtype, slice_bytes)
+        return Products(weight, dtype or self.operand_dtype, self.accumulator_dtype, slice_bytes)
 
-    def operand_dtypes(self, head: HeadTensors) -> list[torch.dtype]:
-        """Return the operands' dtype of each factor of `head`; an adapter keeps its own."""
-        _, *adapter = head.factors()
-        return [self.dtype, *(torch.promote_types(u.dtype, b.dtype) for u, b in adapter)]
+    def operand_dtypes(self, tensors: HeadTensors) -> list[torch.dtype]:
+        """Return the operands' dtype of each factor; an adapter keeps its own."""
+        _, *adapter = tensors.factors()
+        return [self.operand_dtype, *(torch.promote_types(u.dtype, b.dtype) for u, b in adapter)]
 
-    def all_products(self, head: HeadTensors, columns: slice = slice(None)) -> list[Products]:
+    def all_products(self, tensors: HeadTensors, columns: slice = slice(None)) -> list[Products]:
         """Return the products of `HeadTensors.factors`, in their order."""
-        pairs = zip(head.factors(), self.operand_dtypes(head), strict=True)
+        pairs = zip(tensors.factors(), self.operand_dtypes(tensors), strict=True)
         return [self.products(matrix[columns], dtype) for (_, matrix), dtype in pairs]
 
     def converted(
-        self, head: HeadTensors, reference: HeadTensors | None
+        self, tensors: HeadTensors, reference: HeadTensors | None
     ) -> tuple[HeadTensors, HeadTensors | None]:
         """Return both heads with weights in the dtype of 16-bit products, if memory allows copies.
 
         Otherwise each product converts its weight slice by slice.
         """
         if not self.memory.converts:
-            return head, reference
+            return tensors, reference
         if reference is not None and self.reference_dtype is not None:
             reference = _converted(reference, self.reference_dtype)
-        return _converted(head, self.dtype), reference
+        return _converted(tensors, self.operand_dtype), reference
 
 
-def _converted(head: HeadTensors, dtype: torch.dtype) -> HeadTensors:
-    wanted = converted_dtype(head.weight, dtype)
-    return head if wanted is None else head._replace(weight=head.weight.to(wanted))
+def _converted(tensors: HeadTensors, dtype: torch.dtype) -> HeadTensors:
+    wanted = converted_dtype(tensors.weight, dtype)
+    return tensors if wanted is None else tensors._replace(weight=tensors.weight.to(wanted))
 
 
 @contextmanager
@@ -344,13 +351,13 @@ def begin(
     """
     run = Run() if run is None else run
     check_run(run)
-    dtype, needs_grad = products_dtype(hidden, head.weight), gradients_wanted(hidden, head)
+    dtype, needs_grad = operand_dtype_of(hidden, head.weight), gradients_wanted(hidden, head)
     weights = [(head.weight, dtype)]
     _warn_if_promoted("hidden", hidden, "head.weight", *weights[0])
     reference_options: dict[str, Any] = {}
     if reference is not None:
         states, own = reference
-        weights.append((own.weight, products_dtype(states, own.weight, dtype)))
+        weights.append((own.weight, operand_dtype_of(states, own.weight, dtype)))
         _warn_if_promoted(f"{prefix}hidden", states, f"{prefix}head.weight", *weights[1])
         reference_options["reference_dtype"] = weights[1][1]
         reference_options["reference_transform"] = _transform(own, weights[1][1])
@@ -359,7 +366,7 @@ def begin(
         rows=_NO_ROWS,
         needs_grad=needs_grad,
         backend=choose_backend(backend or run.backend, hidden.device, dtype)[0],
-        dtype=dtype,
+        operand_dtype=dtype,
         workspace_bytes=run.workspace_bytes or 0,
         transform=_transform(head, dtype),
         memory=memory,
@@ -507,8 +514,10 @@ def _compared(
         "hidden": hidden,
         "counted tokens": len(rows),
         "gradients wanted": [bool(x) for x in job.needs_grad],
-        "dtype of the products": [job.dtype, job.reference_dtype],
-        "backend that serves": choose_backend(run.backend, hidden.device, job.dtype)[0].name,
+        "dtype of the products": [job.operand_dtype, job.reference_dtype],
+        "backend that serves": choose_backend(run.backend, hidden.device, job.operand_dtype)[
+            0
+        ].name,
     }
 
 

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.fused_loss import Coefficients
-from grpo_kernels.backends.interface import RowStats
+from grpo_kernels.backends.interface import Coefficients, RowStats
 from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.gemm import Products
 from grpo_kernels.engine.plan import Job, Rows
@@ -189,5 +188,5 @@ def plan_slices(
 def _copied_bytes(x: Tensor, products: Products) -> int:
     """Return the bytes per element of `x`, besides its operand, while it is converted to the
     operand."""
-    steps = [x.dtype, products.compute_dtype, products.d_logits_dtype]
+    steps = [x.dtype, products.operand_dtype, products.d_logits_dtype]
     return sum(before.itemsize for before, after in itertools.pairwise(steps) if before != after)

@@ -9,10 +9,6 @@ written into the same memory. Three functions make the row work of a chunk::
     fused_work     statistics, loss and d logits by one kernel, if no token depends on others
     gradient_work  d logits from statistics, of this or of a first pass, and coefficients
 
-C++ and Triton fuse; torch does not, nor does Triton with a reference, nor any backend with a
-sharded head, a custom objective, a sampler's candidates, or a sampling ratio of the call's own
-log-probabilities. In fp16 on a GPU, the fused kernel leaves d logits to `gradient_work`.
-
 The gradient is computed in the first pass ("now") or in a second one ("later", `autograd.py`). For
 ``lean`` alone the second pass is another loop, by slices of the vocabulary (`slices.py`).
 """
@@ -26,14 +22,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.fused_loss import TOPK_LOGPS, Coefficients, FusedLoss
+from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import (
-    STATISTICS,
+    TOPK_LOGPS,
     Chunk,
+    Coefficients,
     DivergenceStats,
     RowStats,
     Teacher,
 )
+from grpo_kernels.base.choices import EXTRAS
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.gemm import Products
@@ -113,8 +111,8 @@ def first_pass(
             work = gradient_work(grad_job, tensors, coefficients_of, work)
         stats, grads = sweep(grad_job, tensors, reference, work, job.needs_grad, grad_loss)
         if live is not None and live_rows.shape[0] < n:
-            rest = indices_of_false(live, n - live_rows.shape[0])
-            stats = _with_rest(job, tensors, reference, fused_loss, (live_rows, stats), rest)
+            others = indices_of_false(live, n - live_rows.shape[0])
+            stats = _with_others(job, tensors, reference, fused_loss, (live_rows, stats), others)
         if not objective.is_expected or job.engine == "frozen":
             # a loss gets its coefficients from its evaluation, a frozen head's backward reads none
             return FirstPass(stats, grads, live_rows)
@@ -126,21 +124,23 @@ def first_pass(
         return FirstPass(stats, grads, live_rows, coefficients)
 
 
-def _with_rest(
+def _with_others(
     job: Job,
     tensors: HeadTensors,
     reference: HeadTensors | None,
     fused_loss: FusedLoss | None,
     done: tuple[Tensor, RowStats],
-    rest: Tensor,
+    others: Tensor,
 ) -> RowStats:
-    """Return the statistics of all rows: of the `done` ones, at an index, and of the `rest`, which
-    get no gradient."""
-    (index, stats), rest_job, rest_loss = done, job.at(rest), take(fused_loss, rest)
-    work = stats_work(rest_job) if rest_loss is None else fused_work(rest_job, rest_loss)
-    others = sweep(rest_job, tensors, reference, work, fused_loss=rest_loss)[0]
-    both = concatenated(job, [stats, others], stats.logps, fused_loss)
-    return take(both, torch.cat([index, rest]).argsort())
+    """Return the statistics of all rows: of the `done` ones, at an index, and of the `others`,
+    which get no gradient."""
+    (index, stats), job_of_others, loss_of_others = done, job.at(others), take(fused_loss, others)
+    work = stats_work(job_of_others)
+    if loss_of_others is not None:
+        work = fused_work(job_of_others, loss_of_others)
+    more = sweep(job_of_others, tensors, reference, work, fused_loss=loss_of_others)[0]
+    both = concatenated(job, [stats, more], stats.logps, fused_loss)
+    return take(both, torch.cat([index, others]).argsort())
 
 
 def scale_frozen_(first: FirstPass, d_logp: Tensor) -> None:
@@ -203,7 +203,7 @@ def statistics(job: Job, chunk: Chunk, rows: Rows) -> RowStats:
             return job.backend.stats(chunk, entropy=entropy, extras=extras)
         return job.shard.stats(job.backend, chunk, entropy=entropy, extras=extras)
 
-    of_backend = tuple(x for x in job.extras if x in STATISTICS)
+    of_backend = tuple(x for x in job.extras if x in EXTRAS)
     stats = of_head(chunk, entropy=job.entropy, extras=of_backend)
     if chunk.teacher is not None:
         teacher_stats = of_head(chunk.of_teacher(), entropy=False, extras=())

@@ -35,9 +35,10 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.divergence import forward, reverse
-from grpo_kernels.backends.fused_loss import TOPK_LOGPS, Coefficients
 from grpo_kernels.backends.interface import (
+    TOPK_LOGPS,
     Chunk,
+    Coefficients,
     DivergenceStats,
     LogitTransform,
     RowBackend,

@@ -142,20 +142,20 @@ def device_of(device: torch.device) -> Device:
     return _KINDS.get(device.type, CPU)
 
 
-def accumulator_of(compute_dtype: torch.dtype) -> torch.dtype:
+def accumulator_of(operand_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of logits, statistics, and gradients before their one rounding."""
-    return torch.float64 if compute_dtype == torch.float64 else torch.float32
+    return torch.float64 if operand_dtype == torch.float64 else torch.float32
 
 
-def converted_dtype(weight: Tensor, compute_dtype: torch.dtype) -> torch.dtype | None:
+def converted_dtype(weight: Tensor, operand_dtype: torch.dtype) -> torch.dtype | None:
     """Return the 16-bit dtype that the whole weight must be converted to; None if not needed.
 
     A weight that is converted to 32 bits is never converted as a whole.
     """
     device = device_of(weight.device)
     can_ask = device.free is not None  # it can tell if a copy fits
-    mixed = can_ask and compute_dtype.itemsize == 2 and device.mixed_products
-    return compute_dtype if mixed and weight.dtype != compute_dtype else None
+    mixed = can_ask and operand_dtype.itemsize == 2 and device.mixed_products
+    return operand_dtype if mixed and weight.dtype != operand_dtype else None
 
 
 class Memory(NamedTuple):

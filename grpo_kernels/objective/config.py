@@ -31,7 +31,7 @@ from grpo_kernels.base.choices import (
     LossTypeName,
     SamplingMode,
 )
-from grpo_kernels.objective.losses import LOSSES, loss_type_of
+from grpo_kernels.objective.losses import LOSSES, loss_type_of, outside_range
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -388,10 +388,11 @@ def check_kind(config: Any) -> None:
 def check_config(config: Any) -> None:
     """Require a LossConfig that has all that its loss needs."""
     check_kind(config)
-    if config.loss_type == "dr_grpo" and config.max_completion_length is None:
+    by_length = loss_type_of(config).normalizer == "max_length"
+    if by_length and config.max_completion_length is None:
         raise ValueError(
             "max_completion_length: expected the most tokens that you generate in a completion, by "
-            "which loss_type = 'dr_grpo' divides, got None: GRPOLoss(presets.DR_GRPO, "
+            f"which loss_type = {config.loss_type!r} divides, got None: GRPOLoss(presets.DR_GRPO, "
             "max_completion_length=...)"
         )
 
@@ -549,8 +550,9 @@ def check_centering(config: LossConfig, objective: Any, inputs: Mapping[str, Any
         if x is not None:
             raise ValueError(f"{name}: expected None {why}, got {type(x).__name__}")
     if loss_type_of(config).surrogate != "clipped" or config.importance_sampling_level != "token":
+        *first, last = (repr(x.name) for x in LOSSES.values() if x.surrogate == "clipped")
         raise ValueError(
-            f"loss_type: expected 'grpo', 'bnpo', 'dr_grpo', 'dapo' or 'luspo' {why}, with "
+            f"loss_type: expected {', '.join(first)} or {last} {why}, with "
             f"importance_sampling_level = 'token', got {config.loss_type!r} with "
             f"{config.importance_sampling_level!r}"
         )
@@ -599,8 +601,8 @@ def warn_of_inputs(
 def _unread(config: LossConfig) -> tuple[str, ...]:
     """Return the fields that are set and that only other loss types read."""
     read = loss_type_of(config).reads
-    if config.loss_type == "cispo" and config.epsilon_high is None:
-        read = ("epsilon",)  # its cap then
+    if loss_type_of(config).capped is not None and config.epsilon_high is None:
+        read = ("epsilon",)  # the cap then
     of_others = {name for x in LOSSES.values() for name in x.reads}.difference(read)
     is_set = {x.name: getattr(config, x.name) != x.default for x in fields(config)}
     return tuple(name for name in is_set if is_set[name] and name in of_others)
@@ -618,17 +620,17 @@ def warn_of_loss(config: LossConfig, *, on_policy: bool) -> None:
     for name in unread:
         warn_once(f"{name}: not used by loss_type = {config.loss_type!r}; leave it out")
     low, high = config.epsilon, config.clip_high
-    if config.loss_type == "cispo" and high < 1.0:
+    if loss_type_of(config).capped is not None and high < 1.0:
         warn_once(
-            f"epsilon_high: in 'cispo' it is the cap on the ratio itself, so {high:g} caps nearly "
-            "every token; pass 5 (presets.CISPO)"
+            f"epsilon_high: in {config.loss_type!r} it is the cap on the ratio itself, so {high:g} "
+            "caps nearly every token; pass 5 (presets.CISPO)"
         )
     if "delta" not in unread and config.delta is not None and config.delta < 1.0 + high:
         warn_once(
             f"delta: {config.delta:g} is below the clip range's bound, 1 + epsilon_high = "
             f"{1.0 + high:g}, and lowers ratios within it; INTELLECT-2's is 4"
         )
-    if on_policy or config.loss_type == "gmpo" or loss_type_of(config).clipped is None:
+    if on_policy or loss_type_of(config).clipped is not outside_range:  # of a ratio
         return
     if config.epsilon_high is not None and high >= 1.0:
         warn_once(

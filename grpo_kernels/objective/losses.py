@@ -127,7 +127,9 @@ class LossType:
     masks, engines."""
 
     name: LossTypeName
-    surrogate: str  # a name in `formulas.SURROGATES`
+    # a name in `formulas.SURROGATES`: of the log-ratio, or, if `is_linear`, a weight times logp.
+    # So its derivative at R = 0, on-policy, does not depend on logp.
+    surrogate: str
     constants: Callable[[Config], tuple[float, ...]]  # the surrogate's, in its order
     reads: tuple[str, ...]  # the fields of `LossConfig` that shape the policy term, all of them
     normalizer: Literal["sequence_mean", "token_mean", "num_items", "max_length", "sequence_sum"]

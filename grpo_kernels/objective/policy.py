@@ -56,8 +56,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times
-from grpo_kernels.backends.fused_loss import TOPK_LOGPS, Coefficients, FusedLoss
-from grpo_kernels.backends.interface import RowStats
+from grpo_kernels.backends.fused_loss import FusedLoss
+from grpo_kernels.backends.interface import TOPK_LOGPS, Coefficients, RowStats
 from grpo_kernels.base.tensors import bounded, is_nonzero, quantile, scored_difference
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import LogRatio, loss_type_of

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import trl.trainer.distillation_trainer as trl_distillation
@@ -40,7 +40,6 @@ from grpo_kernels.transformers.call import HeadCall, run_in_head
 from grpo_kernels.trl.distillation import divergence_loss
 from grpo_kernels.trl.sampled_sets import SampledSets, over_sets
 
-EXTRAS: Any = choices.choices(choices.Extra)
 IGNORED = -100  # label of positions that are not scored
 _HEADS = "_grpo_kernels_heads"  # attribute of a model
 _TUNED = "BaseTunerLayer"  # PEFT's class, which TRL's module imports if PEFT is installed
@@ -155,7 +154,7 @@ class FusedHead:
                     completion_mask=counted.to(states.device),
                     temperature=self.temperature,
                     entropy="entropy" in self.outputs,
-                    extras=tuple(name for name in EXTRAS if name in self.outputs),
+                    extras=cast(Any, tuple(x for x in choices.EXTRAS if x in self.outputs)),
                     expected=expected,
                     run=heads.gathering(head, options.run),
                 ).given
@@ -199,7 +198,7 @@ class FusedHead:
             entropy=found.get("entropies"),
             label_mask=mask,
             aux_loss=aux_loss,
-            **{name: found[name].detach() if name in found else None for name in EXTRAS},
+            **{name: found[name].detach() if name in found else None for name in choices.EXTRAS},
         )
 
 

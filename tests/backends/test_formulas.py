@@ -76,6 +76,19 @@ def test_derivatives_of_estimators_are_those_of_kl(name: str) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
+def test_on_policy_a_gradient_does_not_depend_on_the_log_probability(loss) -> None:
+    """One pass takes it at R = 0, before any log-probability is known (`LossType.surrogate`)."""
+    constants, n = [float(x) for x in loss.constants(LossConfig(epsilon_high=0.3))], 101
+    logps, zeros = -torch.linspace(0, 50, n).double(), torch.zeros(n).double()
+    for advantage in (1.7, 0.0, -1.7):
+        advantages = torch.full_like(zeros, advantage)
+        _, *slopes = formulas.SURROGATES[loss.surrogate](zeros, advantages, logps, *constants)
+        for slope in slopes:
+            assert torch.equal(slope, slope[:1].expand(n))
+        assert not loss.is_linear or (slopes[0] == 0).all()
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
 def test_a_loss_has_the_constants_that_its_surrogate_takes(loss) -> None:
     takes = list(inspect.signature(formulas.SURROGATES[loss.surrogate]).parameters)[3:]
     assert len(loss.constants(LossConfig())) == len(takes)

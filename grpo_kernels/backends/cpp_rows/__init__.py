@@ -18,7 +18,6 @@ from torch import Tensor
 
 from grpo_kernels.backends.fused_loss import LOSS_TERMS, FusedLoss
 from grpo_kernels.backends.interface import (
-    STATISTICS,
     Chunk,
     DivergenceStats,
     FusedRowBackend,
@@ -27,6 +26,7 @@ from grpo_kernels.backends.interface import (
     RowStats,
     warn_of_torch,
 )
+from grpo_kernels.base.choices import EXTRAS
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
@@ -65,7 +65,7 @@ class CppRows(FusedRowBackend):
         entropies = new() if entropy else None
         more = {name: new(dtype=torch.bool) if name == "is_top1" else new() for name in extras}
         torch.ops.grpo_kernels_cpp.stats(
-            *_rows(chunk), **found, entropies=entropies, **{x: more.get(x) for x in STATISTICS}
+            *_rows(chunk), **found, entropies=entropies, **{x: more.get(x) for x in EXTRAS}
         )
         return RowStats(**found, entropies=entropies, extras=more)
 

@@ -35,7 +35,7 @@ import torch
 import triton
 import triton.language as tl
 
-from grpo_kernels.backends.interface import STATISTICS, Chunk, RowStats
+from grpo_kernels.backends.interface import Chunk, RowStats
 from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, log1p, softplus
 from grpo_kernels.backends.triton_rows.transform import (
@@ -47,6 +47,7 @@ from grpo_kernels.backends.triton_rows.transform import (
     row_pointers,
     scaled,
 )
+from grpo_kernels.base.choices import EXTRAS
 
 LOWEST = tl.constexpr(-1e4)  # e^LOWEST is 0, and 0 * LOWEST is 0, which 0 * -inf is not
 
@@ -62,7 +63,7 @@ def launch_stats(
     stats_kernel[(triton.cdiv(n, config.block_n),)](
         **chunk_arguments(chunk),
         logps_ptr=logps, max_logit_ptr=max_logit, log_sum_ptr=log_sum, entropies_ptr=entropies,
-        **{f"{name}_ptr": more.get(name) for name in STATISTICS},
+        **{f"{name}_ptr": more.get(name) for name in EXTRAS},
         **config.arguments(),
     )  # fmt: skip
     return RowStats(logps, max_logit, log_sum, entropies, more)
