@@ -252,28 +252,28 @@ def read_reference(reference: Any, head: Head, prefix: str) -> Reference:
     """Read a call's second model, whose `Head` states its own constants. `prefix` begins its names
     in errors: ``"teacher."`` or ``"reference."``."""
     is_pair = isinstance(reference, tuple) and len(reference) == 2
-    hidden, own = reference if is_pair else (reference, None)
-    if own is None:
+    hidden, other = reference if is_pair else (reference, None)
+    if other is None:
         got = type(reference).__name__
         raise TypeError(f"{prefix.rstrip('.')}: expected (hidden, head), got {got}")
-    for name in () if isinstance(own, Head) else CONSTANTS:
+    for name in () if isinstance(other, Head) else CONSTANTS:
         if getattr(head, name) != getattr(Head, name):
             raise ValueError(
                 f"{prefix}head: expected a Head that states its own {name}, since the other head's "
-                f"is {getattr(head, name)!r}, got {type(own).__name__}"
+                f"is {getattr(head, name)!r}, got {type(other).__name__}"
             )
-    own = Head.of(own, f"{prefix}head")
-    if own.lora is not None:
+    other = Head.of(other, f"{prefix}head")
+    if other.lora is not None:
         raise ValueError(
             f"{prefix}head.lora: expected None, since the head is a constant, got a LoRA"
         )
     for name in ("process_group", "vocab_size"):
-        value, of_first = getattr(own, name), getattr(head, name)
+        value, of_first = getattr(other, name), getattr(head, name)
         if value is not None and value is not of_first and value != of_first:
             raise ValueError(
                 f"{prefix}head.{name}: expected None or the other head's value, got {value!r}"
             )
-    return hidden, own
+    return hidden, other
 
 
 def read_heads(
@@ -295,8 +295,8 @@ def read_heads(
     if group is not None:
         hidden, head = _local(hidden, head, group)
         if reference is not None:
-            states, own = reference
-            reference = _local(states, own, group, prefix)
+            states, other = reference
+            reference = _local(states, other, group, prefix)
         weight = head.weight
         if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] == 0:
             import torch.distributed as dist
@@ -316,8 +316,8 @@ def read_heads(
     if head.lora is not None:
         _check_lora(head.lora, hidden, head.weight)
     if reference is not None:
-        states, own = reference
-        _check_reference(states, own, hidden, head.weight, prefix)
+        states, other = reference
+        _check_reference(states, other, hidden, head.weight, prefix)
     return hidden, head, reference
 
 
@@ -326,11 +326,11 @@ def first_ids(
 ) -> tuple[Head, Reference | None]:
     """Cut both heads to their first `count` ids."""
     if reference is not None:
-        states, own = reference
-        weight = own.weight
+        states, other = reference
+        weight = other.weight
         if isinstance(weight, Tensor) and weight.dim() and weight.shape[0] > count:
-            bias = first_rows(f"{prefix}head.bias", own.bias, weight, count)
-            reference = states, replace(own, weight=weight[:count], bias=bias)
+            bias = first_rows(f"{prefix}head.bias", other.bias, weight, count)
+            reference = states, replace(other, weight=weight[:count], bias=bias)
     if head.weight.shape[0] == count:
         return head, reference
     lora, bias = head.lora, first_rows("head.bias", head.bias, head.weight, count)
@@ -355,22 +355,22 @@ def _check_lora(lora: LoRA, hidden: Tensor, weight: Tensor) -> None:
         check_shape("head.lora.input", lora.input, ("hidden.shape", tuple(hidden.shape)))
 
 
-def _check_reference(states: Any, own: Head, hidden: Tensor, weight: Tensor, prefix: str) -> None:
+def _check_reference(states: Any, other: Head, hidden: Tensor, weight: Tensor, prefix: str) -> None:
     check_tensor(f"{prefix}hidden", states, like=hidden, floating=True)
-    check_tensor(f"{prefix}head.weight", own.weight, like=hidden, floating=True)
+    check_tensor(f"{prefix}head.weight", other.weight, like=hidden, floating=True)
     width = states.shape[-1] if states.dim() else 0
     shape = (*hidden.shape[:-1], width)
     check_shape(f"{prefix}hidden", states, ("(*hidden.shape[:-1], H')", shape))
     vocab = weight.shape[0]
-    refuse_logits(f"{prefix}hidden", states, own.weight)
-    if tuple(own.weight.shape) != (vocab, width):
+    refuse_logits(f"{prefix}hidden", states, other.weight)
+    if tuple(other.weight.shape) != (vocab, width):
         raise ValueError(
             f"{prefix}head.weight: expected shape (V, H') = {(vocab, width)}, with head's ids, got "
-            f"{tuple(own.weight.shape)}; vocab_size leaves out the rows of both beyond it"
+            f"{tuple(other.weight.shape)}; vocab_size leaves out the rows of both beyond it"
         )
-    if own.bias is not None:
-        check_tensor(f"{prefix}head.bias", own.bias, like=hidden, floating=True)
-        check_shape(f"{prefix}head.bias", own.bias, ("(V,)", (vocab,)))
+    if other.bias is not None:
+        check_tensor(f"{prefix}head.bias", other.bias, like=hidden, floating=True)
+        check_shape(f"{prefix}head.bias", other.bias, ("(V,)", (vocab,)))
 
 
 def tensors_of(hidden: Tensor, head: Head, positions: Tensor) -> HeadTensors:

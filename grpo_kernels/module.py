@@ -50,16 +50,16 @@ def whole_reference(reference: Any, hidden: Any, head: Any, prefix: str) -> Any:
         return reference
     if not isinstance(Head.of(reference[1], f"{prefix}head").weight, nn.Module):
         return reference
-    states, own = read_reference(reference, head, prefix)
-    if own.bias is not None:
+    states, other = read_reference(reference, head, prefix)
+    if other.bias is not None:
         raise ValueError(
             f"{prefix}head.bias: expected None, since the module has its own bias, got another one"
         )
-    check_module(own.weight, f"{prefix}head")
-    check_present(own.weight, f"{prefix}head")
+    check_module(other.weight, f"{prefix}head")
+    check_present(other.weight, f"{prefix}head")
     sharded = head.process_group is not None or is_dtensor(hidden)
-    weight, bias = constants_of(own.weight, f"{prefix}head", sharded=sharded)
-    return states, replace(own, weight=weight, bias=bias)
+    weight, bias = constants_of(other.weight, f"{prefix}head", sharded=sharded)
+    return states, replace(other, weight=weight, bias=bias)
 
 
 def linear_of(lm_head: nn.Module, name: str = "lm_head") -> nn.Linear:

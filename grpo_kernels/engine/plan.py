@@ -356,11 +356,11 @@ def begin(
     _warn_if_promoted("hidden", hidden, "head.weight", *weights[0])
     reference_options: dict[str, Any] = {}
     if reference is not None:
-        states, own = reference
-        weights.append((own.weight, operand_dtype_of(states, own.weight, dtype)))
+        states, other = reference
+        weights.append((other.weight, operand_dtype_of(states, other.weight, dtype)))
         _warn_if_promoted(f"{prefix}hidden", states, f"{prefix}head.weight", *weights[1])
         reference_options["reference_dtype"] = weights[1][1]
-        reference_options["reference_transform"] = _transform(own, weights[1][1])
+        reference_options["reference_transform"] = _transform(other, weights[1][1])
     memory = free_memory(weights, hidden, needs_grad, run.workspace_bytes)
     return Job(
         rows=_NO_ROWS,
@@ -419,8 +419,8 @@ def plan(
     job = replace(job, rows=rows)
     tensors, reference_tensors = tensors_of(hidden, head, rows.positions), None
     if reference is not None:
-        states, own = reference
-        reference_tensors = tensors_of(states, own, rows.positions).map(Tensor.detach)
+        states, other = reference
+        reference_tensors = tensors_of(states, other, rows.positions).map(Tensor.detach)
     if objective is not None:
         job = replace(job, engine=choose_engine(run.engine, job, objective))
     return job, tensors, reference_tensors

@@ -310,7 +310,7 @@ class PolicyObjective:
             )
         keep = _keep_high_entropy(self.config, entropies.detach())
         loss, _, metric_inputs = self._per_token(logps.detach(), keep, None)
-        return _PerTokenLoss.apply(logps, loss, self, keep), metric_inputs
+        return _LossOfTokens.apply(logps, loss, self, keep), metric_inputs
 
     def _of_kernel(self, terms: dict[str, Tensor]) -> tuple[Tensor, Tensor, MetricInputs]:
         """Return the loss without the entropy bonus, a_t, and the inputs of the metrics, from the
@@ -441,7 +441,7 @@ def _couples_tokens(config: LossConfig, *, on_policy: bool, sampled: bool) -> bo
     return config.corrects_kl and config.importance_sampling_level == "sequence"
 
 
-class _PerTokenLoss(torch.autograd.Function):
+class _LossOfTokens(torch.autograd.Function):
     """``forward(ctx, logps, loss, objective, keep)`` -> `loss` (n,), with its gradient in logps:
     a_t, where the upstream gradient is the weights. That gradient cannot be differentiated."""
 
