@@ -113,7 +113,12 @@ from grpo_kernels.objective.expected import (
     expectation_of,
     read_expected,
 )
-from grpo_kernels.objective.losses import check_num_items, token_weights, warn_of_length
+from grpo_kernels.objective.losses import (
+    check_num_items,
+    token_weights,
+    warn_of_advantages,
+    warn_of_length,
+)
 from grpo_kernels.objective.metrics import loss_metrics
 from grpo_kernels.objective.policy import Evaluation, PolicyObjective, stats_of_logps
 from grpo_kernels.results import LossOutput, Metrics
@@ -327,6 +332,7 @@ _CALL_ARGUMENTS = [name for name in inspect.signature(grpo_loss).parameters if n
 _MODULE_ARGUMENTS = ("config", "objective", "run", "fields")  # arguments of `GRPOLoss` itself
 
 
+@hints_names
 class GRPOLoss(nn.Module):
     """A GRPO-family loss as a module; `GRPOLoss()` is TRL's default, DAPO without a KL term.
 
@@ -570,12 +576,15 @@ def _tokens(
     check_finite("advantages", tokens.advantages)
     check_ratios("importance_sampling_ratio", tokens.importance_sampling_ratio)
     warn_of_length(arguments["config"], tokens.layout)
+    if arguments["objective"] is None:
+        warn_of_advantages(arguments["config"], tokens)
     warn_of_inputs(
         arguments["config"],
         arguments["objective"],
         num_items_in_batch=arguments["num_items_in_batch"],
         old_per_token_logps=arguments["old_per_token_logps"],
         sampling_per_token_logps=arguments["sampling_per_token_logps"],
+        importance_sampling_ratio=arguments["importance_sampling_ratio"],
     )
     return tokens
 

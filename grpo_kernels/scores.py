@@ -66,6 +66,7 @@ from grpo_kernels.base.checks import (
     check_shape,
     check_tensor,
     is_dtensor,
+    warn_once,
 )
 from grpo_kernels.base.choices import (
     EXTRAS,
@@ -446,7 +447,15 @@ def _over_common_ids(head: Head, teacher: Any) -> tuple[Head, Any]:
     weights = (head.weight, other.weight)
     if all(isinstance(x, Tensor) and not is_dtensor(x) and x.dim() == 2 for x in weights):
         rows = {x.shape[0] for x in weights}
-        sizes |= rows if len(rows) > 1 else set()
+        if len(rows) > 1:
+            if not sizes:
+                warn_once(
+                    f"teacher: its head has {other.weight.shape[0]} ids, the other head "
+                    f"{head.weight.shape[0]}; the divergence is over the first {min(rows)} alone. "
+                    "If the two share a tokenizer, say so with Head(..., vocab_size=...); if they "
+                    "do not, the divergence means nothing"
+                )
+            sizes |= rows
     if not sizes or not all(isinstance(x, int) for x in sizes):
         return head, teacher
     if isinstance(given, Head):

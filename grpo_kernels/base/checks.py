@@ -50,12 +50,17 @@ _SYNONYMS = {
     "softcap": "final_logit_softcapping", "logit_softcap": "final_logit_softcapping",
     "logit_softcapping": "final_logit_softcapping", "group_size": "num_generations",
     "n_generations": "num_generations", "labels": "completion_ids", "ids": "completion_ids",
-    "weight": "head", "lm_head": "head", "ref_model": "ref_per_token_logps", "clip_eps": "epsilon",
+    "weight": "head", "lm_head": "head", "clip_eps": "epsilon",
     "chunk_size": "workspace_bytes", "without_set": "on_missing_set", "per_token_logps": "logps",
     "loss_fn": "objective", "engine": "run", "backend": "run", "workspace_bytes": "run",
     "clip_range": "epsilon", "temp": "temperature", "memory": "workspace_bytes",
     "old_logp": "old_per_token_logps", "ref_logp": "ref_per_token_logps",
     "group_index": "group_ids", "normalize": "normalize_advantages scale_rewards", "epsilon": "eps",
+    "bias": "head", "ref_model": "reference ref_per_token_logps", "ref_hidden": "reference",
+    "ref_weight": "reference", "ref_head": "reference", "return_entropy": "entropy",
+    "penalty": "objective", "extra_loss": "objective", "response_mask": "completion_mask",
+    "loss_mask": "completion_mask", "selected_token_ids": "completion_ids", "rkl": "reverse_kl",
+    "fkl": "forward_kl", "loss": "divergence",
     "causal_lm_logps": "completion_logprobs", "causal_lm_logprobs": "completion_logprobs",
     "causal_lm_logprob": "completion_logprobs",
     "alpha": "beta", "kl_type": "kl_estimator", "kl_loss_coef": "beta",
@@ -86,27 +91,36 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 def hints_names(function: F, name: str = "") -> F:
     """Decorate a public function or class: an unknown keyword argument raises TypeError with the
-    name that was likely meant."""
+    name that was likely meant; a missing one, or too many by position, with the function's own."""
     name = name or function.__name__
     if isinstance(function, type):
         function.__init__ = hints_names(function.__init__, name)  # type: ignore[misc]
         return function
-    names = inspect.signature(function).parameters
-    own = [x for x in names if x != "self"]
-    takes_more = any(x.kind is x.VAR_KEYWORD for x in names.values())  # it checks these itself
-    needed = [x for x in names.values() if x.default is x.empty]
-    by_position = [x.name for x in needed if x.kind is x.POSITIONAL_OR_KEYWORD]
-    by_name = [x.name for x in needed if x.kind is x.KEYWORD_ONLY]
+    parameters = inspect.signature(function).parameters
+    of_self = int("self" in parameters)
+    own = [x for x in parameters.values() if x.name != "self"]
+    by_position = [x.name for x in own if x.kind is x.POSITIONAL_OR_KEYWORD]
+    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    names = [x.name for x in own if x.kind in plain]
+    needed = [x.name for x in own if x.kind in plain and x.default is x.empty]
+    takes_any = any(x.kind is x.VAR_POSITIONAL for x in own)
+    takes_more = any(x.kind is x.VAR_KEYWORD for x in own)  # and checks their names itself
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        for unknown in () if takes_more else options.keys() - names.keys():
-            hint = did_you_mean(unknown, own) or f"; it has {', '.join(own)}"
-            raise TypeError(f"{unknown}: {name} has no such argument{hint}")
-        for absent in (*by_position[len(args) :], *by_name):
-            if absent not in options:
-                wanted = ", ".join(x for x in (*by_position, *by_name) if x != "self")
-                raise TypeError(f"{absent}: expected by {name}, got none; it requires {wanted}")
+        unknown, count = [x for x in options if x not in names], len(args) - of_self
+        if unknown and not takes_more:
+            hint = did_you_mean(unknown[0], names) or f"; it has {', '.join(names)}"
+            raise TypeError(f"{unknown[0]}: {name} has no such argument{hint}")
+        if count > len(by_position) and not takes_any:
+            some = f"{len(by_position)} arguments without a name ({', '.join(by_position)})"
+            raise TypeError(f"{name}: expected at most {some}, got {count}")
+        absent = [x for x in needed if x not in options and x not in by_position[:count]]
+        if absent:
+            meant = [x for x in unknown if did_you_mean(x, absent[:1])]
+            hint = f"; did you mean it by {meant[0]}?" if meant else ""
+            hint = hint or f"; it requires {', '.join(needed)}"
+            raise TypeError(f"{absent[0]}: expected by {name}, got none{hint}")
         return function(*args, **options)
 
     return cast(F, call)

@@ -573,6 +573,7 @@ def warn_of_inputs(
     num_items_in_batch: Any,
     old_per_token_logps: Any,
     sampling_per_token_logps: Any,
+    importance_sampling_ratio: Any,
 ) -> None:
     """Warn, once each, of inputs that nothing reads or that are too coarse."""
     if num_items_in_batch is not None and loss_type_of(config).normalizer != "num_items":
@@ -593,8 +594,14 @@ def warn_of_inputs(
             f"old_per_token_logps: rounded to {old_per_token_logps.dtype}, so ratios that "
             "should be 1 are off by 1% or more; keep them in torch.float32"
         )
+    without_ratio = objective is None and loss_type_of(config).importance_ratio is None
+    if importance_sampling_ratio is not None and without_ratio:
+        warn_once(f"importance_sampling_ratio: {_UNUSED.format(config.loss_type)}")
     if objective is None:  # else the config's loss may not be read
         warn_of_loss(config, on_policy=old_per_token_logps is None)
+
+
+_UNUSED = "not used by loss_type = {!r}; leave it out"
 
 
 @functools.cache
@@ -604,6 +611,10 @@ def _unread(config: LossConfig) -> tuple[str, ...]:
     if loss_type_of(config).capped is not None and config.epsilon_high is None:
         read = ("epsilon",)  # the cap then
     of_others = {name for x in LOSSES.values() for name in x.reads}.difference(read)
+    if not loss_type_of(config).masks:
+        of_others.add("off_policy_mask_threshold")
+    if loss_type_of(config).importance_ratio is None:
+        of_others.add("vllm_importance_sampling_correction")
     is_set = {x.name: getattr(config, x.name) != x.default for x in fields(config)}
     return tuple(name for name in is_set if is_set[name] and name in of_others)
 
@@ -618,7 +629,7 @@ def warn_of_loss(config: LossConfig, *, on_policy: bool) -> None:
         )
     unread = _unread(config)
     for name in unread:
-        warn_once(f"{name}: not used by loss_type = {config.loss_type!r}; leave it out")
+        warn_once(f"{name}: {_UNUSED.format(config.loss_type)}")
     low, high = config.epsilon, config.clip_high
     if loss_type_of(config).capped is not None and high < 1.0:
         warn_once(

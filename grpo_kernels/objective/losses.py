@@ -250,6 +250,19 @@ def warn_of_length(config: Config, layout: Layout) -> None:
         )
 
 
+def warn_of_advantages(config: Config, tokens: Tokens) -> None:
+    """Warn, once, of advantages per token beside a ratio per sequence."""
+    advantages, sequence = tokens.advantages, tokens.layout.sequence
+    if config.importance_sampling_level != "sequence" or advantages.device.type != "cpu":
+        return
+    if bool(((advantages.diff() != 0) & (sequence.diff() == 0)).any()):
+        warn_once(
+            "advantages: they differ within a sequence, whose tokens share one ratio, so a token's "
+            "gradient is that of its sequence's mean advantage. For gradients by token, pass "
+            "objective=objectives.gspo_token"
+        )
+
+
 def averaged_over(config: Config, *, num_items: bool) -> str:
     """Return what a call's policy loss is a mean over: "sequences", "tokens", or "nothing" if the
     losses of a batch's calls add up. `num_items` is True if ``num_items_in_batch`` was given."""

@@ -18,7 +18,13 @@ import transformers.utils
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from grpo_kernels.base.checks import check_choice, did_you_mean, warn_once
+from grpo_kernels.base.checks import (
+    check_choice,
+    check_tensor,
+    did_you_mean,
+    hints_names,
+    warn_once,
+)
 from grpo_kernels.base.choices import (
     BatchLayout,
     DivergenceName,
@@ -65,14 +71,14 @@ _DOCUMENTED = {
 } - {"num_items_in_batch"}
 
 
+@hints_names
 def causal_lm_loss(
     model: nn.Module,
     loss_fn: GRPOLoss,
     input_ids: Tensor,  # (B, L)
     attention_mask: Tensor | None,  # (B, L)
     completion_mask: Tensor,  # (B, T)
-    # required; the default gives its absence a message of ours
-    advantages: Tensor = None,  # type: ignore[assignment]  # (B,) or (B, T)
+    advantages: Tensor,  # (B,) or (B, T)
     *,
     reference: nn.Module | None = None,
     router_aux_loss_coef: float | None = None,
@@ -128,11 +134,7 @@ def causal_lm_loss(
         TypeError, ValueError, RuntimeError: as `completion_logprobs` and `grpo_loss`.
     """
     _check_loss_fn(loss_fn)
-    if advantages is None:
-        raise TypeError(
-            "advantages: expected a tensor, (B,) or (B, T), got none; group_advantages computes "
-            "them from rewards, and log-probabilities without a loss come from completion_logprobs"
-        )
+    check_tensor("advantages", advantages)
     for name in _INSTEAD.keys() & inputs:
         raise ValueError(f"{name}: expected none here, got one: {_INSTEAD[name]}")
     check_choice("zero_advantage", zero_advantage, choices(ZeroAdvantage))
@@ -229,6 +231,7 @@ def completion_logprobs(
 # fmt: on
 
 
+@hints_names
 def completion_logprobs(
     model: nn.Module,
     input_ids: Tensor,  # (B, L)
@@ -328,6 +331,7 @@ def completion_logprobs(
     return (Scores(**results), output) if return_output else Scores(**results)
 
 
+@hints_names
 def causal_lm_divergence(
     student: nn.Module,
     teacher: nn.Module,

@@ -143,7 +143,7 @@ def test_a_promotion_to_fp32_warns_once(
         assert len(promotions((HALF, BRAIN))) == 1  # two kinds of 16 bits have only fp32 in common
         given = torch.randn(1, 4, H), torch.randn(V, H).half(), torch.zeros(1, 4, dtype=torch.long)
         forget_warnings()
-        message = r"hidden in torch\.float32 with a weight in torch\.float16"
+        message = r"hidden in torch\.float32 with a head\.weight in torch\.float16"
         with pytest.warns(RuntimeWarning, match=message):
             grpo_loss(*map(OnGPU, given), None, OnGPU(torch.ones(1)), run=Run(backend="torch"))
 

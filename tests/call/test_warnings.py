@@ -11,6 +11,7 @@ import torch
 
 from grpo_kernels import (
     GRPOLoss,
+    Head,
     LossConfig,
     grpo_loss,
     linear_divergence,
@@ -46,8 +47,6 @@ NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
         ({"num_items_in_batch": 7}, {"loss_type": "dapo"}, None),
         ({"sampling_per_token_logps": NORMAL}, {}, "sampling_per_token_logps: used for a metric"),
         ({"sampling_per_token_logps": NORMAL}, {"off_policy_mask_threshold": 1.0}, None),
-        ({"sampling_per_token_logps": NORMAL},
-         {"off_policy_mask_threshold": 1.0, "loss_type": "gmpo"}, "sampling_per"),
         ({"sampling_per_token_logps": NORMAL}, {"vllm_importance_sampling_correction": True}, None),
         ({"sampling_per_token_logps": NORMAL, "objective": lambda tokens: tokens.logps}, {}, None),
         ({"old_per_token_logps": NORMAL.bfloat16()}, {},
@@ -82,6 +81,14 @@ NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
         ({"old_per_token_logps": NORMAL}, presets.CISPO, None),
         ({"old_per_token_logps": NORMAL}, presets.GMPO, None),
         ({}, {"epsilon_high": 1.28}, None),  # nothing is clipped on-policy
+        ({"importance_sampling_ratio": torch.full((2, 5), 2.0)}, presets.GMPO,
+         "importance_sampling_ratio: not used by loss_type = 'gmpo'"),
+        ({}, {"loss_type": "gmpo", "off_policy_mask_threshold": 0.1},
+         "off_policy_mask_threshold: not used by loss_type = 'gmpo'"),
+        ({}, {"loss_type": "gmpo", "vllm_importance_sampling_correction": True},
+         "vllm_importance_sampling_correction: not used by loss_type = 'gmpo'"),
+        ({"advantages": torch.eye(2, 5)}, presets.GSPO, "advantages: they differ within a seq"),
+        ({"advantages": torch.eye(2, 5)}, {}, None),
         ({"ref_per_token_logps": NORMAL}, {}, "ref_per_token_logps: not used with beta = 0"),
         ({"ref_per_token_logps": NORMAL}, {"loss_type": "grpo", "beta": 0.04}, None),
         ({"ref_per_token_logps": NORMAL, "objective": lambda tokens: tokens.logps}, {}, None),
@@ -122,6 +129,17 @@ def test_the_same_mistake_on_another_line_is_warned_of_again() -> None:
             linear_logprob(hidden, weight, ids, odd)
             linear_divergence(hidden, weight, (hidden, weight), odd)
     assert ["completion_mask" in str(x.message) for x in caught] == [True, True]
+
+
+def test_heads_of_two_sizes_are_warned_of_unless_that_is_stated() -> None:
+    batch = small_batch()
+    hidden, weight = batch["hidden"], batch["weight"]
+    shorter = hidden, weight[:-1]
+    with pytest.warns(UserWarning, match="teacher: its head has 8 ids, the other head 9; "):
+        linear_divergence(hidden, weight, shorter)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        linear_divergence(hidden, Head(weight, vocab_size=len(weight) - 1), shorter)
 
 
 def test_a_workspace_of_a_few_bytes_warns_once() -> None:

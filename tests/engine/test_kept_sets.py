@@ -274,7 +274,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "temperature: expected finite numbers > 0"),
     "cap": ({"final_logit_softcapping": -1.0}, ValueError, "final_logit_softcapping: expected "),
     "mask": ({"completion_mask": torch.ones(4)}, ValueError, "completion_mask: expected shape"),
-    "bias": ({"bias": torch.ones(3)}, ValueError, "bias: expected shape"),
+    "bias": ({"bias": torch.ones(3)}, ValueError, r"head\.bias: expected shape"),
     "on_missing_set": ({"on_missing_set": "all"}, ValueError,
         "on_missing_set: expected one of error, full"),
     "entropy": ({"entropy": "set"}, ValueError, "entropy: expected True, False or 'full'"),

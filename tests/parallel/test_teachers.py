@@ -240,11 +240,12 @@ def test_arguments_that_the_heads_have_themselves_are_refused() -> None:
     head, teacher, hidden, states = heads()
     bias = torch.zeros(11)
     for name, *both in (
-        ("bias", Head(head, bias), teacher), (r"teacher\.bias", head, Head(teacher, bias))
+        (r"head\.bias", Head(head, bias), teacher),
+        (r"teacher\.head\.bias", head, Head(teacher, bias)),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=rf"^{name}: expected None"):
             linear_divergence(hidden, both[0], (states, both[1]))
-    with pytest.raises(ValueError, match=r"reference\.bias: expected None"):
+    with pytest.raises(ValueError, match=r"reference\.head\.bias: expected None"):
         loss_with(Head(teacher, bias))
 
 
