@@ -76,6 +76,8 @@ def linear_of(lm_head: nn.Module, name: str = "lm_head") -> nn.Linear:
             )
         within = "" if base is lm_head else f" around {type(base).__module__}.{type(base).__name__}"
         way_out = "remove or merge the layer around it"
+        if isinstance(lm_head, nn.Embedding):
+            way_out = "pass its weight"
         if type(lm_head).__module__.startswith("peft."):
             way_out = (
                 "train it by LoRA (target_modules=['lm_head']), whole (modules_to_save="

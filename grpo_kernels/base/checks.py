@@ -113,8 +113,8 @@ def hints_names(function: F, name: str = "") -> F:
             hint = did_you_mean(unknown[0], names) or f"; it has {', '.join(names)}"
             raise TypeError(f"{unknown[0]}: {name} has no such argument{hint}")
         if count > len(by_position) and not takes_any:
-            some = f"{len(by_position)} arguments without a name ({', '.join(by_position)})"
-            raise TypeError(f"{name}: expected at most {some}, got {count}")
+            most = ", ".join(by_position) or "nothing"
+            raise TypeError(f"{name}: expected at most {most} by position, got {count} arguments")
         absent = [x for x in needed if x not in options and x not in by_position[:count]]
         if absent:
             meant = [x for x in unknown if did_you_mean(x, absent[:1])]

@@ -142,14 +142,14 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: linear_divergence(HIDDEN, WEIGHT, (HIDDEN, 3)), TypeError,  # type: ignore
      "teacher.head: expected a weight ..., got int"),
     (lambda: GRPOLoss(HIDDEN, WEIGHT, IDS, None, None), TypeError,  # type: ignore
-     "GRPOLoss: expected at most 1 arguments without a name (config), got 5"),
+     "GRPOLoss: expected at most config by position, got 5 arguments"),
     (lambda: grpo_loss(HIDDEN, WEIGHT, IDS, response_mask=IDS, advantages=LOGPS), TypeError,
      "completion_mask: expected by grpo_loss, got none; did you mean it by response_mask?"),
     (lambda: loss(bias=WEIGHT[:, 0]), TypeError, "bias: ...; did you mean head?"),
     (lambda: scores().loss, HINT, "...no attribute 'loss'; did you mean divergence?"),
     (lambda: Head(), TypeError, "weight: expected by Head, got none"),  # type: ignore[call-arg]
     (lambda: loss(WEIGHT.numpy()), TypeError, "head: expected a weight ..., got ndarray"),
-    (lambda: loss(nn.Embedding(9, 4)), TypeError, "lm_head: expected an nn.Linear ...Embedding"),
+    (lambda: loss(nn.Embedding(9, 4)), TypeError, "lm_head: expected an nn.Linear ...Embedding; pass its weight"),
     (lambda: Head(HEAD.weight.tolist()), TypeError, "weight: ... or a module, got list"),
     (lambda: Head(Head(WEIGHT)), TypeError, "weight: expected a tensor or a module, got Head"),
     (lambda: Head(WEIGHT, bias=30.0), TypeError, "bias: expected a tensor, got float"),
