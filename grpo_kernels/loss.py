@@ -15,8 +15,8 @@ and its forward and backward are::
     engine = the cheapest that gives this loss its exact gradient         engine/plan.py
     for each chunk of rows, before autograd knows of the call:            engine/sweep.py
         logits = hidden @ weight.T                                        engine/gemm.py
-        z = (logits + bias) / temperature                                 backends: `stats`
-        logps, entropies = log softmax(z)[id], -sum p log p               the same
+        z = (logits + bias) / temperature                                 backends: `prepare_`
+        logps, entropies = log softmax(z)[id], -sum p log p               backends: `stats`
         a, b of these rows, from logps and entropies                      objective/policy.py
         dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)            backends: `grad`
         d_logits = dz / temperature                                       the same
@@ -31,7 +31,8 @@ and its forward and backward are::
 Logit scale, soft-cap and rounding are left out here (`LogitTransform`). The loop is shown as the
 torch backend runs it (backends/torch_rows.py). For most losses the kernels of C++ (csrc/ops.cpp)
 and Triton (backends/triton_rows) do the five lines from z to d_logits at once, `fused`, and return
-w * l of their rows, too; `Job.fuses` and `Objective.fused_loss` say when.
+w * l of their rows, too; `Job.fuses` and `Objective.fused_loss` say when. Rows that certainly get
+no gradient, such as those with A = 0, run through a loop of their own, without one.
 
 In other engines the gradient comes later, or without a and b:
 

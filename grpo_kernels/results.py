@@ -207,11 +207,6 @@ class Scores:
     student_mass: Tensor = None  # type: ignore[assignment]
     topk_logps: Tensor = None  # type: ignore[assignment]
 
-    @staticmethod
-    def of(**results: Tensor | None) -> Scores:
-        """Return the results that are not None."""
-        return Scores(**{name: x for name, x in results.items() if x is not None})
-
     @property
     def given(self) -> dict[str, Tensor]:
         """The results that are not None, by name."""

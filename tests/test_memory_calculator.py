@@ -181,7 +181,7 @@ def test_the_pages_have_these_figures() -> None:
         assert abs(gap) < 0.11, (model, tokens)
         fallback.append(gib(model, n, "TRL", False))
     assert f"TRL's fallback needs {min(fallback)} to {max(fallback)} GiB" in on_cpu
-    claim = (ROOT / "README.md").read_text().partition("for Qwen3-8B, 16,384 tokens")[2]
+    claim = (ROOT / "README.md").read_text().partition("for Qwen3-8B and 16,384 tokens")[2]
     wanted = [gib("Qwen3-8B", 16_384, x, True) for x in ("TRL", "ours", "workspace, lean")]
     assert re.findall(r"(\d\.\d) GiB", claim) == wanted
     advice = page.partition("\n## Use less memory\n")[2].partition("\n## ")[0]

@@ -14,8 +14,8 @@ import inspect
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 import trl.trainer.distillation_trainer as trl_distillation
@@ -40,6 +40,8 @@ from grpo_kernels.transformers.call import HeadCall, run_in_head
 from grpo_kernels.trl.distillation import divergence_loss
 from grpo_kernels.trl.sampled_sets import SampledSets, over_sets
 
+# the extras that TRL's record has
+_EXTRAS: Any = tuple(x.name for x in fields(FusedCausalLMOutput) if x.name in choices.EXTRAS)
 IGNORED = -100  # label of positions that are not scored
 _HEADS = "_grpo_kernels_heads"  # attribute of a model
 _TUNED = "BaseTunerLayer"  # PEFT's class, which TRL's module imports if PEFT is installed
@@ -154,7 +156,7 @@ class FusedHead:
                     completion_mask=counted.to(states.device),
                     temperature=self.temperature,
                     entropy="entropy" in self.outputs,
-                    extras=cast(Any, tuple(x for x in choices.EXTRAS if x in self.outputs)),
+                    extras=tuple(x for x in _EXTRAS if x in self.outputs),
                     expected=expected,
                     run=heads.gathering(head, options.run),
                 ).given
@@ -198,7 +200,7 @@ class FusedHead:
             entropy=found.get("entropies"),
             label_mask=mask,
             aux_loss=aux_loss,
-            **{name: found[name].detach() if name in found else None for name in choices.EXTRAS},
+            **{name: found[name].detach() if name in found else None for name in _EXTRAS},
         )
 
 

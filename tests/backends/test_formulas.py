@@ -85,7 +85,9 @@ def test_on_policy_a_gradient_does_not_depend_on_the_log_probability(loss) -> No
         _, *slopes = formulas.SURROGATES[loss.surrogate](zeros, advantages, logps, *constants)
         for slope in slopes:
             assert torch.equal(slope, slope[:1].expand(n))
-        assert not loss.is_linear or (slopes[0] == 0).all()
+    off_policy = torch.full_like(zeros, 0.01)  # within every clip range
+    _, in_ratio, _ = formulas.SURROGATES[loss.surrogate](off_policy, -off_policy, logps, *constants)
+    assert loss.is_linear == bool((in_ratio == 0).all())
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
