@@ -74,7 +74,7 @@ def group_advantages(
     Args:
         rewards: (B,), or (B, F) from F reward functions. NaN means unscored and is left out of
             every sum, mean and std; a row without any score gets advantage 0. If F equals
-            `num_generations`, pass `reward_weights`: the shape may also be that of (prompts, G).
+            `num_generations`, pass `reward_weights`: the call cannot tell (B, F) from (prompts, G).
         num_generations: number of completions per prompt. A group consists of `num_generations`
             consecutive rows, counted over all ranks.
         group_ids: (B,) integers, an alternative to `num_generations`. Rows with equal ids form a
@@ -336,8 +336,8 @@ def reinforce_plus_plus(
     """Compute REINFORCE++ advantages: discounted returns, whitened over the batch.
 
     A_t = sum_(k >= t) gamma^(k - t) (r [k is the last counted token] - beta KL_k), then (A - mean)
-    / (std + eps), where mean and std are over all counted tokens of the batch on all ranks. Masked
-    positions are skipped. Rows without a score get 0 and are left out of the mean and the std.
+    / (std + eps), where [...] is 1 or 0, and mean and std are over all counted tokens of the batch
+    on all ranks. Masked positions are skipped. Rows without a score get 0 and are left out of both.
 
     Args:
         rewards, reward_weights, process_group: as in `group_advantages`.

@@ -36,10 +36,11 @@ OF_TOKENS = ("cispo", "sapo", "vespo")  # Liger has no per-sequence ratio for th
 
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearGRPOLoss(nn.Module):
-    """Replace ``LigerFusedLinearGRPOLoss`` of liger-kernel 0.8.5; `grpo_loss` computes the loss.
+    """Drop-in replacement for ``LigerFusedLinearGRPOLoss`` of liger-kernel 0.8.5.
 
-    The arguments and their defaults are Liger's, plus `engine`, `backend` and `workspace_bytes`
-    from `grpo_kernels.Run`. You may change any of them later, as attributes.
+    `grpo_loss` computes the loss. The arguments and their defaults are Liger's, plus `engine`,
+    `backend` and `workspace_bytes` from `grpo_kernels.Run`. You may change any of them later, as
+    attributes.
 
     Raises:
         TypeError, ValueError: an invalid argument.

@@ -198,8 +198,8 @@ def grpo_loss(
             negative values; NaN raises an error. The -inf of an additive attention mask draws a
             warning. If None, every position counts, and no host-device sync is needed to count
             them.
-        advantages: (B,), one per sequence, or (B, T) or (N,), one per token. In a packed batch with
-            N = B, they are read as one per sequence.
+        advantages: (B,), one per sequence, or (B, T) or (N,), one per token. If N = B, the two
+            shapes are the same, and are read as one per sequence.
         config: the loss; default `LossConfig()`.
         objective: your own per-token loss, a function of `TokenInputs`, which replaces the config's
             loss. The function may build on the config's loss, ``tokens.loss``. If it does not, only
@@ -239,8 +239,8 @@ def grpo_loss(
             log-probabilities in the distribution from which it sampled. These log-probabilities are
             over the sampler's whole vocabulary, not over the K ids. An entry of -inf is padding; a
             repeated id counts once, with its first log-probability. The ids center the score
-            (https://arxiv.org/abs/2609.20807): each token's policy gradient A w grad log p is
-            reduced by its expectation over the sampler's tokens. Outside the K ids, the sampler is
+            (https://arxiv.org/abs/2609.20807): from each token's policy gradient A w grad log p,
+            its expected value under the sampler is subtracted. Outside the K ids, the sampler is
             assumed to be proportional to the policy. The weight w is the ratio of
             ``vllm_importance_sampling_correction`` in mode ``"token_truncate"`` or
             ``"token_mask"``, or 1 without that option. Available for the loss types ``"grpo"``,
@@ -251,8 +251,8 @@ def grpo_loss(
             then taken over these sets, and only the head's rows of these ids are read. Compute old,
             reference and sampling log-probabilities over the same sets.
         on_missing_set: what to do with a position whose set is empty or lacks the sampled id.
-            ``"error"`` refuses it (on devices other than a CPU, its results are NaN); ``"full"``
-            scores it over the whole vocabulary.
+            ``"error"`` raises on a CPU; elsewhere, its results are NaN. ``"full"`` scores it over
+            the whole vocabulary.
 
         Packed sequences:
 

@@ -127,7 +127,7 @@ def compute_rewards(
 def reward_names(reward_funcs: RewardFunc | Sequence[RewardFunc]) -> list[str]:
     """Return the name of each reward function.
 
-    It is a function's own name, a model's checkpoint, or an object's class.
+    A function's name, a reward model's checkpoint, or the class name of any other callable.
     """
     return [_name(func) for func in _as_list(reward_funcs)]
 

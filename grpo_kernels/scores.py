@@ -169,8 +169,8 @@ def linear_logprob(
             bytes (12 in fp64) from forward to backward. The host waits for the device to read the
             sizes of the sets. With a sharded head, pass the same sets on every rank.
         on_missing_set: what to do with a position whose set is empty or lacks the sampled id.
-            ``"error"`` refuses it. ``"full"`` scores it over the whole vocabulary, as prime-rl
-            does; this costs as much as a call without sets.
+            ``"error"`` raises on a CPU; elsewhere, its results are NaN. ``"full"`` scores it over
+            the whole vocabulary, as prime-rl does; this costs as much as a call without sets.
 
         How it is computed:
 

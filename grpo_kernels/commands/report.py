@@ -1,7 +1,7 @@
 """Information for bug reports: `collect` returns the environment as a dict, `render` as text.
 
-`check` compares small random calls with plain float64 formulas. These are deliberately written out
-here, so they share no code with what they check. ``python -m grpo_kernels`` prints both.
+`check` compares small random calls with plain float64 formulas, written out here to share no code
+with what they check. ``python -m grpo_kernels`` prints the environment and the checks.
 """
 
 from __future__ import annotations

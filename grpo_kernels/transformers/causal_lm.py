@@ -87,7 +87,7 @@ def causal_lm_loss(
     logits_dtype: LogitsDtype = "float32",
     **inputs: Any,
 ) -> LossOutput:
-    """Compute a loss of a transformers model on a batch, in one forward without logits.
+    """Compute the loss of a transformers model on a batch, without storing the logits.
 
     ::
 
@@ -114,9 +114,9 @@ def causal_lm_loss(
             None: the config's weight.
         zero_advantage: what to do with sequences in which no token has a gradient (advantage 0
             without KL term and entropy bonus, or fully masked). ``"score"``: run them without
-            graph, for the metrics; ``"skip"``: do not run them, and leave them out of the metrics;
-            ``"train"``: run them like all others. With a custom loss (`objective`), all sequences
-            train.
+            an autograd graph, for the metrics; ``"skip"``: do not run them, and leave them out of
+            the metrics; ``"train"``: run them like all others. With a custom loss (`objective`),
+            all sequences train.
         layout: arrangement of the batch below the head. ``"tree"``: each distinct prefix runs once,
             including a prompt that several completions share, and padding does not run. ``"trim"``:
             one row per sequence, without the columns of padding on the left and right.
@@ -472,7 +472,7 @@ def _moved(x: Any, like: Tensor) -> Any:
 
 
 class HeadInputs:
-    """A head and its input in one forward of the model; filled in when `head_inputs` ends.
+    """A head and its input in one forward; complete after the `with head_inputs(model)` block.
 
     Attributes:
         hidden: (B, L, H), attached to the model's graph; position t predicts token t + 1.

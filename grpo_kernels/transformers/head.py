@@ -65,8 +65,7 @@ def describe_head(model: nn.Module) -> Head:
     the model applies after the product. What the model applies to the hidden states before its head
     is not included.
 
-    Before the library has run the model, the constants come from the model's config; afterwards,
-    they are measured.
+    The constants are read from the config, or measured once the library has run the model.
 
     Args:
         model: as in `completion_logprobs`.
