@@ -40,7 +40,7 @@ class HeadTensors(NamedTuple):
     """One value for each tensor of a head: the tensor itself, its gradient, or True if it needs
     one; None where the head has none.
 
-    The raw logits are ``hidden @ weight.T + lora_u @ lora_b.T + bias``.
+    The raw logits are ``hidden @ weight.T + lora_u @ lora_b.T``; row backends add the bias.
     """
 
     hidden: Any  # (N, H)

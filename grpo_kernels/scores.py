@@ -270,9 +270,10 @@ def linear_divergence(
             module without active adapters. If FSDP2 or ZeRO-3 shards the module, this call gathers
             it, so all ranks that share the module must make the call. V' may differ from V, and the
             ``vocab_size`` of the heads may differ, too. The distributions are then over the first
-            ids, which both heads have. With a process group, each rank holds the same ids of both
-            heads. No rank sees a whole head, so the heads must then have the same number of ids, or
-            the same ``vocab_size``.
+            ids, which both heads have, and a warning says so unless a head states its
+            ``vocab_size``. With a process group, each rank holds the same ids of both heads. No
+            rank sees a whole head, so the heads must then have the same number of ids, or the same
+            ``vocab_size``.
         completion_mask: (...), as in `linear_logprob`.
         divergence: ``"reverse_kl"``, KL(student || teacher); ``"forward_kl"``, KL(teacher ||
             student); or ``"jsd"``.

@@ -28,7 +28,7 @@ def warn_of_torch(place: str, better: str, refusal: str) -> None:
 @dataclass(frozen=True)
 class LogitTransform:
     """``z = softcap(scale * round(x + bias)) / temperature``: scaled logits z of the raw logits x,
-    which are hidden @ weight.T.
+    the products of a head (`head.HeadTensors`).
 
     ``softcap(x) = cap * tanh(x / cap)``.
     """

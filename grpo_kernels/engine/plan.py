@@ -505,6 +505,7 @@ def _compared(
     job: Job, hidden: Tensor, head: Head, reference: Reference | None, rows: Rows, run: Run
 ) -> dict[str, Any]:
     """Return what the ranks of a sharded head compare, besides the arguments of their call."""
+    serves, _ = choose_backend(run.backend, hidden.device, job.operand_dtype)
     # without rows, since their number may differ
     first, other = map_tensors(lambda x: x[:0], (replace(head, process_group=None), reference))
     return {
@@ -515,9 +516,7 @@ def _compared(
         "counted tokens": len(rows),
         "gradients wanted": [bool(x) for x in job.needs_grad],
         "dtype of the products": [job.operand_dtype, job.reference_dtype],
-        "backend that serves": choose_backend(run.backend, hidden.device, job.operand_dtype)[
-            0
-        ].name,
+        "backend that serves": serves.name,
     }
 
 

@@ -2,7 +2,7 @@
 
 For each chunk of rows: project, and do the row work. For each group of chunks, whose d logits share
 one product: add up the gradients. The logits of a chunk are the only tensor with a vocabulary
-dimension besides the weight and its gradient. Its gradient, d logits, may be
+dimension besides the weight and its gradient. d logits, the gradient in the raw logits, may be
 written into the same memory. Three functions make the row work of a chunk::
 
     stats_work     the statistics of each row
@@ -492,7 +492,7 @@ class _Sums:
     def __init__(
         self, job: Job, tensors: HeadTensors, groups: list[Group], needs_grad: HeadTensors
     ) -> None:
-        self._job, self._tensors, self._needs = job, tensors, needs_grad
+        self._job, self._tensors, self._needs_grad = job, tensors, needs_grad
         self._padded = max((group.start + group.padded_rows for group in groups), default=0)
         # per factor: (n, K), and padding, which the next group overwrites
         self._d_rows: list[Tensor | None] = []
@@ -503,7 +503,7 @@ class _Sums:
 
     def _allocate(self) -> None:
         # called only once the first group's d logits are under way
-        new, dtype, needs_grad = self._tensors.hidden, self._job.accumulator_dtype, self._needs
+        new, dtype, needs_grad = self._tensors.hidden, self._job.accumulator_dtype, self._needs_grad
         # the first group's product writes the matrices; without a group they are 0
         new_matrix = new.new_empty if len(self._job.rows) > 0 else new.new_zeros
         pairs = zip(self._tensors.factors(), needs_grad.factors(), strict=False)

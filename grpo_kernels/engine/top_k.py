@@ -120,7 +120,7 @@ class TopK:
         nowhere = replace(chunk, ids=torch.full_like(chunk.ids, -1))
         alone = replace(stats, divergence=None)  # the backend sees no teacher
         backend.grad(nowhere, alone, total, d_entropy, out)
-        d_logits = d_z * _d_projection(self.z, chunk.transform)
+        d_logits = d_z * _slope(self.z, chunk.transform)
         _overwrite(out, columns, here, d_logits.to(out.dtype))
 
 
@@ -319,7 +319,7 @@ def _rest(logps: Tensor) -> Tensor:
     return -torch.expm1(most[:, 0]) - others
 
 
-def _d_projection(z: Tensor, transform: LogitTransform) -> Tensor | float:
+def _slope(z: Tensor, transform: LogitTransform) -> Tensor | float:
     """Return d z / d (raw logits) of logits z (n, K)."""
     inv_t, cap = transform.inv_temperature, transform.softcap
     factor = transform.scale * inv_t

@@ -594,10 +594,9 @@ def warn_of_inputs(
             f"old_per_token_logps: rounded to {old_per_token_logps.dtype}, so ratios that "
             "should be 1 are off by 1% or more; keep them in torch.float32"
         )
-    without_ratio = objective is None and loss_type_of(config).importance_ratio is None
-    if importance_sampling_ratio is not None and without_ratio:
-        warn_once(f"importance_sampling_ratio: {_UNUSED.format(config.loss_type)}")
     if objective is None:  # else the config's loss may not be read
+        if importance_sampling_ratio is not None and loss_type_of(config).importance_ratio is None:
+            warn_once(f"importance_sampling_ratio: {_UNUSED.format(config.loss_type)}")
         warn_of_loss(config, on_policy=old_per_token_logps is None)
 
 
