@@ -32,6 +32,12 @@ def results(case: Case) -> list[Tensor]:
     return [y for x in found for y in (x.isnan(), x.nan_to_num())]
 
 
+def with_nan(case: Case, name: str) -> Case:
+    x = getattr(case, name).clone()
+    x[1, 2] = NAN
+    return case.but(**{name: x})
+
+
 def same_bits(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
@@ -122,20 +128,19 @@ def test_banned_target_on_policy(loss_type: str, level: str) -> None:
 
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
 def test_nan_at_a_counted_position_surfaces(loss_type: str, level: str) -> None:
-    """In the loss, and if it is the hidden state's in its row's logp, entropy and gradient; there
-    on-policy, too, where the coefficients would be known without any log-probability."""
+    """A hidden state's in the loss and in its row's logp, entropy and gradient; on-policy, too,
+    where the coefficients would be known without any log-probability. An argument's is refused."""
     options = {"mask": "full", "bias": True, **loss(loss_type, level)}
     ratio = None if loss_type == "gmpo" else "token"  # which takes no ratio
     off_policy = make_case("nan", beta=0.1, adv="token", ratio=ratio, **options)
-    names = ["hidden", *PER_TOKEN[:2], *([] if ratio is None else [RATIO])]
-    made = [(off_policy, name) for name in names]
-    for case, name in [*made, (make_case("nan on-policy", old=False, **options), "hidden")]:
-        x = getattr(case, name).clone()
-        x[1, 2] = NAN
-        out, grads = run(case.but(**{name: x}))
+    for name in (*PER_TOKEN[:2], *([] if ratio is None else [RATIO])):
+        with pytest.raises(ValueError, match=f"^{name}: expected numbers .*, got NaN for 1 of 21"):
+            run(with_nan(off_policy, name))
+    rows = torch.zeros(3, 7, dtype=torch.bool)
+    rows[1, 2] = True
+    for case in (off_policy, make_case("nan on-policy", old=False, **options)):
+        out, grads = run(with_nan(case, "hidden"))
         assert bool(out.loss.isnan()) and bool(grads["weight"].isnan().any())
-        rows = torch.zeros(3, 7, dtype=torch.bool)
-        rows[1, 2] = name == "hidden"
         assert torch.equal(out.logps.isnan(), rows)
         assert torch.equal(out.entropies.isnan(), rows)
         if level == "token" and not TERMS[loss_type].per_sequence:

@@ -29,7 +29,11 @@ WARNED: set[tuple[str, str, int]] = set()  # a message, and the file and line of
 
 def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn of a likely mistake, once for each line of the user's that makes it; with RuntimeWarning
-    of a fact of the machine, once in a process."""
+    of a fact of the machine, once in a process. A filter that makes it an error raises every time.
+
+    Python's own registry would forget what was said whenever any code enters `catch_warnings`, as
+    torch does in many steps.
+    """
     # the last ones call our functions: `nn.Module`, a model's forward, a trainer
     inner = ("grpo_kernels", "torch.", "transformers.", "peft.", "accelerate.", "trl.")
     level, frame = 1, sys._getframe()
@@ -39,8 +43,8 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
     if category is RuntimeWarning:
         place = message, "", 0
     if place not in WARNED:
-        WARNED.add(place)
         warnings.warn(f"grpo_kernels: {message}", category, stacklevel=level)
+        WARNED.add(place)
 
 
 # names that other libraries use -> ours; several if they differ from call to call
@@ -339,9 +343,14 @@ def check_finite(name: str, rows: Tensor) -> None:
 
 
 def check_logps(name: str, rows: Tensor | None) -> None:
-    """Require what looks like log-probabilities (n,). NaN passes; if any is below 0, others may be
-    above, where rounding may put a token that is nearly certain."""
-    if rows is None or rows.device.type != "cpu" or rows.numel() == 0 or bool((rows < 0).any()):
+    """Require what looks like log-probabilities (n,), on a CPU. If any is below 0, others may be
+    above, where rounding may put a token that is nearly certain. NaN passes from a sampler alone,
+    which could not score the token; elsewhere it would make the loss NaN."""
+    if rows is None or rows.device.type != "cpu" or rows.numel() == 0:
+        return
+    if not name.startswith("sampling"):
+        _check_no_nan(name, rows, "mask them, or look for NaN in the model that scored them")
+    if bool((rows < 0).any()):
         return
     highest = rows.nan_to_num(nan=0.0).amax().item()
     if highest > HIGHEST_LOGP:
@@ -352,9 +361,19 @@ def check_logps(name: str, rows: Tensor | None) -> None:
         )
 
 
+def _check_no_nan(name: str, rows: Tensor, way_out: str) -> None:
+    missing = rows.isnan()
+    if bool(missing.any()):
+        got = f"NaN for {int(missing.sum())} of {rows.numel()} tokens"
+        raise ValueError(f"{name}: expected numbers where the mask counts, got {got}; {way_out}")
+
+
 def check_ratios(name: str, rows: Tensor | None) -> None:
-    """Require ratios (n,), which are not negative; NaN passes."""
-    if rows is not None and rows.device.type == "cpu" and bool((rows < 0).any()):
+    """Require ratios (n,), which are not negative, on a CPU."""
+    if rows is None or rows.device.type != "cpu":
+        return
+    _check_no_nan(name, rows, "give a token that the sampler could not score a ratio of 1")
+    if bool((rows < 0).any()):
         raise ValueError(
             f"{name}: expected ratios >= 0 where the mask counts, got {rows.amin().item():.4g}: "
             "take the exponential of a log-ratio"

@@ -221,6 +221,16 @@ class LossConfig:
         told = [f"{x.name}={v!r}" for x, v in values if x.name == "loss_type" or v != x.default]
         return f"{type(self).__name__}({', '.join(told)})"
 
+    if not TYPE_CHECKING:  # else type checkers would accept the call
+
+        def __call__(self, *_: object, **fields: object) -> LossConfig:
+            """Raise TypeError: fields are changed by `dataclasses.replace`."""
+            changes = ", ".join(f"{name}={x!r:.40}" for name, x in fields.items()) or "beta=0.1"
+            raise TypeError(
+                "config: a LossConfig is not a function; to change fields of it: "
+                f"dataclasses.replace(config, {changes}), or GRPOLoss(config, {changes})"
+            )
+
     @property
     def clip_high(self) -> float:
         """`epsilon_high`, or `epsilon` if it is not set."""
@@ -443,8 +453,9 @@ def check_objective(config: LossConfig, objective: Any) -> None:
     """Require a function, and only terms in `config` that it can read as `tokens.loss`."""
     if objective is None:
         return
-    if not callable(objective) or isinstance(objective, type):
-        hint = "; pass it as config=" if isinstance(objective, LossConfig) else ""
+    is_config = isinstance(objective, LossConfig)
+    if is_config or not callable(objective) or isinstance(objective, type):
+        hint = "; pass it as config=" if is_config else ""
         got = objective.__name__ if isinstance(objective, type) else type(objective).__name__
         raise TypeError(f"objective: expected a function of TokenInputs, got {got}{hint}")
     _check_takes_tokens(objective.forward if isinstance(objective, nn.Module) else objective)

@@ -191,6 +191,8 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: grpo_kernels.linear_loss, HINT, "module 'grpo_kernels' has no attribute 'linear_l"),
     *((lambda name=name: getattr(presets, name), HINT, f"... did you mean {meant}?")
       for name, meant in (("grpo", "GRPO"), ("DrGRPO", "DR_GRPO"))),
+    (lambda: presets.DAPO(beta=0.1), TypeError,  # type: ignore[operator]
+     "config: ... dataclasses.replace(config, beta=0.1), or GRPOLoss(config, beta=0.1)"),
     (lambda: objectives.IPO, HINT, "... did you mean ipo?"),
 ]  # fmt: skip
 

@@ -131,6 +131,16 @@ def test_the_same_mistake_on_another_line_is_warned_of_again() -> None:
     assert ["completion_mask" in str(x.message) for x in caught] == [True, True]
 
 
+def test_a_filter_that_makes_warnings_errors_raises_in_every_call() -> None:
+    batch = small_batch()
+    batch["head"] = batch.pop("weight")
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match=r"delta: .* is below"):
+                grpo_loss(**batch, delta=1.1)
+
+
 def test_heads_of_two_sizes_are_warned_of_unless_that_is_stated() -> None:
     batch = small_batch()
     hidden, weight = batch["hidden"], batch["weight"]
