@@ -207,7 +207,8 @@ def process_advantages(
         length: the length T; pass either `length` or `completion_mask`.
 
     Returns:
-        (B, T) advantages on the mask's device, 0 after the last step.
+        (B, T) advantages on the mask's device, 0 after the last step. A step at its group's mean,
+        and steps that cancel each other, give exactly 0.
 
     Raises:
         TypeError, ValueError: as in `group_advantages`; also if a step end is outside [0, T), or is
@@ -227,7 +228,8 @@ def process_advantages(
     mask = _bool_mask(completion_mask)
     _check_shape("completion_mask", mask, "(B, T)", (batch_size, mask.shape[1]))
     columns = mask.shape[1]
-    x, ends = widen(table.to(mask.device)), ends.to(mask.device, torch.int64)
+    x = table.to(widen(mask[:0]).dtype).to(mask.device)  # first to what the device has
+    ends = ends.to(mask.device, torch.int64)
     scored = ~x.isnan()
     _require_all(~x.isinf(), x, "step_rewards", "finite values, or NaN for an unscored step")
     in_range = ~scored | ((ends >= 0) & (ends < columns))
@@ -244,9 +246,15 @@ def process_advantages(
     groups = _groups(x, num_generations, group_ids, process_group, fewest=1)
     by_step = groups._replace(of_row=groups.of_row.repeat_interleave(steps))
     centered, spread, _ = _moments(x.reshape(-1, 1), by_step, correction)
+    rounding = max(torch.finfo(x.dtype).eps, min(_eps_of(table), torch.finfo(torch.float32).eps))
+    centered = _unless_rounding(centered, rounding * spread)
     normalized = _divide(centered, spread + eps).nan_to_num(nan=0.0).view(batch_size, steps)
     at_ends = x.new_zeros(batch_size, columns + 1).scatter(1, places, normalized)[:, :-1]
-    return torch.where(mask, discounted_sums(at_ends, 1.0), 0.0).to(_float_dtype(table))
+    sums = _unless_rounding(
+        discounted_sums(at_ends, 1.0), rounding * discounted_sums(at_ends.abs(), 1.0)
+    )
+    dtype = _float_dtype(table) if isinstance(step_rewards, Tensor) else torch.float32
+    return torch.where(mask, sums, 0.0).to(dtype)
 
 
 @hints_names
@@ -497,6 +505,11 @@ def _moments(x: Tensor, groups: _Groups, correction: int) -> tuple[Tensor, Tenso
     return centered, std[groups.of_row], count[groups.of_row]
 
 
+def _unless_rounding(x: Tensor, error: Tensor) -> Tensor:
+    """`x`, or 0 where it is not above the rounding error of the numbers that it comes from."""
+    return torch.where(x.abs() <= error, 0.0, x)
+
+
 def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Divide, with 0 / 0 = 0."""
     return torch.where(numerator == 0, 0.0, numerator / denominator)
@@ -562,7 +575,7 @@ def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
             raise ValueError(f"step_ends: {expected}, got {got}")
     if not isinstance(rewards, Tensor):
         rewards = [[math.nan if x is None else x for x in row] for row in rewards]
-    rewards, ends = _padded(rewards, math.nan, torch.float32), _padded(ends, -1, torch.int64)
+    rewards, ends = _padded(rewards, math.nan, torch.float64), _padded(ends, -1, torch.int64)
     check_tensor("step_rewards", rewards)
     if rewards.dim() != 2:
         raise ValueError(f"step_rewards: expected shape (B, S), got {tuple(rewards.shape)}")
@@ -655,6 +668,10 @@ def _correction(std: str, off: str = "") -> int:
     hint = f"; {off} turns the division off" if off and not std else ""
     check_choice("std", std, choices(AdvantageStd), hint)
     return 1 if std == "sample" else 0
+
+
+def _eps_of(x: Tensor) -> float:
+    return torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
 
 
 def _float_dtype(x: Tensor) -> torch.dtype:

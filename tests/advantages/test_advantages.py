@@ -230,6 +230,18 @@ def test_process_lists_are_padded_tensors():
     assert adv.process_advantages([[], [], []], [[], [], []], 3, length=0).shape == (3, 0)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64])
+def test_process_steps_that_cancel_give_exactly_0(dtype):
+    """Also where the rewards have no exact binary form: a lone step at the mean, and two steps."""
+    rewards, ends = [[0.1, 0.9], [0.5, None]], [[3, 7], [5, 0]]
+    if dtype is not None:
+        rewards, ends = torch.tensor([[0.1, 0.9], [0.5, NAN]], dtype=dtype), torch.tensor(ends)
+    found = adv.process_advantages(rewards, ends, 2, length=8)
+    assert found.dtype == (dtype or torch.float32)
+    assert found[0, :4].tolist() == [0.0] * 4 and found[1].tolist() == [0.0] * 8
+    assert found[0, 4:].tolist() == pytest.approx([0.99975] * 4)
+
+
 def test_process_lists_follow_the_mask_to_its_device(monkeypatch):
     lists, mask = ([[0.1, 0.9], [0.5]], [[3, 7], [5]], 2), torch.ones(2, 8)
     expected = adv.process_advantages(*lists, completion_mask=mask)
