@@ -20,7 +20,7 @@ from benchmarks.run import Results, Step, measure_runs
 from benchmarks.timing import Clock
 from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.fused_loss import FusedLoss
-from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform
+from grpo_kernels.backends.interface import Chunk, Coefficients, FusedRowBackend, LogitTransform
 
 SPREAD = 2.5  # standard deviation of the logits
 COPY_BYTES = 2 * 2**30
@@ -85,8 +85,8 @@ def _row_runs(
     runs: dict[str, tuple[int, Callable[[], Any]]] = {
         "stats": (4, lambda: backend.stats(chunk, entropy=True)),
         "stats_no_entropy": (4, lambda: backend.stats(chunk, entropy=False)),
-        "grad": (6, lambda: backend.grad(chunk, stats, a, None, out)),
-        "grad_entropy": (6, lambda: backend.grad(chunk, stats, a, b, out)),
+        "grad": (6, lambda: backend.grad(chunk, stats, Coefficients(a), out)),
+        "grad_entropy": (6, lambda: backend.grad(chunk, stats, Coefficients(a, b), out)),
     }
     if isinstance(backend, FusedRowBackend):
         runs |= {

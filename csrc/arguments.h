@@ -90,29 +90,29 @@ struct Rows {
   }
 };
 
-// A teacher as the ops take it; `logits` is absent without a teacher.
-struct TeacherArguments {
+// A reference as the ops take it; `logits` is absent without a reference.
+struct ReferenceArguments {
   MaybeTensor logits;
   Transform transform;
   double beta;
 };
 
-// Rows of logits with their targets, and the teacher's rows if there is a teacher.
+// Rows of logits with their targets, and the reference's rows if there is a reference.
 template <class T>
 struct Chunk {
   int64_t n, vocab;
   Rows<T> rows;
   const int64_t* ids;
-  std::optional<Rows<T>> teacher;
+  std::optional<Rows<T>> reference;
   double beta;
 
-  Chunk(const Tensor& logits, const Tensor& targets, const Transform& transform, const TeacherArguments& other)
+  Chunk(const Tensor& logits, const Tensor& targets, const Transform& transform, const ReferenceArguments& other)
       : n(logits.size(0)),
         vocab(logits.size(1)),
         rows(logits, n, vocab, transform, ""),
         ids(column<int64_t>(targets, n, "ids")),
         beta(other.beta) {
-    if (other.logits.has_value()) teacher.emplace(*other.logits, n, vocab, other.transform, "teacher_");
+    if (other.logits.has_value()) reference.emplace(*other.logits, n, vocab, other.transform, "reference_");
     STD_TORCH_CHECK(beta >= 0.0 && beta <= 1.0, "jsd_beta: expected a number in [0, 1], got ", beta);
   }
 
@@ -140,7 +140,7 @@ struct StatColumns {
         entropies(column<T>(entropies, n, "entropies")) {}
 };
 
-// The divergence and the teacher's statistics (n,). Without a teacher all are null, except that value may hold a KL.
+// The divergence and the reference's statistics (n,). Without a reference all are null, except that value may hold a KL.
 template <class T>
 struct DivergenceColumns {
   T *value, *sum_k, *max_logit, *log_sum;
@@ -149,8 +149,8 @@ struct DivergenceColumns {
                     const MaybeTensor& log_sum)
       : value(column<T>(value, n, "value")),
         sum_k(column<T>(sum_k, n, "sum_k")),
-        max_logit(column<T>(max_logit, n, "teacher_max_logit")),
-        log_sum(column<T>(log_sum, n, "teacher_log_sum")) {}
+        max_logit(column<T>(max_logit, n, "reference_max_logit")),
+        log_sum(column<T>(log_sum, n, "reference_log_sum")) {}
 };
 
 }  // namespace grpo_kernels

@@ -1,4 +1,4 @@
-// A divergence of the student's row from the teacher's, and the gradient of a row that has a teacher. Written after
+// A divergence of the student's row from the reference's, and the gradient of a row that has a reference. Written after
 // grpo_kernels/backends/divergence.py, which has the formulas and explains them. With p and q the two probabilities,
 // d = log p - log q, x = |d| and `lead` the larger of p and q, an element takes two exponentials: that of lead, and e^-x.
 
@@ -101,8 +101,8 @@ template <class T>
 INLINE Terms<T> terms(Kind kind, const Divergence<T>& at, Vector<T> z, Vector<T> y) {
   const Vector<T> d = distance<T>(at, z, y);
   const auto ahead = d >= T(0);
-  const Vector<T> scale = ahead ? splat<Vector<T>>(at.inv_sum) : splat<Vector<T>>(at.teacher_inv_sum);
-  const Vector<T> lead = exp_below_0(ahead ? z - at.max : y - at.teacher_max) * scale;
+  const Vector<T> scale = ahead ? splat<Vector<T>>(at.inv_sum) : splat<Vector<T>>(at.reference_inv_sum);
+  const Vector<T> lead = exp_below_0(ahead ? z - at.max : y - at.reference_max) * scale;
   const Powers<T> of_d = powers(d);
   Terms<T> of;
   of.p = ahead ? lead : lead * of_d.e;
@@ -124,14 +124,14 @@ INLINE Terms<T> gradient_terms(Kind kind, const Divergence<T>& at, Vector<T> z, 
 }
 
 template <class T, bool PLAIN>
-INLINE Diverged diverge(Kind kind, const Row<T>& row, const Row<T>& teacher, const Divergence<T>& at) {
+INLINE Diverged diverge(Kind kind, const Row<T>& row, const Row<T>& reference, const Divergence<T>& at) {
   Diverged sums{0.0, 0.0};
   for (int64_t tile = 0; tile < row.size; tile += kTile) {
     const int64_t stop = row.size - tile < kTile ? row.size : tile + kTile;
     for (int64_t lane = 0; lane < kLanes; lane += kWidth<T>) {
       Vector<T> value{}, k{};
       for (int64_t start = tile + lane; start < stop; start += kLanes) {
-        const Terms<T> of = terms<T>(kind, at, logits<T, PLAIN>(row, start), logits<T, PLAIN>(teacher, start));
+        const Terms<T> of = terms<T>(kind, at, logits<T, PLAIN>(row, start), logits<T, PLAIN>(reference, start));
         value += of.value, k += of.k;
       }
       add_to<T>(sums.value, value), add_to<T>(sums.sum_k, k);
@@ -149,10 +149,10 @@ struct Columns {
 };
 
 template <class T, bool PLAIN>
-INLINE Columns<T> columns(Kind kind, const Row<T>& row, const Row<T>& teacher, const Divergence<T>& at, int64_t start,
+INLINE Columns<T> columns(Kind kind, const Row<T>& row, const Row<T>& reference, const Divergence<T>& at, int64_t start,
                           int count) {
   const Vector<T> x = projection<T, PLAIN>(row, start, count), z = scaled<T, PLAIN>(row, x);
-  const Vector<T> y = scaled<T, PLAIN>(teacher, projection<T, PLAIN>(teacher, start, count));
+  const Vector<T> y = scaled<T, PLAIN>(reference, projection<T, PLAIN>(reference, start, count));
   return {x, z, gradient_terms<T>(kind, at, z, y)};
 }
 
@@ -163,18 +163,18 @@ INLINE Vector<T> pull(const Divergence<T>& at, const Terms<T>& of) {
 }
 
 template <class T, bool PLAIN>
-INLINE void gradient_with_teacher(Kind kind, const Row<T>& row, const Gradient<T>& at, const Row<T>& teacher,
+INLINE void gradient_with_reference(Kind kind, const Row<T>& row, const Gradient<T>& at, const Row<T>& reference,
                                   const Divergence<T>& from) {
   const bool has_target = at.target >= 0 && at.target < row.size;
   Vector<T> d_target{};  // read before `out`, which may be the row itself, is written
   if (has_target) {
-    const Columns<T> here = columns<T, PLAIN>(kind, row, teacher, from, at.target, 1);
+    const Columns<T> here = columns<T, PLAIN>(kind, row, reference, from, at.target, 1);
     d_target = (pull<T>(from, here.of) + at.at_target) * slope<T, PLAIN>(row, here.x);
   }
   char* const out = static_cast<char*>(at.out);
   for (int64_t start = 0; start < row.size; start += kWidth<T>) {
     const int count = count_at<T>(start, row.size);
-    const Columns<T> here = columns<T, PLAIN>(kind, row, teacher, from, start, count);
+    const Columns<T> here = columns<T, PLAIN>(kind, row, reference, from, start, count);
     Vector<T> d = splat<Vector<T>>(-at.d_logp);
     if (at.has_d_entropy) d -= (at_least(here.z - at.max, splat<Vector<T>>(T(kLowest))) + at.offset) * at.d_entropy;
     d = (d * here.of.p + pull<T>(from, here.of)) * slope<T, PLAIN>(row, here.x);
@@ -185,26 +185,26 @@ INLINE void gradient_with_teacher(Kind kind, const Row<T>& row, const Gradient<T
 
 // One loop for each kind of plain rows in float, the usual case, and one for all others: more would compile slowly.
 template <class T>
-Diverged diverge_any(const Row<T>& row, const Row<T>& teacher, const Divergence<T>& at) {
+Diverged diverge_any(const Row<T>& row, const Row<T>& reference, const Divergence<T>& at) {
   if constexpr (sizeof(T) == 4) {
-    if (is_plain(row) && is_plain(teacher)) {
-      if (at.kind() == Kind::forward) return diverge<T, true>(Kind::forward, row, teacher, at);
-      if (at.kind() == Kind::reverse) return diverge<T, true>(Kind::reverse, row, teacher, at);
-      return diverge<T, true>(Kind::mixed, row, teacher, at);
+    if (is_plain(row) && is_plain(reference)) {
+      if (at.kind() == Kind::forward) return diverge<T, true>(Kind::forward, row, reference, at);
+      if (at.kind() == Kind::reverse) return diverge<T, true>(Kind::reverse, row, reference, at);
+      return diverge<T, true>(Kind::mixed, row, reference, at);
     }
   }
-  return diverge<T, false>(at.kind(), row, teacher, at);
+  return diverge<T, false>(at.kind(), row, reference, at);
 }
 
 template <class T>
-void gradient_with_teacher_any(const Row<T>& row, const Gradient<T>& at, const Row<T>& teacher,
+void gradient_with_reference_any(const Row<T>& row, const Gradient<T>& at, const Row<T>& reference,
                                const Divergence<T>& from) {
   if constexpr (sizeof(T) == 4) {
-    if (is_plain(row) && is_plain(teacher)) {
-      if (from.kind() == Kind::forward) return gradient_with_teacher<T, true>(Kind::forward, row, at, teacher, from);
-      if (from.kind() == Kind::reverse) return gradient_with_teacher<T, true>(Kind::reverse, row, at, teacher, from);
-      return gradient_with_teacher<T, true>(Kind::mixed, row, at, teacher, from);
+    if (is_plain(row) && is_plain(reference)) {
+      if (from.kind() == Kind::forward) return gradient_with_reference<T, true>(Kind::forward, row, at, reference, from);
+      if (from.kind() == Kind::reverse) return gradient_with_reference<T, true>(Kind::reverse, row, at, reference, from);
+      return gradient_with_reference<T, true>(Kind::mixed, row, at, reference, from);
     }
   }
-  gradient_with_teacher<T, false>(from.kind(), row, at, teacher, from);
+  gradient_with_reference<T, false>(from.kind(), row, at, reference, from);
 }

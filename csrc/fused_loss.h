@@ -25,17 +25,17 @@ struct LossConstants {
 };
 
 // The inputs of one token. On-policy `advantage` is the derivative of the policy term, weight and gate included. With a
-// teacher the KL is the divergence of the whole row.
+// reference the KL is the divergence of the whole row.
 template <class T>
 struct Token {
   T advantage, weight, gate, old, ref, divergence;
-  bool on_policy, has_gate, has_teacher;
+  bool on_policy, has_gate, has_reference;
 };
 
 template <class T>
 struct TokenTerms {
   T loss, d_logp, log_ratio, kl;
-  T d_divergence;  // d loss / d D, where there is a teacher
+  T d_divergence;  // d loss / d D, where there is a reference
 };
 
 template <class T>
@@ -63,7 +63,7 @@ TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T lo
     const T factor = c.beta * token.weight;
     terms.loss += factor * terms.kl, terms.d_logp += factor * d_kl;
   }
-  if (token.has_teacher) {
+  if (token.has_reference) {
     terms.kl = token.divergence, terms.d_divergence = c.beta * token.weight;
     terms.loss += terms.d_divergence * terms.kl;
   }

@@ -27,8 +27,8 @@ namespace grpo_kernels::ISA {
 extern const Kernels<float> in_float;
 extern const Kernels<double> in_double;
 const Kernels<float> in_float = {reduce_any<float>, gradient_any<float>, diverge_any<float>,
-                                 gradient_with_teacher_any<float>};
+                                 gradient_with_reference_any<float>};
 const Kernels<double> in_double = {reduce_any<double>, gradient_any<double>, diverge_any<double>,
-                                   gradient_with_teacher_any<double>};
+                                   gradient_with_reference_any<double>};
 }  // namespace grpo_kernels::ISA
 END_TARGET

@@ -9,7 +9,7 @@
 #include "row_stats.h"
 #include "fused_loss.h"
 
-// The arguments for rows of logits, and for the teacher's: in the schemas, and in the functions behind them.
+// The arguments for rows of logits, and for the reference's: in the schemas, and in the functions behind them.
 #define ROWS                                                                                                        \
   "Tensor logits, Tensor ids, Tensor? bias, Tensor? inv_temperatures, float inner, float outer, bool has_softcap, " \
   "ScalarType? rounded_to, "
@@ -18,17 +18,17 @@
       double inner, double outer, bool has_softcap, std::optional<ScalarType> rounded_to
 #define ROWS_GIVEN \
   logits, ids, Transform { bias, inv_temperatures, inner, outer, has_softcap, rounded_to }
-#define TEACHER                                                                                               \
-  "Tensor? teacher_logits, Tensor? teacher_bias, Tensor? teacher_inv_temperatures, float teacher_inner, "     \
-  "float teacher_outer, bool teacher_has_softcap, ScalarType? teacher_rounded_to, float jsd_beta, "
-#define TEACHER_IN                                                                                               \
-  const MaybeTensor &teacher_logits, const MaybeTensor &teacher_bias,                                            \
-      const MaybeTensor &teacher_inv_temperatures, double teacher_inner, double teacher_outer,                   \
-      bool teacher_has_softcap, std::optional<ScalarType> teacher_rounded_to, double jsd_beta
-#define TEACHER_GIVEN                                                                                            \
-  TeacherArguments {                                                                                             \
-    teacher_logits,                                                                                              \
-        {teacher_bias, teacher_inv_temperatures, teacher_inner, teacher_outer, teacher_has_softcap, teacher_rounded_to}, \
+#define REFERENCE                                                                                               \
+  "Tensor? reference_logits, Tensor? reference_bias, Tensor? reference_inv_temperatures, float reference_inner, "     \
+  "float reference_outer, bool reference_has_softcap, ScalarType? reference_rounded_to, float jsd_beta, "
+#define REFERENCE_IN                                                                                               \
+  const MaybeTensor &reference_logits, const MaybeTensor &reference_bias,                                            \
+      const MaybeTensor &reference_inv_temperatures, double reference_inner, double reference_outer,                   \
+      bool reference_has_softcap, std::optional<ScalarType> reference_rounded_to, double jsd_beta
+#define REFERENCE_GIVEN                                                                                            \
+  ReferenceArguments {                                                                                             \
+    reference_logits,                                                                                              \
+        {reference_bias, reference_inv_temperatures, reference_inner, reference_outer, reference_has_softcap, reference_rounded_to}, \
         jsd_beta                                                                                          \
   }
 
@@ -51,16 +51,16 @@ Sums write_stats(const Chunk<T>& chunk, const StatColumns<T>& out, int64_t i, bo
 // The arguments of the kernels for row i's divergence, without those of its gradient.
 template <class T>
 Divergence<T> divergence_of(const Chunk<T>& chunk, const T* max_logit, const T* log_sum,
-                            const DivergenceColumns<T>& teacher, int64_t i) {
-  return row_divergence(max_logit[i], log_sum[i], teacher.max_logit[i], teacher.log_sum[i], chunk.beta);
+                            const DivergenceColumns<T>& reference, int64_t i) {
+  return row_divergence(max_logit[i], log_sum[i], reference.max_logit[i], reference.log_sum[i], chunk.beta);
 }
 
-// Write the divergence of row i from the teacher's, given the statistics of both.
+// Write the divergence of row i from the reference's, given the statistics of both.
 template <class T>
 void write_divergence(const Chunk<T>& chunk, const T* max_logit, const T* log_sum, const DivergenceColumns<T>& out,
                       int64_t i) {
   const Divergence<T> at = divergence_of(chunk, max_logit, log_sum, out, i);
-  const Diverged found = kernels<T>().diverge(chunk.rows.row(i), chunk.teacher->row(i), at);
+  const Diverged found = kernels<T>().diverge(chunk.rows.row(i), chunk.reference->row(i), at);
   out.value[i] = static_cast<T>(found.value);
   out.sum_k[i] = static_cast<T>(found.sum_k);
 }
@@ -72,16 +72,16 @@ struct Coefficients {
 };
 
 template <class T>
-void write_gradient(const Chunk<T>& chunk, const StatColumns<T>& stats, const DivergenceColumns<T>& teacher, int64_t i,
+void write_gradient(const Chunk<T>& chunk, const StatColumns<T>& stats, const DivergenceColumns<T>& reference, int64_t i,
                     const Coefficients<T>& by, bool has_d_entropy, int64_t first_id, const Matrix& out) {
   const T entropy = has_d_entropy ? stats.entropies[i] : T(0);
   Gradient<T> at = row_gradient(stats.logps[i], stats.max_logit[i], stats.log_sum[i], entropy, by.d_logp, by.d_entropy, has_d_entropy);
   at.target = static_cast<int64_t>(static_cast<uint64_t>(chunk.ids[i]) - first_id);  // any id: no overflow
   at.out = out.row(i), at.dtype = out.dtype;
-  if (!chunk.teacher.has_value()) return kernels<T>().gradient(chunk.rows.row(i), at);
-  Divergence<T> from = divergence_of(chunk, stats.max_logit, stats.log_sum, teacher, i);
-  from.d_divergence = by.d_divergence, from.sum_k = teacher.sum_k[i];
-  kernels<T>().gradient_with_teacher(chunk.rows.row(i), at, chunk.teacher->row(i), from);
+  if (!chunk.reference.has_value()) return kernels<T>().gradient(chunk.rows.row(i), at);
+  Divergence<T> from = divergence_of(chunk, stats.max_logit, stats.log_sum, reference, i);
+  from.d_divergence = by.d_divergence, from.sum_k = reference.sum_k[i];
+  kernels<T>().gradient_with_reference(chunk.rows.row(i), at, chunk.reference->row(i), from);
 }
 
 template <class T>
@@ -108,11 +108,11 @@ void stats_of(const Chunk<T>& chunk, const Tensor& logps, const Tensor& max_logi
 }
 
 template <class T>
-void diverge_of(const Chunk<T>& chunk, const Tensor& max_logit, const Tensor& log_sum, const Tensor& teacher_max_logit,
-                const Tensor& teacher_log_sum, const Tensor& value, const Tensor& sum_k) {
-  STD_TORCH_CHECK(chunk.teacher.has_value(), "teacher_logits: expected");
+void diverge_of(const Chunk<T>& chunk, const Tensor& max_logit, const Tensor& log_sum, const Tensor& reference_max_logit,
+                const Tensor& reference_log_sum, const Tensor& value, const Tensor& sum_k) {
+  STD_TORCH_CHECK(chunk.reference.has_value(), "reference_logits: expected");
   const T *max_logits = column<T>(max_logit, chunk.n, "max_logit"), *log_sums = column<T>(log_sum, chunk.n, "log_sum");
-  const DivergenceColumns<T> out(chunk.n, value, sum_k, teacher_max_logit, teacher_log_sum);
+  const DivergenceColumns<T> out(chunk.n, value, sum_k, reference_max_logit, reference_log_sum);
   chunk.each_row([&](int64_t i) { write_divergence(chunk, max_logits, log_sums, out, i); });
 }
 
@@ -120,29 +120,29 @@ struct GradTensors {
   Tensor logps, max_logit, log_sum;
   MaybeTensor entropies;
   Tensor d_logp;
-  MaybeTensor d_entropy, d_divergence, sum_k, teacher_max_logit, teacher_log_sum;
+  MaybeTensor d_entropy, d_divergence, sum_k, reference_max_logit, reference_log_sum;
 };
 
 template <class T>
 void grad_of(const Chunk<T>& chunk, const GradTensors& given, int64_t first_id, const Tensor& out) {
   const int64_t n = chunk.n;
   const StatColumns<T> stats(n, given.logps, given.max_logit, given.log_sum, given.entropies);
-  const DivergenceColumns<T> teacher(n, std::nullopt, given.sum_k, given.teacher_max_logit, given.teacher_log_sum);
+  const DivergenceColumns<T> reference(n, std::nullopt, given.sum_k, given.reference_max_logit, given.reference_log_sum);
   const T *d_logp = column<T>(given.d_logp, n, "d_logp"), *d_entropy = column<T>(given.d_entropy, n, "d_entropy");
   const T* d_divergence = column<T>(given.d_divergence, n, "d_divergence");
   const Matrix to(out, n, chunk.vocab, "out");
   check_out<T>(to);
   STD_TORCH_CHECK(d_entropy == nullptr || stats.entropies != nullptr, "entropies: expected with d_entropy");
-  const bool is_given[] = {d_divergence != nullptr, teacher.sum_k != nullptr, teacher.max_logit != nullptr,
-                           teacher.log_sum != nullptr};
+  const bool is_given[] = {d_divergence != nullptr, reference.sum_k != nullptr, reference.max_logit != nullptr,
+                           reference.log_sum != nullptr};
   for (const bool x : is_given) {
-    STD_TORCH_CHECK(x == chunk.teacher.has_value(),
-                    "d_divergence, sum_k, teacher_max_logit, teacher_log_sum: expected with a teacher, and without one "
+    STD_TORCH_CHECK(x == chunk.reference.has_value(),
+                    "d_divergence, sum_k, reference_max_logit, reference_log_sum: expected with a reference, and without one "
                     "none");
   }
   chunk.each_row([&](int64_t i) {
     const Coefficients<T> by{d_logp[i], d_entropy ? d_entropy[i] : T(0), d_divergence ? d_divergence[i] : T(0)};
-    write_gradient(chunk, stats, teacher, i, by, d_entropy != nullptr, first_id, to);
+    write_gradient(chunk, stats, reference, i, by, d_entropy != nullptr, first_id, to);
   });
 }
 
@@ -154,14 +154,14 @@ struct TokenTensors {
 
 struct FusedResults {
   Tensor logps, max_logit, log_sum, entropies, loss, d_logp, log_ratio;
-  MaybeTensor kl, sum_k, teacher_max_logit, teacher_log_sum, out;
+  MaybeTensor kl, sum_k, reference_max_logit, reference_log_sum, out;
 };
 
-// Write the teacher's statistics of row i.
+// Write the reference's statistics of row i.
 template <class T>
-void write_teacher_stats(const Chunk<T>& chunk, const DivergenceColumns<T>& out, int64_t i) {
+void write_reference_stats(const Chunk<T>& chunk, const DivergenceColumns<T>& out, int64_t i) {
   Sums sums;
-  kernels<T>().reduce(chunk.teacher->row(i), -1, false, sums);
+  kernels<T>().reduce(chunk.reference->row(i), -1, false, sums);
   const RowStats stats = row_stats(sums);
   out.max_logit[i] = static_cast<T>(stats.max);
   out.log_sum[i] = static_cast<T>(stats.log_sum);
@@ -176,18 +176,18 @@ void fused_of(const Chunk<T>& chunk, const TokenTensors& tokens, const LossConst
   const T *old = column<T>(tokens.old, n, "old"), *ref = column<T>(tokens.ref, n, "ref");
   const T* gate = column<T>(tokens.gate, n, "gate");
   const StatColumns<T> stats(n, results.logps, results.max_logit, results.log_sum, results.entropies);
-  const DivergenceColumns<T> teacher(n, results.kl, results.sum_k, results.teacher_max_logit, results.teacher_log_sum);
+  const DivergenceColumns<T> reference(n, results.kl, results.sum_k, results.reference_max_logit, results.reference_log_sum);
   T *loss = column<T>(results.loss, n, "loss"), *d_logp = column<T>(results.d_logp, n, "d_logp");
-  T *log_ratio = column<T>(results.log_ratio, n, "log_ratio"), *kl = teacher.value;
+  T *log_ratio = column<T>(results.log_ratio, n, "log_ratio"), *kl = reference.value;
   const LossConstants<T> constants = given.template to<T>();
-  const bool estimates = constants.estimator != Estimator::none, has_teacher = chunk.teacher.has_value();
-  STD_TORCH_CHECK(!(estimates && has_teacher), "estimator: expected none with a teacher");
-  STD_TORCH_CHECK(tokens.ref.has_value() == estimates && results.kl.has_value() == (estimates || has_teacher),
-                  "ref, kl: expected with an estimator, without one neither, but kl with a teacher");
-  const bool is_given[] = {teacher.sum_k != nullptr, teacher.max_logit != nullptr, teacher.log_sum != nullptr};
+  const bool estimates = constants.estimator != Estimator::none, has_reference = chunk.reference.has_value();
+  STD_TORCH_CHECK(!(estimates && has_reference), "estimator: expected none with a reference");
+  STD_TORCH_CHECK(tokens.ref.has_value() == estimates && results.kl.has_value() == (estimates || has_reference),
+                  "ref, kl: expected with an estimator, without one neither, but kl with a reference");
+  const bool is_given[] = {reference.sum_k != nullptr, reference.max_logit != nullptr, reference.log_sum != nullptr};
   for (const bool x : is_given) {
-    STD_TORCH_CHECK(x == has_teacher,
-                    "sum_k, teacher_max_logit, teacher_log_sum: expected with a teacher, and without one none");
+    STD_TORCH_CHECK(x == has_reference,
+                    "sum_k, reference_max_logit, reference_log_sum: expected with a reference, and without one none");
   }
   const bool on_policy = !tokens.old.has_value();
   STD_TORCH_CHECK(tokens.d_policy.has_value() == on_policy && tokens.advantages.has_value() != on_policy,
@@ -200,26 +200,26 @@ void fused_of(const Chunk<T>& chunk, const TokenTensors& tokens, const LossConst
   }
   chunk.each_row([&](int64_t i) {
     write_stats(chunk, stats, i, false);
-    if (has_teacher) {
-      write_teacher_stats(chunk, teacher, i);
-      write_divergence(chunk, stats.max_logit, stats.log_sum, teacher, i);
+    if (has_reference) {
+      write_reference_stats(chunk, reference, i);
+      write_divergence(chunk, stats.max_logit, stats.log_sum, reference, i);
     }
     const Token<T> token{factors[i], weights[i], gate ? gate[i] : T(1), old ? old[i] : T(0), ref ? ref[i] : T(0),
-                         has_teacher ? kl[i] : T(0), on_policy, gate != nullptr, has_teacher};
+                         has_reference ? kl[i] : T(0), on_policy, gate != nullptr, has_reference};
     const TokenTerms<T> terms = token_terms(constants, token, stats.logps[i]);
     loss[i] = terms.loss, d_logp[i] = terms.d_logp, log_ratio[i] = terms.log_ratio;
     if (kl != nullptr) kl[i] = terms.kl;
     const Coefficients<T> by{terms.d_logp, constants.d_entropy, terms.d_divergence};
-    if (to.has_value()) write_gradient(chunk, stats, teacher, i, by, constants.d_entropy != T(0), 0, *to);
+    if (to.has_value()) write_gradient(chunk, stats, reference, i, by, constants.d_entropy != T(0), 0, *to);
   });
 }
 
 // Calls f(chunk) with the chunk of float or, if the logits are double, of double.
 template <class F>
-void with_chunk(const Tensor& logits, const Tensor& ids, const Transform& transform, const TeacherArguments& teacher,
+void with_chunk(const Tensor& logits, const Tensor& ids, const Transform& transform, const ReferenceArguments& reference,
                 const F& f) {
-  if (logits.scalar_type() == ScalarType::Double) return f(Chunk<double>(logits, ids, transform, teacher));
-  f(Chunk<float>(logits, ids, transform, teacher));
+  if (logits.scalar_type() == ScalarType::Double) return f(Chunk<double>(logits, ids, transform, reference));
+  f(Chunk<float>(logits, ids, transform, reference));
 }
 
 void stats(ROWS_IN, const Tensor& logps, const Tensor& max_logit, const Tensor& log_sum, const MaybeTensor& entropies,
@@ -229,21 +229,21 @@ void stats(ROWS_IN, const Tensor& logps, const Tensor& max_logit, const Tensor& 
   });
 }
 
-void diverge(ROWS_IN, TEACHER_IN, const Tensor& max_logit, const Tensor& log_sum, const Tensor& teacher_max_logit,
-             const Tensor& teacher_log_sum, const Tensor& value, const Tensor& sum_k) {
-  with_chunk(ROWS_GIVEN, TEACHER_GIVEN, [&](const auto& chunk) {
-    diverge_of(chunk, max_logit, log_sum, teacher_max_logit, teacher_log_sum, value, sum_k);
+void diverge(ROWS_IN, REFERENCE_IN, const Tensor& max_logit, const Tensor& log_sum, const Tensor& reference_max_logit,
+             const Tensor& reference_log_sum, const Tensor& value, const Tensor& sum_k) {
+  with_chunk(ROWS_GIVEN, REFERENCE_GIVEN, [&](const auto& chunk) {
+    diverge_of(chunk, max_logit, log_sum, reference_max_logit, reference_log_sum, value, sum_k);
   });
 }
 
-void grad(ROWS_IN, TEACHER_IN, const Tensor& logps, const Tensor& max_logit, const Tensor& log_sum,
+void grad(ROWS_IN, REFERENCE_IN, const Tensor& logps, const Tensor& max_logit, const Tensor& log_sum,
           const MaybeTensor& entropies, const Tensor& d_logp, const MaybeTensor& d_entropy, const MaybeTensor& d_divergence,
-          const MaybeTensor& sum_k, const MaybeTensor& teacher_max_logit, const MaybeTensor& teacher_log_sum,
+          const MaybeTensor& sum_k, const MaybeTensor& reference_max_logit, const MaybeTensor& reference_log_sum,
           int64_t first_id, const Tensor& out) {
-  with_chunk(ROWS_GIVEN, TEACHER_GIVEN, [&](const auto& chunk) {
+  with_chunk(ROWS_GIVEN, REFERENCE_GIVEN, [&](const auto& chunk) {
     grad_of(chunk,
-            {logps, max_logit, log_sum, entropies, d_logp, d_entropy, d_divergence, sum_k, teacher_max_logit,
-             teacher_log_sum},
+            {logps, max_logit, log_sum, entropies, d_logp, d_entropy, d_divergence, sum_k, reference_max_logit,
+             reference_log_sum},
             first_id, out);
   });
 }
@@ -257,12 +257,12 @@ int64_t place_of(const std::string& name, const char* const (&names)[n]) {
   return 0;
 }
 
-void fused(ROWS_IN, TEACHER_IN, const MaybeTensor& advantages, const MaybeTensor& d_policy, const Tensor& weights,
+void fused(ROWS_IN, REFERENCE_IN, const MaybeTensor& advantages, const MaybeTensor& d_policy, const Tensor& weights,
            const MaybeTensor& old, const MaybeTensor& ref, const MaybeTensor& gate, std::string surrogate_name,
            std::vector<double> constants, std::string estimator_name, bool corrects_kl, double beta, double d_entropy,
            const Tensor& logps, const Tensor& max_logit, const Tensor& log_sum, const Tensor& entropies,
            const Tensor& loss, const Tensor& d_logp, const Tensor& log_ratio, const MaybeTensor& kl,
-           const MaybeTensor& sum_k, const MaybeTensor& teacher_max_logit, const MaybeTensor& teacher_log_sum,
+           const MaybeTensor& sum_k, const MaybeTensor& reference_max_logit, const MaybeTensor& reference_log_sum,
            const MaybeTensor& out) {
   const int64_t surrogate = place_of(surrogate_name, kSurrogates), estimator = place_of(estimator_name, kEstimators);
   STD_TORCH_CHECK(static_cast<int64_t>(constants.size()) == kConstants[surrogate], "constants: expected ",
@@ -270,9 +270,9 @@ void fused(ROWS_IN, TEACHER_IN, const MaybeTensor& advantages, const MaybeTensor
   LossConstants<double> given{static_cast<Surrogate>(surrogate), static_cast<Estimator>(estimator), corrects_kl, beta,
                               d_entropy, {}};
   std::copy(constants.begin(), constants.end(), given.constants);
-  with_chunk(ROWS_GIVEN, TEACHER_GIVEN, [&](const auto& chunk) {
+  with_chunk(ROWS_GIVEN, REFERENCE_GIVEN, [&](const auto& chunk) {
     fused_of(chunk, {advantages, d_policy, weights, old, ref, gate}, given,
-             {logps, max_logit, log_sum, entropies, loss, d_logp, log_ratio, kl, sum_k, teacher_max_logit, teacher_log_sum,
+             {logps, max_logit, log_sum, entropies, loss, d_logp, log_ratio, kl, sum_k, reference_max_logit, reference_log_sum,
               out});
   });
 }
@@ -290,18 +290,18 @@ STABLE_TORCH_LIBRARY(grpo_kernels_cpp, m) {
   m.def("stats(" ROWS
         "*, Tensor(a!) logps, Tensor(b!) max_logit, Tensor(c!) log_sum, Tensor(d!)? entropies, "
         "Tensor(e!)? log_sum_sq_probs, Tensor(f!)? mean_logits, Tensor(g!)? is_top1) -> ()");
-  m.def("diverge(" ROWS TEACHER
-        "Tensor max_logit, Tensor log_sum, Tensor teacher_max_logit, Tensor teacher_log_sum, "
+  m.def("diverge(" ROWS REFERENCE
+        "Tensor max_logit, Tensor log_sum, Tensor reference_max_logit, Tensor reference_log_sum, "
         "*, Tensor(a!) value, Tensor(b!) sum_k) -> ()");
-  m.def("grad(" ROWS TEACHER
+  m.def("grad(" ROWS REFERENCE
         "Tensor logps, Tensor max_logit, Tensor log_sum, Tensor? entropies, Tensor d_logp, Tensor? d_entropy, Tensor? d_divergence, "
-        "Tensor? sum_k, Tensor? teacher_max_logit, Tensor? teacher_log_sum, int first_id, *, Tensor(a!) out) -> ()");
-  m.def("fused(" ROWS TEACHER
+        "Tensor? sum_k, Tensor? reference_max_logit, Tensor? reference_log_sum, int first_id, *, Tensor(a!) out) -> ()");
+  m.def("fused(" ROWS REFERENCE
         "Tensor? advantages, Tensor? d_policy, Tensor weights, Tensor? old, Tensor? ref, Tensor? gate, str surrogate, "
         "float[] constants, str estimator, bool corrects_kl, float beta, float d_entropy, "
         "*, Tensor(a!) logps, Tensor(b!) max_logit, Tensor(c!) log_sum, Tensor(d!) entropies, Tensor(e!) loss, "
-        "Tensor(f!) d_logp, Tensor(g!) log_ratio, Tensor(h!)? kl, Tensor(i!)? sum_k, Tensor(j!)? teacher_max_logit, "
-        "Tensor(k!)? teacher_log_sum, Tensor(l!)? out) -> ()");
+        "Tensor(f!) d_logp, Tensor(g!) log_ratio, Tensor(h!)? kl, Tensor(i!)? sum_k, Tensor(j!)? reference_max_logit, "
+        "Tensor(k!)? reference_log_sum, Tensor(l!)? out) -> ()");
   m.def("isa(str name) -> str");
 }
 

@@ -52,13 +52,13 @@ struct Gradient {
   Dtype dtype;
 };
 
-// KL(q || p), KL(p || q) and the generalised Jensen-Shannon divergence, of the student's p from the teacher's q.
+// KL(q || p), KL(p || q) and the generalised Jensen-Shannon divergence, of the student's p from the reference's q.
 enum class Kind { forward, reverse, mixed };
 
-// The numbers that a divergence and its gradient need besides the rows of student and teacher.
+// The numbers that a divergence and its gradient need besides the rows of student and reference.
 template <class T>
 struct Divergence {
-  T max, inv_sum, teacher_max, teacher_inv_sum;  // as in Gradient
+  T max, inv_sum, reference_max, reference_inv_sum;  // as in Gradient
   T offset;                                      // (z - y) - (log p - log q)
   T beta, rest;                                  // the mixture's share of q, and of p
   T d_divergence, sum_k;                         // for the gradient: d loss / d D, and the sum of k
@@ -75,8 +75,8 @@ template <class T>
 struct Kernels {
   void (*reduce)(const Row<T>&, int64_t target, bool extras, Sums&);
   void (*gradient)(const Row<T>&, const Gradient<T>&);
-  Diverged (*diverge)(const Row<T>&, const Row<T>& teacher, const Divergence<T>&);
-  void (*gradient_with_teacher)(const Row<T>&, const Gradient<T>&, const Row<T>& teacher, const Divergence<T>&);
+  Diverged (*diverge)(const Row<T>&, const Row<T>& reference, const Divergence<T>&);
+  void (*gradient_with_reference)(const Row<T>&, const Gradient<T>&, const Row<T>& reference, const Divergence<T>&);
 };
 
 // The kernels of the instruction set in use: the best one that this processor has, unless another was chosen.

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from grpo_kernels.backends.cpp_rows import CppRows, build
-from grpo_kernels.backends.interface import Chunk, LogitTransform
+from grpo_kernels.backends.interface import Chunk, Coefficients, LogitTransform
 from tests.support.row_cases import ISAS
 
 ROOT = Path(__file__).parents[1]
@@ -90,7 +90,7 @@ def write_too_far() -> None:
     x, ids = torch.zeros(3, 17), torch.zeros(3, dtype=torch.int64)
     stats = CppRows().stats(Chunk(x, ids, LogitTransform()), entropy=True)
     out = _cut_short(torch.zeros(3, 17, dtype=torch.bfloat16))
-    CppRows().grad(Chunk(x, ids, LogitTransform()), stats, stats.logps, None, out)
+    CppRows().grad(Chunk(x, ids, LogitTransform()), stats, Coefficients(stats.logps), out)
 
 
 def read_unaligned() -> None:

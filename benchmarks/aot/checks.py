@@ -32,7 +32,7 @@ SHARED_BYTES = {
 # Bytes of a thread that a release of Triton spills, by target and kernel: none in an inner loop, so
 # that they are written and read once a row. docs/dev/kernels.md says what they cost.
 SPILLS = {"3.8": {("sm_90", "stats_kernel"): 8}, "3.9": {("sm_90", "diverge_kernel"): 16}}
-ARGUMENTS_OF_ROWS = re.compile(r"%(teacher_)?stride_\w+$")
+ARGUMENTS_OF_ROWS = re.compile(r"%(reference_)?stride_\w+$")
 SPREADING = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape")
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import (
     Chunk,
+    Coefficients,
     DivergenceStats,
     LogitTransform,
+    ReferenceLogits,
     RowStats,
-    Teacher,
 )
 from grpo_kernels.backends.triton_rows import divergence, fused, grad, reduce
 from grpo_kernels.backends.triton_rows.device import RowConfig
@@ -64,17 +65,17 @@ def transform_of(name: str, vocab: int, n: int = N, device: torch.device = META)
 
 def row_runs(
     kernel: str, *, n: int = N, device: torch.device = META, vocab: int = V, apart: bool = False,
-    transform: str = "plain", teacher: tuple[str, float] | None = None,
+    transform: str = "plain", reference: tuple[str, float] | None = None,
     out: torch.dtype | None = BF16, loss: Loss | None = None, entropy: bool = False,
     extras: tuple[str, ...] = (),
 ) -> Callable[[RowConfig], Callable[[], Any]]:  # fmt: skip
     """Return a function of the configuration that returns the launch of a row kernel.
 
     Args:
-        kernel: with a teacher "grad" is its kernel for two heads.
+        kernel: with a reference "grad" is its kernel for two heads.
         apart: rows begin at multiples of 64 elements, as the engine lays them on a GPU.
         transform: a name of `transform_of`.
-        teacher: its transform, and beta.
+        reference: its transform, and beta.
         out: dtype of the gradient; None: none is written.
         entropy: statistics have it; "grad" has its gradient.
     """
@@ -89,22 +90,22 @@ def row_runs(
     def numbers() -> Tensor:
         return torch.rand(n, device=device)
 
-    pair = teacher and Teacher(logits(), transform_of(teacher[0], vocab, n, device), teacher[1])
+    pair = reference and ReferenceLogits(
+        logits(), transform_of(reference[0], vocab, n, device), reference[1]
+    )
     ids = torch.randint(vocab, (n,), device=device)
-    chunk = Chunk(logits(), ids, transform_of(transform, vocab, n, device), teacher=pair)
+    chunk = Chunk(logits(), ids, transform_of(transform, vocab, n, device), reference=pair)
     diverged = pair and DivergenceStats(*(numbers() for _ in range(4)))
     statistics = RowStats(
         -numbers(), chunk.logits.amax(1), numbers(), numbers(), divergence=diverged
     )
     gradient = None if out is None else rows(out)
-    d_logp, d_entropy, d_divergence = numbers(), numbers() if entropy else None, pair and numbers()
+    coefficients = Coefficients(numbers(), numbers() if entropy else None, pair and numbers())
     of_rows = loss and loss.of_rows(numbers)
     wanted = {"entropy": entropy, "extras": extras}
     launch: Callable[[Any], Any] = {
         "stats": lambda config: reduce.launch_stats(chunk, config, **wanted),
-        "grad": lambda config: grad.launch_grad(
-            chunk, statistics, d_logp, d_entropy, gradient, config, d_divergence
-        ),
+        "grad": lambda config: grad.launch_grad(chunk, statistics, coefficients, gradient, config),
         "fused": lambda config: fused.launch_fused(chunk, of_rows, gradient, config),
         "diverge": lambda config: divergence.launch_diverge(chunk, statistics, statistics, config),
     }[kernel]

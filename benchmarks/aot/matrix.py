@@ -89,7 +89,7 @@ def row_cases(kernel: str, arch: str, config: RowConfig) -> Iterator[Case]:
     kinds = {
         "stats": (("stats", _stats()), ("diverge", _diverge())),
         "fused": (("fused", _fused()),),
-        "grad": (("grad", _grad()), ("grad", _teacher_grad())),
+        "grad": (("grad", _grad()), ("grad", _reference_grad())),
     }[kernel]
     for name, variants in kinds:
         for text, is_quick, options in variants:
@@ -142,7 +142,7 @@ def _fused() -> Variants:
             yield text, is_quick, {"vocab": vocab, "transform": name, "loss": loss, "out": out}
 
 
-# The transforms of student and teacher, the size of the vocabulary, and beta, where 0, 1 and 0.5
+# The transforms of student and reference, the size of the vocabulary, and beta, where 0, 1 and 0.5
 # are functions of their own. A kernel for two heads compiles for up to a quarter of a minute, so
 # these are few.
 PAIRS = (
@@ -155,12 +155,12 @@ PAIRS = (
 
 
 def _diverge() -> Variants:
-    for student, teacher, vocab, beta in PAIRS:
-        options = {"vocab": vocab, "transform": student, "teacher": (teacher, beta)}
-        yield f"{student}, {teacher} beta {beta:g}", (student, vocab) == ("all", V), options
+    for student, reference, vocab, beta in PAIRS:
+        options = {"vocab": vocab, "transform": student, "reference": (reference, beta)}
+        yield f"{student}, {reference} beta {beta:g}", (student, vocab) == ("all", V), options
 
 
-def _teacher_grad() -> Variants:
+def _reference_grad() -> Variants:
     for text, is_quick, options in _diverge():
         for dtype, has_b in ((FP32, False), (BF16, True), (FP16, True)):
             if dtype == BF16 or text == "plain, plain beta 1":

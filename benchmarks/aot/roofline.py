@@ -62,10 +62,10 @@ def cases() -> list[Case]:
         _case("grad", "soft-cap", entropy=False, **SOFTCAP),
         _case("grad", "entropy gradient"),
         *(
-            _case("diverge", name, teacher=("plain", beta))
+            _case("diverge", name, reference=("plain", beta))
             for name, beta in (("forward", 0.0), ("reverse", 1.0), ("Jensen-Shannon", 0.5))
         ),
-        _case("grad", "teacher, reverse", entropy=False, teacher=("plain", 1.0)),
+        _case("grad", "reference, reverse", entropy=False, reference=("plain", 1.0)),
     ]
 
 
@@ -83,7 +83,7 @@ def counts_of(case: Case) -> tuple[str, list[str]]:
     loops = inner_loops(code, lambda x: x.name in LOADS)[:sweeps]
     registers, _ = nvidia_usage(compiled.asm)
     shared, threads = compiled.metadata.shared, 32 * compiled.metadata.num_warps
-    heads = 2 if "teacher" in case.options else 1
+    heads = 2 if "reference" in case.options else 1
     by_sm = ctas_per_sm(registers, threads, shared)
     cells = [*_an_element(loops, heads), *map(str, (registers, shared, by_sm))]
     few = [f"expected {sweeps} loops over a row, got {len(loops)}"] if len(loops) < sweeps else []

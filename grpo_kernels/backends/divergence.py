@@ -1,6 +1,6 @@
 """Divergences of one distribution from another, term by term, written so that nothing cancels.
 
-With p the student's probabilities, q the teacher's, d = log p - log q, m = (1 - beta) p + beta q,
+With p the student's probabilities, q the reference's, d = log p - log q, m = (1 - beta) p + beta q,
 over the vocabulary::
 
     beta = 0    D = KL(q || p) = sum q log(q / p)                        forward

@@ -69,28 +69,28 @@ class Chunk:
         transform: from the raw logits to the scaled logits z.
         first_id: the id of the first column, if the columns are a slice of the vocabulary: only
             `grad` supports that.
-        teacher: the logits of another head for the same rows, if a divergence from it is wanted.
+        reference: the logits of another head for the same rows, if a divergence from it is wanted.
     """
 
     logits: Tensor  # (n, V)
     ids: Tensor  # (n,)
     transform: LogitTransform
     first_id: int = 0
-    teacher: Teacher | None = None
+    reference: ReferenceLogits | None = None
 
-    def of_teacher(self) -> Chunk:
-        """Return the teacher's logits as a chunk of their own, for `stats`."""
-        assert self.teacher is not None
-        return Chunk(self.teacher.logits, torch.zeros_like(self.ids), self.teacher.transform)
+    def of_reference(self) -> Chunk:
+        """Return the reference's logits as a chunk of their own, for `stats`."""
+        assert self.reference is not None
+        return Chunk(self.reference.logits, torch.zeros_like(self.ids), self.reference.transform)
 
 
 @dataclass(frozen=True)
-class Teacher:
+class ReferenceLogits:
     """The other distribution of a chunk's rows, and the divergence (`backends.divergence`).
 
     Attributes:
         logits: in the shape and dtype of the chunk's; never written.
-        jsd_beta: 0 for KL(teacher || student), 1 for KL(student || teacher), between them
+        jsd_beta: 0 for KL(reference || student), 1 for KL(student || reference), between them
             Jensen-Shannon divergences.
     """
 
@@ -109,7 +109,7 @@ class RowStats:
     entropies: Tensor | None = None  # -sum_j p_j log p_j
     extras: dict[str, Tensor] = field(default_factory=dict)  # by EXTRAS, TOPK_LOGPS
     loss_terms: dict[str, Tensor] = field(default_factory=dict)  # of `fused`, see `FusedLoss`
-    divergence: DivergenceStats | None = None  # of rows that have a teacher
+    divergence: DivergenceStats | None = None  # of rows that have a reference
 
     @staticmethod
     def concatenate(chunks: list[RowStats]) -> RowStats:
@@ -144,8 +144,8 @@ class DivergenceStats(NamedTuple):
 
     value: Tensor  # D >= 0
     sum_k: Tensor  # sum of k over the vocabulary; `grad` subtracts p times it from k
-    teacher_max_logit: Tensor
-    teacher_log_sum: Tensor
+    reference_max_logit: Tensor
+    reference_log_sum: Tensor
 
 
 def _joined(parts: list[Any]) -> Any:
@@ -165,7 +165,7 @@ class Coefficients(NamedTuple):
 
     d_logp: Tensor | None = None  # d loss / d log-probability
     d_entropy: Tensor | None = None  # d loss / d entropy
-    # d loss / d divergence from a second head (reference or teacher)
+    # d loss / d divergence from a second head (reference model or teacher)
     d_divergence: Tensor | None = None
     # d loss / d log-probability of K more ids, (n, K)
     d_topk: Tensor | None = None
@@ -176,7 +176,7 @@ class RowBackend(Protocol):
 
     name: str
 
-    def scratch_rows(self, n: int, vocab: int, *, teacher: bool = False) -> int:
+    def scratch_rows(self, n: int, vocab: int, *, reference: bool = False) -> int:
         """Return the temporary memory that a chunk of `n` rows needs, in rows of logits."""
         return 0
 
@@ -194,9 +194,9 @@ class RowBackend(Protocol):
 
     @abstractmethod
     def diverge(
-        self, chunk: Chunk, stats: RowStats, teacher_stats: RowStats
+        self, chunk: Chunk, stats: RowStats, reference_stats: RowStats
     ) -> tuple[Tensor, Tensor]:
-        """Return `DivergenceStats.value` and ``.sum_k`` (n,) of a chunk with a teacher.
+        """Return `DivergenceStats.value` and ``.sum_k`` (n,) of a chunk with a reference.
 
         If the columns are a part of the vocabulary, pass the statistics of the whole; the parts'
         results add up.
@@ -208,16 +208,16 @@ class RowBackend(Protocol):
         self,
         chunk: Chunk,
         stats: RowStats,
-        d_logp: Tensor,
-        d_entropy: Tensor | None,
+        coefficients: Coefficients,
         out: Tensor,
-        d_divergence: Tensor | None = None,
     ) -> None:
-        """``out = d loss / d (raw logits)``, from derivatives in a row's three numbers (n,).
+        """``out = d loss / d (raw logits)``, from the coefficients (n,) of a row's three numbers.
+
+        d_logp is not None; d_topk is not read (`engine.top_k` adds its part).
 
         `out` (n, V) may be the logits themselves, or another tensor, also a 16-bit one; the logits
         may be overwritten either way. A row whose id is not among the columns has no target.
-        Without `d_divergence`, a teacher is ignored.
+        Without `d_divergence`, a reference is ignored.
         """
         ...
 
@@ -233,14 +233,14 @@ class RowBackend(Protocol):
 class FusedRowBackend(RowBackend, Protocol):
     """Backend that also computes a whole `FusedLoss`, between a row's statistics and gradient."""
 
-    fuses_teacher: bool  # True if `fused` takes chunks with a teacher
+    fuses_reference: bool  # True if `fused` takes chunks with a reference
 
     @abstractmethod
     def fused(self, chunk: Chunk, fused_loss: FusedLoss, out: Tensor | None) -> RowStats:
         """Do the work of `stats`, compute each row's loss (`RowStats.loss_terms`), and do the work
         of `grad` if `out` is given.
 
-        For a chunk with a teacher, `FusedLoss.kl` is ``"full"``: the divergence is computed too. An
-        id outside of [0, V) is invalid: the row's log-probability, loss and d_logp are NaN.
+        For a chunk with a reference, `FusedLoss.kl` is ``"full"``: the divergence is computed too.
+        An id outside of [0, V) is invalid: the row's log-probability, loss and d_logp are NaN.
         """
         ...

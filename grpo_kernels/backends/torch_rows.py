@@ -7,8 +7,8 @@ With m = max_j z_j, e_j = exp(z_j - m), S = sum_j e_j and id the target::
     d z_j    = a * (1[j = id] - p_j) - b * p_j * (log p_j + entropy) + c * (k_j - p_j sum_i k_i)
 
 with a, b, c = `d_logp`, `d_entropy`, `d_divergence` (`interface.Coefficients`). k belongs to the
-divergence from a teacher's logits (`divergence`); for the KL to a reference with the probabilities
-q, k_j = p_j (log p_j - log q_j).
+divergence from the logits of a second head, the reference (`divergence`); for the KL to a reference
+with the probabilities q, k_j = p_j (log p_j - log q_j).
 
 The target is left out of the sum in logp, and the largest term out of the sum in log S, so that
 neither cancels when a token is nearly certain; likewise ``1 - p_id = -expm1(logp)``. A probability
@@ -28,11 +28,12 @@ from torch import Tensor
 from grpo_kernels.backends.divergence import terms_of
 from grpo_kernels.backends.interface import (
     Chunk,
+    Coefficients,
     DivergenceStats,
     LogitTransform,
+    ReferenceLogits,
     RowBackend,
     RowStats,
-    Teacher,
 )
 from grpo_kernels.base.tensors import take
 
@@ -59,8 +60,8 @@ class TorchRows(RowBackend):
 
     name = "torch"
 
-    def scratch_rows(self, n: int, vocab: int, *, teacher: bool = False) -> int:
-        of_divergence = DIVERGENCE_TEMPORARIES * _divergence_rows(n, vocab) if teacher else 0
+    def scratch_rows(self, n: int, vocab: int, *, reference: bool = False) -> int:
+        of_divergence = DIVERGENCE_TEMPORARIES * _divergence_rows(n, vocab) if reference else 0
         return max(2 * _block_rows(n, vocab), of_divergence)
 
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
@@ -93,32 +94,34 @@ class TorchRows(RowBackend):
         return RowStats(**out, extras=extra_stats)
 
     def diverge(
-        self, chunk: Chunk, stats: RowStats, teacher_stats: RowStats
+        self, chunk: Chunk, stats: RowStats, reference_stats: RowStats
     ) -> tuple[Tensor, Tensor]:
-        assert chunk.teacher is not None
+        assert chunk.reference is not None
         unread = stats.logps
-        of_teacher = DivergenceStats(unread, unread, teacher_stats.max_logit, teacher_stats.log_sum)
+        of_reference = DivergenceStats(
+            unread, unread, reference_stats.max_logit, reference_stats.log_sum
+        )
         value, sum_k = torch.empty_like(stats.logps), torch.empty_like(stats.logps)
         for block in _blocks(len(chunk.logits), _divergence_rows(*chunk.logits.shape)):
-            block_stats = replace(take(stats, block), divergence=take(of_teacher, block))
-            terms, k = _divergence_terms(chunk.logits[block], chunk.teacher, block, block_stats)
+            block_stats = replace(take(stats, block), divergence=take(of_reference, block))
+            terms, k = _divergence_terms(chunk.logits[block], chunk.reference, block, block_stats)
             value[block], sum_k[block] = terms.sum(dim=1), k.sum(dim=1)
-        # NaN if a row of the teacher has no finite logit, or has NaN
-        odd = _offset(stats, of_teacher) * 0.0
+        # NaN if a row of the reference has no finite logit, or has NaN
+        odd = _offset(stats, of_reference) * 0.0
         return value + odd, sum_k + odd
 
     def grad(
         self,
         chunk: Chunk,
         stats: RowStats,
-        d_logp: Tensor,
-        d_entropy: Tensor | None,
+        coefficients: Coefficients,
         out: Tensor,
-        d_divergence: Tensor | None = None,
     ) -> None:
-        if d_divergence is not None:
-            self._grad_with_teacher(chunk, stats, d_logp, d_entropy, d_divergence, out)
+        if coefficients.d_divergence is not None:
+            self._grad_with_reference(chunk, stats, coefficients, out)
             return
+        d_logp, d_entropy, *_ = coefficients
+        assert d_logp is not None
         logits, transform = chunk.logits, chunk.transform
         n, vocab = logits.shape
         columns = chunk.ids - chunk.first_id
@@ -144,23 +147,22 @@ class TorchRows(RowBackend):
         if out is not logits:
             out.copy_(logits)
 
-    def _grad_with_teacher(
+    def _grad_with_reference(
         self,
         chunk: Chunk,
         stats: RowStats,
-        d_logp: Tensor,
-        d_entropy: Tensor | None,
-        d_divergence: Tensor,
+        coefficients: Coefficients,
         out: Tensor,
     ) -> None:
         """Compute `grad` a few rows at a time, and add the divergence's part."""
-        assert chunk.teacher is not None
-        assert stats.divergence is not None
+        assert chunk.reference is not None
+        d_divergence, others = coefficients.d_divergence, coefficients._replace(d_divergence=None)
+        assert stats.divergence is not None and d_divergence is not None
         logits, transform, inv_t = chunk.logits, chunk.transform, chunk.transform.inv_temperature
         for block in _blocks(len(logits), _divergence_rows(*logits.shape)):
             z, block_stats = logits[block], take(stats, block)
             assert block_stats.divergence is not None
-            k = _divergence_terms(z, chunk.teacher, block, block_stats)[1]
+            k = _divergence_terms(z, chunk.reference, block, block_stats)[1]
             p = torch.exp(z - block_stats.max_logit[:, None]).mul_(
                 torch.exp(-block_stats.log_sum)[:, None]
             )
@@ -172,15 +174,9 @@ class TorchRows(RowBackend):
             if transform.softcap is not None:
                 slope = slope * (1.0 - (z / (transform.softcap * rows_inv_t)).square())
             of_divergence.mul_(slope)
-            plain = replace(chunk, logits=z, ids=chunk.ids[block], teacher=None)
+            plain = replace(chunk, logits=z, ids=chunk.ids[block], reference=None)
             plain = replace(plain, transform=replace(transform, inv_temperature=rows_inv_t))
-            self.grad(
-                plain,
-                block_stats,
-                d_logp[block],
-                None if d_entropy is None else d_entropy[block],
-                z,
-            )
+            self.grad(plain, block_stats, take(others, block), z)
             z.add_(of_divergence)
         if out is not logits:
             out.copy_(logits)
@@ -188,27 +184,27 @@ class TorchRows(RowBackend):
 
 def _offset(stats: RowStats, divergence: DivergenceStats) -> Tensor:
     """Return (z - y) - (log p - log q), (n,)."""
-    return (stats.max_logit - divergence.teacher_max_logit) + (
-        stats.log_sum - divergence.teacher_log_sum
+    return (stats.max_logit - divergence.reference_max_logit) + (
+        stats.log_sum - divergence.reference_log_sum
     )
 
 
 def _divergence_terms(
-    z: Tensor, teacher: Teacher, block: slice, stats: RowStats
+    z: Tensor, reference: ReferenceLogits, block: slice, stats: RowStats
 ) -> tuple[Tensor, Tensor]:
     """Return the divergence's terms and k, (r, V) each, for the rows `block` with logits z (r,
     V)."""
-    y, divergence = teacher.logits[block], stats.divergence
+    y, divergence = reference.logits[block], stats.divergence
     assert divergence is not None
     d = z - y
     # p = q = 0; else the offset is NaN
     d = torch.where(torch.isnan(d), 0.0, d - _offset(stats, divergence)[:, None])
     ahead = d >= 0.0
-    ours, its = stats.max_logit, divergence.teacher_max_logit
+    ours, its = stats.max_logit, divergence.reference_max_logit
     lead = torch.where(ahead, z - ours[:, None], y - its[:, None]).exp_()
-    ours, its = torch.exp(-stats.log_sum), torch.exp(-divergence.teacher_log_sum)
+    ours, its = torch.exp(-stats.log_sum), torch.exp(-divergence.reference_log_sum)
     lead.mul_(torch.where(ahead, ours[:, None], its[:, None]))
-    return terms_of(teacher.jsd_beta)(d, lead, teacher.jsd_beta)
+    return terms_of(reference.jsd_beta)(d, lead, reference.jsd_beta)
 
 
 def _block_stats(

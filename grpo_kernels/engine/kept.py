@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import choose_backend
-from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, Coefficients, LogitTransform, RowStats
 from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.checks import HIGHEST_LOGP
 from grpo_kernels.base.choices import OnMissingSet
@@ -422,7 +422,8 @@ def _d_logits(
         None if x is None else x[positions].to(dtype) for x in (d_logps, d_entropies)
     )
     d_logp = torch.zeros_like(stats.logps) if d_logp is None else d_logp
-    _ROWS.grad(Chunk(logits, target, planned.transform(at)), stats, d_logp, d_entropy, logits)
+    chunk = Chunk(logits, target, planned.transform(at))
+    _ROWS.grad(chunk, stats, Coefficients(d_logp, d_entropy), logits)
     return logits.masked_fill_(_padding(kept), 0.0)
 
 

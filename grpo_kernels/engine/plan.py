@@ -211,7 +211,7 @@ class Job:
         operand_dtype: dtype of the products' operands; `reference_dtype` is the second head's, None
             without one.
         transform: from raw to scaled logits, without bias and temperature.
-        jsd_beta: the divergence from the second head, see `backends.interface.Teacher`.
+        jsd_beta: the divergence from the second head, see `backends.interface.ReferenceLogits`.
         shard: this rank's shard, if the head's rows are divided among ranks.
         entropy, extras: further results.
         gather: returns a context in which the backward has the whole weight (ZeRO-3).
@@ -263,7 +263,7 @@ class Job:
         if self.shard is not None or self.rows.top_k is not None:
             return False
         alone, backend = self.reference_dtype is None, cast(FusedRowBackend, self.backend)
-        return hasattr(backend, "fused") and (alone or backend.fuses_teacher)
+        return hasattr(backend, "fused") and (alone or backend.fuses_reference)
 
     @property
     def result_is_divergence(self) -> bool:

@@ -173,7 +173,7 @@ def plan_slices(
     def taken(m: int, columns: int) -> int:
         logits = (
             m * logit_bytes
-            + job.backend.scratch_rows(m, least, teacher=reference is not None) * size
+            + job.backend.scratch_rows(m, least, reference=reference is not None) * size
         )
         return row_free + m * row_bytes + columns * (column_bytes + logits)
 

@@ -28,8 +28,8 @@ from grpo_kernels.backends.interface import (
     Chunk,
     Coefficients,
     DivergenceStats,
+    ReferenceLogits,
     RowStats,
-    Teacher,
 )
 from grpo_kernels.base.choices import EXTRAS
 from grpo_kernels.base.distributed import gather_stacked
@@ -205,14 +205,14 @@ def statistics(job: Job, chunk: Chunk, rows: Rows) -> RowStats:
 
     of_backend = tuple(x for x in job.extras if x in EXTRAS)
     stats = of_head(chunk, entropy=job.entropy, extras=of_backend)
-    if chunk.teacher is not None:
-        teacher_stats = of_head(chunk.of_teacher(), entropy=False, extras=())
-        value, sum_k = job.backend.diverge(chunk, stats, teacher_stats)
+    if chunk.reference is not None:
+        reference_stats = of_head(chunk.of_reference(), entropy=False, extras=())
+        value, sum_k = job.backend.diverge(chunk, stats, reference_stats)
         if job.shard is not None:
             parts = gather_stacked(torch.stack([value, sum_k]), job.shard.process_group)
             value, sum_k = parts.sum(dim=0).unbind()
-        of_teacher = teacher_stats.max_logit, teacher_stats.log_sum
-        stats = replace(stats, divergence=DivergenceStats(value, sum_k, *of_teacher))
+        of_reference = reference_stats.max_logit, reference_stats.log_sum
+        stats = replace(stats, divergence=DivergenceStats(value, sum_k, *of_reference))
     if rows.invalid is not None:
         stats.logps.masked_fill_(rows.invalid, torch.nan)
     return stats if rows.top_k is None else rows.top_k.completed(stats, job.shard)
@@ -225,9 +225,7 @@ def write_gradient(
     if rows.top_k is not None:
         rows.top_k.grad(job.backend, chunk, stats, coefficients, out)
         return
-    d_logp, d_entropy, d_divergence, _ = coefficients
-    assert d_logp is not None
-    job.backend.grad(chunk, stats, d_logp, d_entropy, out, d_divergence)
+    job.backend.grad(chunk, stats, coefficients, out)
 
 
 def sweep(
@@ -360,7 +358,7 @@ def _costs(
     d_logits = width * products.d_logits_dtype.itemsize if separate else 0
 
     def scratch_bytes(m: int) -> int:  # products and row work never run at the same time
-        scratch = job.backend.scratch_rows(m, vocab, teacher=reference is not None) * row_bytes
+        scratch = job.backend.scratch_rows(m, vocab, reference=reference is not None) * row_bytes
         return max(slice_bytes, scratch)
 
     grouped = needs_grad is not None and separate and needs_grad.weight
@@ -463,7 +461,7 @@ class Projection:
         (hidden, of_reference), (logits, reference_logits), job = operands, memory, self._job
         for i, (product, x) in enumerate(zip(self.products, hidden, strict=True)):
             product.logits(x[span], logits, add=i > 0)
-        rows, teacher = take(rows, at), None
+        rows, reference = take(rows, at), None
         inv_t = rows.inv_temperature
         transform = job.transform.with_temperature_and_bias(inv_t, self._bias)
         if of_reference is not None and reference_logits is not None:
@@ -474,11 +472,11 @@ class Projection:
                 inv_t, self._reference_bias
             )
             job.backend.prepare_(reference_logits, its_transform)
-            teacher = Teacher(reference_logits, its_transform, job.jsd_beta)
+            reference = ReferenceLogits(reference_logits, its_transform, job.jsd_beta)
         if rows.top_k is not None:
             rows = replace(rows, top_k=rows.top_k.gathered(logits, transform, self.first_id))
         job.backend.prepare_(logits, transform)
-        return Chunk(logits, rows.ids, transform, self.first_id, teacher), rows
+        return Chunk(logits, rows.ids, transform, self.first_id, reference), rows
 
 
 def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor | None:

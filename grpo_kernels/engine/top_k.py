@@ -118,8 +118,8 @@ class TopK:
         assert self.z is not None
         columns, here = self._columns(chunk.logits.shape[1], chunk.first_id)
         nowhere = replace(chunk, ids=torch.full_like(chunk.ids, -1))
-        alone = replace(stats, divergence=None)  # the backend sees no teacher
-        backend.grad(nowhere, alone, total, d_entropy, out)
+        alone = replace(stats, divergence=None)  # the backend sees no second head
+        backend.grad(nowhere, alone, Coefficients(total, d_entropy), out)
         d_logits = d_z * _slope(self.z, chunk.transform)
         _overwrite(out, columns, here, d_logits.to(out.dtype))
 

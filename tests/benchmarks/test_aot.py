@@ -120,7 +120,7 @@ WIDE = ("%row = arith.extsi %pid : i32 to i64", "%stride = arith.extsi %stride_n
     ("lines", "broken"),
     [
         ([PID, "%at = arith.muli %pid, %stride_n : i32"], "%stride_n * %pid"),
-        ([PID, "%at = arith.muli %pid, %teacher_stride_n : i32"], "%teacher_stride_n * %pid"),
+        ([PID, "%at = arith.muli %pid, %reference_stride_n : i32"], "%reference_stride_n * %pid"),
         ([PID, RANGE, SPLAT, SUM, STRIDE, PRODUCT], "%stride_n * %rows"),
         ([RANGE, LEFT, LEAST, STRIDE, PRODUCT], None),  # within a tile
         ([PID, *WIDE, "%at = arith.muli %row, %stride : i64"], None),  # in 64 bits

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from grpo_kernels.backends.fused_loss import FusedLoss
-from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.interface import Chunk, Coefficients, RowStats
 from grpo_kernels.backends.triton_rows.rows import TritonRows
 
 MULTIPLE = 64
@@ -29,21 +29,19 @@ class RowsApart(TritonRows):
         return super().stats(_apart(chunk), entropy=entropy, extras=extras)
 
     def diverge(
-        self, chunk: Chunk, stats: RowStats, teacher_stats: RowStats
+        self, chunk: Chunk, stats: RowStats, reference_stats: RowStats
     ) -> tuple[Tensor, Tensor]:
-        return super().diverge(_apart(chunk), stats, teacher_stats)
+        return super().diverge(_apart(chunk), stats, reference_stats)
 
     def grad(
         self,
         chunk: Chunk,
         stats: RowStats,
-        a: Tensor,
-        b: Tensor | None,
+        coefficients: Coefficients,
         out: Tensor,
-        c: Tensor | None = None,
     ) -> None:
         with _written(chunk, out) as (wide, wide_out):
-            super().grad(wide, stats, a, b, wide_out, c)
+            super().grad(wide, stats, coefficients, wide_out)
 
     def fused(self, chunk: Chunk, fused_loss: FusedLoss, out: Tensor | None) -> RowStats:
         if out is None:
@@ -53,8 +51,8 @@ class RowsApart(TritonRows):
 
 
 def _apart(chunk: Chunk) -> Chunk:
-    teacher = chunk.teacher and replace(chunk.teacher, logits=apart(chunk.teacher.logits))
-    return replace(chunk, logits=apart(chunk.logits), teacher=teacher)
+    reference = chunk.reference and replace(chunk.reference, logits=apart(chunk.reference.logits))
+    return replace(chunk, logits=apart(chunk.logits), reference=reference)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_kernels import Run, grpo_loss, linear_logprob
 from grpo_kernels.backends import LogitTransform, choose_backend
 from grpo_kernels.backends.fused_loss import FusedLoss
-from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.interface import Chunk, Coefficients, RowStats
 from grpo_kernels.base.tensors import take
 from tests.support.on_device import BACKENDS, leaves, relative, same_bits, truth
 
@@ -50,7 +50,7 @@ def test_row_kernels_beyond_2_to_the_31_logits(
             return backend.fused(chunk, take(loss, at), out), out
         stats = backend.stats(chunk, entropy=True)
         if kernel == "grad":
-            backend.grad(chunk, stats, some_ids[at] / v, some_ids[at] * 0.1 / v, out)
+            backend.grad(chunk, stats, Coefficients(some_ids[at] / v, some_ids[at] * 0.1 / v), out)
         return stats, out
 
     want, gradient = run(some.clone(), rows[:few])

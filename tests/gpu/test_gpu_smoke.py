@@ -29,7 +29,7 @@ pytest.importorskip("triton")
 
 from benchmarks.timing import Clock
 from grpo_kernels.backends import choose_backend, triton_rows
-from grpo_kernels.backends.interface import Chunk, Teacher
+from grpo_kernels.backends.interface import Chunk, Coefficients, ReferenceLogits
 from grpo_kernels.backends.triton_rows import rows as row_work
 from tests.support.case_builder import make_case
 from tests.support.on_device import run_on
@@ -49,9 +49,9 @@ CPU_DTYPES = (FP32, FP16)  # the interpreter has no exact bf16
 ROOT = Path(__file__).parents[2]
 
 
-# `teacher_grad` is `grad` with a teacher. Those of `WRITES` write a gradient, also over the logits.
-KERNELS = ("stats", "diverge", "grad", "fused", "teacher_grad", "scale")
-WRITES = ("grad", "fused", "teacher_grad", "scale")
+# `reference_grad` is `grad` with a reference. Those of `WRITES` also write over the logits.
+KERNELS = ("stats", "diverge", "grad", "fused", "reference_grad", "scale")
+WRITES = ("grad", "fused", "reference_grad", "scale")
 
 
 def padded(x: Tensor, dtype: torch.dtype = FP32) -> Tensor:
@@ -76,7 +76,7 @@ def compared(
     rounded_to = None if dtype == FP32 else dtype
     transform = make_transform(ROWS, vocab, 3 if is_odd else 0, rounded_to, str(device))
     chunk, beta = Chunk(padded(raw), ids, transform), 0.5 if is_odd else 1.0
-    pair = replace(chunk, teacher=Teacher(padded(other), PLAIN, beta))
+    pair = replace(chunk, reference=ReferenceLogits(padded(other), PLAIN, beta))
     out = chunk.logits if in_place else padded(torch.zeros_like(raw), dtype)
     if kernel == "scale":
         x, factor = raw.clone(), torch.tensor(0.3, device=device)
@@ -87,7 +87,7 @@ def compared(
         kernels.scale(x, factor, to)
         yield "product", to, want, rounding(want, FP32) + rounding(want, dtype)
         return
-    stats = statistics(kernels, pair if kernel in ("diverge", "teacher_grad") else chunk)
+    stats = statistics(kernels, pair if kernel in ("diverge", "reference_grad") else chunk)
     at, found = truth(raw, ids, transform), tensors_of(stats)
     if kernel == "stats":
         for name, want in at.want.items():
@@ -107,11 +107,11 @@ def compared(
             yield term, fused.loss_terms[term], want, 8 * U * size
         a, b = fused.loss_terms["d_logp"], torch.full_like(a, loss.d_entropy)
     elif kernel == "grad":
-        kernels.grad(chunk, stats, a, b, out)
+        kernels.grad(chunk, stats, Coefficients(a, b), out)
     else:
-        kernels.grad(pair, stats, a, b, out, c)
+        kernels.grad(pair, stats, Coefficients(a, b, c), out)
     want, bound = gradient(at, ids, a, b)
-    if kernel == "teacher_grad":
+    if kernel == "reference_grad":
         more = c[:, None] * of_pair.gradient
         bound = (
             bound + c.abs()[:, None] * of_pair.gradient_bound + 4 * U * (want.abs() + more.abs())

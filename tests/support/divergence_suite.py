@@ -1,4 +1,4 @@
-"""The tests that every row backend's divergences from a teacher pass."""
+"""The tests that every row backend's divergences from a reference pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, LogitTransform, RowBackend, RowStats, Teacher
+from grpo_kernels.backends.interface import (
+    Chunk,
+    Coefficients,
+    LogitTransform,
+    ReferenceLogits,
+    RowBackend,
+    RowStats,
+)
 from grpo_kernels.base.tensors import take
 from tests.support.row_cases import (
     DEVICE,
@@ -26,7 +33,7 @@ from tests.support.row_truth import U, check, divergence, gradient, truth
 
 INF, NAN = math.inf, math.nan
 BETAS = (0.0, 1.0, 0.5, 0.1, 0.9)  # forward, reverse, and between
-Two = tuple[LogitTransform, LogitTransform]  # of the student, of the teacher
+Two = tuple[LogitTransform, LogitTransform]  # of the student, of the reference
 PLAINS = (PLAIN, PLAIN)
 
 
@@ -69,7 +76,9 @@ class DivergenceSuite:
         if self.dtype == torch.float64:
             two = in_double(two[0]), in_double(two[1])
         ids = torch.zeros(len(raw), dtype=torch.int64, device=self.device) if ids is None else ids
-        return prepared(self.kernels, Chunk(raw, ids, two[0], teacher=Teacher(other, two[1], beta)))
+        return prepared(
+            self.kernels, Chunk(raw, ids, two[0], reference=ReferenceLogits(other, two[1], beta))
+        )
 
     def stats(self, chunk: Chunk) -> RowStats:
         return statistics(self.kernels, chunk, ())
@@ -80,7 +89,7 @@ class DivergenceSuite:
         """The gradient (n, V); the chunk stays."""
         (a, b, c), logits = factors, chunk.logits.clone()
         out = torch.empty_like(logits) if out is None else out
-        self.kernels.grad(replace(chunk, logits=logits), stats, a, b, out, c)
+        self.kernels.grad(replace(chunk, logits=logits), stats, Coefficients(a, b, c), out)
         return out
 
     def gradient_of_divergence(self, chunk: Chunk, stats: RowStats) -> Tensor:
@@ -98,8 +107,8 @@ class DivergenceSuite:
         """Values against float64, and gradients of which the coefficients in `used` are there."""
         ids = self.ids(*raw.shape)
         chunk = self.chunk(raw, other, beta, ids, two)
-        student, teacher = truth(raw, ids, two[0]), truth(other, torch.zeros_like(ids), two[1])
-        want, stats = divergence(student, teacher, beta), self.stats(chunk)
+        student, reference = truth(raw, ids, two[0]), truth(other, torch.zeros_like(ids), two[1])
+        want, stats = divergence(student, reference, beta), self.stats(chunk)
         name = f"{tuple(raw.shape)} {beta}"
         check(f"{name}: value", stats.divergence.value, want.value, want.bound)
         a, b, c = self.randn(3, len(ids))
@@ -125,7 +134,7 @@ class DivergenceSuite:
             two = self.transforms(4, vocab, (kind + 3, kind + 2 + kind // 4), rounded_to)
             self.check_rows(raw, other, beta, two, ("c", "ac", "abc", "bc", "ab"))
 
-    def test_however_near_the_teacher(self, beta: float) -> None:
+    def test_however_near_the_reference(self, beta: float) -> None:
         """Divergences from 1e-8 to 10 nats, and their gradients, are precise to 1e-4."""
         sizes = torch.logspace(-4.2, 1.3, 12, device=self.device)[:, None]
         raw = 2 * torch.randn(12, self.wide, device=self.device)
@@ -159,15 +168,15 @@ class DivergenceSuite:
                 assert not self.gradient_of_divergence(chunk, stats).any()
 
     @pytest.mark.parametrize(
-        ("students", "teachers", "unmet"),
+        ("students", "references", "unmet"),
         [(9, 5, 0.0), (5, 9, 1.0), (9, 9, None), (12, 9, 0.0), (9, 12, 1.0)],
     )
     def test_banned_ids(
-        self, students: int, teachers: int, unmet: float | None, beta: float
+        self, students: int, references: int, unmet: float | None, beta: float
     ) -> None:
         """Logits of -inf: infinite only where one needs what the other bans; never NaN."""
         raw, other = 2 * self.randn(4, self.wide), 2 * self.randn(4, self.wide)
-        raw[:, 5:students], other[:, 5:teachers] = -INF, -INF
+        raw[:, 5:students], other[:, 5:references] = -INF, -INF
         if beta != unmet:
             self.check_rows(raw, other, beta)
             return
@@ -229,12 +238,12 @@ class DivergenceSuite:
                 assert same(self.grad(part, found, a[rows], b[rows], c[rows]), d[rows])
 
     def test_where_gradients_are_written(self, beta: float) -> None:
-        """Over the logits, or elsewhere, of 16 bits too; the teacher's logits are left alone."""
+        """Over the logits, or elsewhere, of 16 bits too; the reference's logits are left alone."""
         n, vocab = 4, self.wide + 1
         raw, other, ids = self.randn(n, vocab), self.randn(n, vocab), self.ids(n, vocab)
         chunk = self.chunk(raw, other, beta, ids, self.transforms(n, vocab, (3, 2)))
         stats, (a, b, c) = self.stats(chunk), self.randn(3, n)
-        teachers, want = chunk.teacher.logits.clone(), self.grad(chunk, stats, a, b, c)
+        references, want = chunk.reference.logits.clone(), self.grad(chunk, stats, a, b, c)
         dtypes = (torch.float32, torch.bfloat16, torch.float16)
         for dtype in dtypes if self.dtype == torch.float32 else (self.dtype,):
             wide = torch.full((n, vocab + 9), 77.0, dtype=dtype, device=self.device)
@@ -242,9 +251,9 @@ class DivergenceSuite:
             assert torch.equal(wide[:, 3:-6], want.to(dtype))
             assert (wide[:, :3] == 77).all()
             assert (wide[:, -6:] == 77).all()
-        self.kernels.grad(chunk, stats, a, b, chunk.logits, c)
+        self.kernels.grad(chunk, stats, Coefficients(a, b, c), chunk.logits)
         assert torch.equal(chunk.logits, want)
-        assert torch.equal(chunk.teacher.logits, teachers)
+        assert torch.equal(chunk.reference.logits, references)
 
     def test_parts_of_a_vocabulary(self, beta: float) -> None:
         """Divergences of the columns' parts add up; gradients of parts are those of the whole."""
@@ -253,14 +262,14 @@ class DivergenceSuite:
         whole = self.chunk(raw, other, beta, ids)
         stats, (a, b, c) = self.stats(whole), self.randn(3, 6)
         known = stats.divergence
-        teacher = RowStats(
-            known.value, known.teacher_max_logit, known.teacher_log_sum
+        reference = RowStats(
+            known.value, known.reference_max_logit, known.reference_log_sum
         )  # the last two count
         parts = []
         for start, stop in ((0, 1), (1, 100), (100, self.wide)):
             chunk = self.chunk(raw[:, start:stop], other[:, start:stop], beta, ids)
             parts.append(replace(chunk, first_id=start))
-        found = [self.kernels.diverge(part, stats, teacher) for part in parts]
+        found = [self.kernels.diverge(part, stats, reference) for part in parts]
         for i, want in enumerate(known[:2]):
             total = torch.stack([x[i] for x in found]).sum(0)
             torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-6)

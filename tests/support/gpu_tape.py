@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from grpo_kernels.backends.fused_loss import FusedLoss
-from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, Coefficients, LogitTransform, RowStats
 from tests.support import pretend_gpu
 from tests.support.chosen import choose_by
 from tests.support.measure import AllocationWatcher
@@ -163,12 +163,12 @@ class NotedRows:
     """The row backend that a GPU would have, which computes nothing."""
 
     name = "triton"
-    fuses_teacher = False
+    fuses_reference = False
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
 
-    def scratch_rows(self, n: int, vocab: int, *, teacher: bool = False) -> int:
+    def scratch_rows(self, n: int, vocab: int, *, reference: bool = False) -> int:
         return 0
 
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
@@ -179,15 +179,12 @@ class NotedRows:
         return self._statistics(chunk.logits, extras)
 
     def diverge(
-        self, chunk: Chunk, stats: RowStats, teacher_stats: RowStats
+        self, chunk: Chunk, stats: RowStats, reference_stats: RowStats
     ) -> tuple[Tensor, Tensor]:
         self._tape.rows("diverge", chunk.logits, None)
         return stats.logps, stats.logps
 
-    def grad(
-        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor,
-        c: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def grad(self, chunk: Chunk, stats: RowStats, coefficients: Coefficients, out: Tensor) -> None:
         self._tape.rows("grad", chunk.logits, out)
 
     def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:

@@ -12,7 +12,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from grpo_kernels.backends.fused_loss import FusedLoss
-from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, Teacher
+from grpo_kernels.backends.interface import (
+    Chunk,
+    Coefficients,
+    DivergenceStats,
+    LogitTransform,
+    ReferenceLogits,
+)
 from grpo_kernels.backends.triton_rows.device import row_config
 from grpo_kernels.backends.triton_rows.divergence import diverge_kernel, launch_diverge
 from grpo_kernels.backends.triton_rows.fused import fused_kernel, launch_fused
@@ -48,18 +54,17 @@ def launch_all(n: int, at: int, swept: float) -> None:
     )  # fmt: skip
     config = {kernel: row_config(kernel, V, "sm_90") for kernel in ("stats", "grad", "fused")}
     stats = launch_stats(Chunk(x, ids, transform), config["stats"], entropy=True, extras=())
-    launch_grad(
-        Chunk(x, ids, transform, at), replace(stats, logps=ones), ones, ones, x, config["grad"]
-    )
-    known = replace(
+    known, both = replace(stats, logps=ones), Coefficients(ones, ones)
+    launch_grad(Chunk(x, ids, transform, at), known, both, x, config["grad"])
+    on_policy = replace(
         loss, surrogate="linear", constants=(), advantages=None, d_policy=ones, old=None, gate=None
     )
-    for each in (loss, known):
+    for each in (loss, on_policy):
         launch_fused(Chunk(x, ids, transform), each, x, config["fused"])
-    pair = Chunk(x, ids, transform, at, Teacher(x, transform, (0.5 + swept) / 2))
+    pair = Chunk(x, ids, transform, at, ReferenceLogits(x, transform, (0.5 + swept) / 2))
     launch_diverge(pair, stats, stats, config["stats"])
     diverged = replace(stats, logps=ones, divergence=DivergenceStats(ones, ones, ones, ones))
-    launch_grad(pair, diverged, ones, ones, x, config["grad"], ones)
+    launch_grad(pair, diverged, Coefficients(ones, ones, ones), x, config["grad"])
 
 
 def variants() -> dict[str, int]:

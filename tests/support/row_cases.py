@@ -15,9 +15,9 @@ from grpo_kernels.backends.interface import (
     Chunk,
     DivergenceStats,
     LogitTransform,
+    ReferenceLogits,
     RowBackend,
     RowStats,
-    Teacher,
 )
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import LOSSES
@@ -111,23 +111,27 @@ def in_double(values: Any) -> Any:
 
 
 def prepared(kernels: RowBackend, chunk: Chunk) -> Chunk:
-    """A copy of the raw logits of `chunk`, and of its teacher's, as `kernels` read them."""
-    logits, teacher = chunk.logits.clone(), chunk.teacher
+    """A copy of the raw logits of `chunk`, and of its reference's, as `kernels` read them."""
+    logits, reference = chunk.logits.clone(), chunk.reference
     kernels.prepare_(logits, chunk.transform)
-    if teacher is not None:
-        teacher = Teacher(teacher.logits.clone(), teacher.transform, teacher.jsd_beta)
-        kernels.prepare_(teacher.logits, teacher.transform)
-    return replace(chunk, logits=logits, teacher=teacher)
+    if reference is not None:
+        reference = ReferenceLogits(
+            reference.logits.clone(), reference.transform, reference.jsd_beta
+        )
+        kernels.prepare_(reference.logits, reference.transform)
+    return replace(chunk, logits=logits, reference=reference)
 
 
 def statistics(kernels: RowBackend, chunk: Chunk, extras: tuple[str, ...] = EXTRAS) -> RowStats:
-    """All statistics of the rows, and their divergence from the teacher's if they have one."""
-    stats = kernels.stats(replace(chunk, teacher=None), entropy=True, extras=extras)
-    if chunk.teacher is None:
+    """All statistics of the rows, and their divergence from the reference's if they have one."""
+    stats = kernels.stats(replace(chunk, reference=None), entropy=True, extras=extras)
+    if chunk.reference is None:
         return stats
-    teacher = kernels.stats(chunk.of_teacher(), entropy=False)
-    found = kernels.diverge(chunk, stats, teacher)
-    return replace(stats, divergence=DivergenceStats(*found, teacher.max_logit, teacher.log_sum))
+    reference = kernels.stats(chunk.of_reference(), entropy=False)
+    found = kernels.diverge(chunk, stats, reference)
+    return replace(
+        stats, divergence=DivergenceStats(*found, reference.max_logit, reference.log_sum)
+    )
 
 
 def full_loss(logps: Tensor, kind: int) -> FusedLoss:

@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform, RowStats
+from grpo_kernels.backends.interface import (
+    Chunk,
+    Coefficients,
+    FusedRowBackend,
+    LogitTransform,
+    RowStats,
+)
 from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.tensors import take
 from tests.support.row_cases import (
@@ -49,10 +55,10 @@ def check_kernels(
 
     a, b = torch.randn_like(stats.logps), torch.randn_like(stats.logps) if kind % 3 else None
     out, z = torch.empty_like(raw, dtype=dtype), in_torch.logits
-    kernels.grad(chunk, stats, a, b, out)
+    kernels.grad(chunk, stats, Coefficients(a, b), out)
     d, bound = gradient(at, ids, a, b)
     check(f"{name}: d raw", out, d, bound + rounding(d, dtype))
-    TorchRows().grad(in_torch, stats, a, b, z)
+    TorchRows().grad(in_torch, stats, Coefficients(a, b), z)
     # in torch's 1 - tanh^2
     cancelled = 0.0 if transform.softcap is None else 16 * U * (d / at.slope).abs()
     check(f"{name}: d raw of torch", out, z, 2 * bound + cancelled + rounding(d, dtype))
@@ -117,17 +123,17 @@ class RowSuite:
             chunk = self.chunk(5, vocab, 3)
             raw, (a, b) = chunk.logits, torch.randn(2, 5, device=self.device)
             want, d_raw = statistics(self.kernels, chunk), torch.empty_like(raw)
-            self.kernels.grad(chunk, want, a, b, d_raw)
+            self.kernels.grad(chunk, want, Coefficients(a, b), d_raw)
             part = _inside(raw, 3)
             apart = replace(chunk, logits=part)
             assert_same(statistics(self.kernels, apart), want)
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 out = _inside(torch.empty_like(raw, dtype=dtype), 5)
-                self.kernels.grad(apart, want, a, b, out)
+                self.kernels.grad(apart, want, Coefficients(a, b), out)
                 assert torch.equal(out, d_raw.to(dtype))
                 _assert_untouched_around(out, 5)
                 assert torch.equal(part, raw)
-            self.kernels.grad(apart, want, a, b, part)
+            self.kernels.grad(apart, want, Coefficients(a, b), part)
             assert torch.equal(part, d_raw)
             _assert_untouched_around(part, 3)
 
@@ -142,10 +148,10 @@ class RowSuite:
             chunk, (a, b) = self.chunk(6, vocab), torch.randn(2, 6, device=self.device)
             stats, whole = statistics(self.kernels, chunk), torch.empty_like(chunk.logits)
             parts = torch.empty_like(whole)
-            self.kernels.grad(chunk, stats, a, b, whole)
+            self.kernels.grad(chunk, stats, Coefficients(a, b), whole)
             for start, stop in ((0, 1), (1, 40), (40, vocab)):
                 part = Chunk(chunk.logits[:, start:stop], chunk.ids, PLAIN, start)
-                self.kernels.grad(part, stats, a, b, parts[:, start:stop])
+                self.kernels.grad(part, stats, Coefficients(a, b), parts[:, start:stop])
             assert torch.equal(parts, whole)
 
 
@@ -193,13 +199,13 @@ class SpecialSuite:
         a, b = self.randn(2, len(ids))
         out, by_grad = torch.empty_like(rows), torch.empty_like(rows)
         for coefficient in (None, b):
-            self.kernels.grad(chunk, stats, a, coefficient, out)
+            self.kernels.grad(chunk, stats, Coefficients(a, coefficient), out)
             check("d raw", out, *gradient(at, index, a, coefficient))
         loss = make_loss(stats.logps, 9)
         fused = self.kernels.fused(chunk, loss, out)
         assert_same(fused, stats)
         b = torch.full_like(a, loss.d_entropy)
-        self.kernels.grad(chunk, stats, fused.loss_terms["d_logp"], b, by_grad)
+        self.kernels.grad(chunk, stats, Coefficients(fused.loss_terms["d_logp"], b), by_grad)
         assert torch.equal(out.nan_to_num(), by_grad.nan_to_num())
         return stats
 
@@ -301,7 +307,7 @@ class SpecialSuite:
             index = torch.nonzero(~lost)[:, 0]
             assert_same(take(stats, index), take(want, index))
             assert torch.equal(out.isnan().any(1), lost)
-            self.kernels.grad(chunk, stats, a, b, out)
+            self.kernels.grad(chunk, stats, Coefficients(a, b), out)
             assert torch.equal(out.isnan().any(1), lost)
 
     @pytest.mark.parametrize("several", [False, True])
@@ -322,7 +328,7 @@ class SpecialSuite:
                 assert x[:2].tolist() == [0.0, 0.0]
                 assert x.isnan().tolist() == [False, False, True, False]
             out = torch.empty_like(raw)
-            self.kernels.grad(chunk, got, torch.ones_like(got.logps), None, out)
+            self.kernels.grad(chunk, got, Coefficients(torch.ones_like(got.logps)), out)
             assert torch.equal(out[:2].isnan(), raw[:2] == INF)
             assert out.isnan().any(1).tolist() == [True, True, True, False]
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from grpo_kernels.backends.fused_loss import LOSS_TERMS, FusedLoss
 from grpo_kernels.backends.interface import (
     Chunk,
+    Coefficients,
     DivergenceStats,
     FusedRowBackend,
     LogitTransform,
@@ -57,7 +58,7 @@ class CppRows(FusedRowBackend):
     """Row work in one op per chunk, its rows divided among torch's threads; after `build.load`."""
 
     name = "cpp"
-    fuses_teacher = True
+    fuses_reference = True
 
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
         new = _columns(chunk.logits)
@@ -70,14 +71,14 @@ class CppRows(FusedRowBackend):
         return RowStats(**found, entropies=entropies, extras=more)
 
     def diverge(
-        self, chunk: Chunk, stats: RowStats, teacher_stats: RowStats
+        self, chunk: Chunk, stats: RowStats, reference_stats: RowStats
     ) -> tuple[Tensor, Tensor]:
         new = _columns(chunk.logits)
         value, sum_k = new(), new()
         torch.ops.grpo_kernels_cpp.diverge(
             *_rows(chunk),
-            *_teacher(chunk),
-            stats.max_logit, stats.log_sum, teacher_stats.max_logit, teacher_stats.log_sum,
+            *_reference(chunk),
+            stats.max_logit, stats.log_sum, reference_stats.max_logit, reference_stats.log_sum,
             value=value, sum_k=sum_k,
         )  # fmt: skip
         return value, sum_k
@@ -86,17 +87,17 @@ class CppRows(FusedRowBackend):
         self,
         chunk: Chunk,
         stats: RowStats,
-        d_logp: Tensor,
-        d_entropy: Tensor | None,
+        coefficients: Coefficients,
         out: Tensor,
-        d_divergence: Tensor | None = None,
     ) -> None:
+        d_logp, d_entropy, d_divergence, _ = coefficients
+        assert d_logp is not None
         divergence = None if d_divergence is None else stats.divergence
-        if d_divergence is None:  # then a teacher is ignored
-            chunk = replace(chunk, teacher=None)
+        if d_divergence is None:  # then a reference is ignored
+            chunk = replace(chunk, reference=None)
         torch.ops.grpo_kernels_cpp.grad(
             *_rows(chunk),
-            *_teacher(chunk),
+            *_reference(chunk),
             stats.logps, stats.max_logit, stats.log_sum,
             None if d_entropy is None else stats.entropies,
             d_logp.contiguous(),  # the gradient of a sum may be one number, expanded
@@ -113,19 +114,19 @@ class CppRows(FusedRowBackend):
             name: new() for name in ("logps", "max_logit", "log_sum", "entropies")
         }
         terms = {name: new() for name in loss.terms}
-        full = loss.kl == "full"  # the divergence from the teacher
+        full = loss.kl == "full"  # the divergence from the reference
         diverged = DivergenceStats(terms["kl"], new(), new(), new()) if full else None
         torch.ops.grpo_kernels_cpp.fused(
             *_rows(chunk),
-            *_teacher(chunk),
+            *_reference(chunk),
             loss.advantages, loss.d_policy, loss.weights, loss.old, loss.ref, loss.gate,
             loss.surrogate, loss.constants, "none" if full or loss.kl is None else loss.kl,
             loss.corrects_kl, loss.beta, loss.d_entropy,
             **found,
             **dict.fromkeys(LOSS_TERMS) | terms,
             sum_k=diverged and diverged.sum_k,
-            teacher_max_logit=diverged and diverged.teacher_max_logit,
-            teacher_log_sum=diverged and diverged.teacher_log_sum,
+            reference_max_logit=diverged and diverged.reference_max_logit,
+            reference_log_sum=diverged and diverged.reference_log_sum,
             out=out,
         )  # fmt: skip
         return RowStats(**found, loss_terms=terms, divergence=diverged)
@@ -142,11 +143,11 @@ def _rows(chunk: Chunk) -> tuple[Any, ...]:
     return chunk.logits, chunk.ids, *_numbers(chunk.transform)
 
 
-def _teacher(chunk: Chunk) -> tuple[Any, ...]:
-    """Arguments of an op for the chunk's teacher: logits or None, transform, divergence."""
-    if chunk.teacher is None:
+def _reference(chunk: Chunk) -> tuple[Any, ...]:
+    """Arguments of an op for the chunk's reference: logits or None, transform, divergence."""
+    if chunk.reference is None:
         return None, *_numbers(LogitTransform()), 0.0
-    return chunk.teacher.logits, *_numbers(chunk.teacher.transform), chunk.teacher.jsd_beta
+    return chunk.reference.logits, *_numbers(chunk.reference.transform), chunk.reference.jsd_beta
 
 
 def _numbers(transform: LogitTransform) -> tuple[Any, ...]:

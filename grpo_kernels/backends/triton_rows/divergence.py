@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends import divergence
-from grpo_kernels.backends.interface import Chunk, DivergenceStats, RowStats, Teacher
+from grpo_kernels.backends.interface import Chunk, DivergenceStats, ReferenceLogits, RowStats
 from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.mathfn import (
     clamp_max,
@@ -87,31 +87,31 @@ _TERMS = {
 }
 
 
-def teacher_arguments(teacher: Teacher, diverged: DivergenceStats) -> dict[str, Any]:
-    """Kernel arguments that describe a chunk's teacher and the divergence, except its value."""
-    of_head = head_arguments(teacher.logits, teacher.transform).items()
+def reference_arguments(reference: ReferenceLogits, diverged: DivergenceStats) -> dict[str, Any]:
+    """Kernel arguments that describe a chunk's reference and the divergence, except its value."""
+    of_head = head_arguments(reference.logits, reference.transform).items()
     return {
-        **{("TEACHER_" if name.isupper() else "teacher_") + name: x for name, x in of_head},
-        "jsd_beta": teacher.jsd_beta,
-        "DIVERGENCE": _TERMS[divergence.terms_of(teacher.jsd_beta)],
-        "teacher_max_logit_ptr": diverged.teacher_max_logit,
-        "teacher_log_sum_ptr": diverged.teacher_log_sum,
+        **{("REFERENCE_" if name.isupper() else "reference_") + name: x for name, x in of_head},
+        "jsd_beta": reference.jsd_beta,
+        "DIVERGENCE": _TERMS[divergence.terms_of(reference.jsd_beta)],
+        "reference_max_logit_ptr": diverged.reference_max_logit,
+        "reference_log_sum_ptr": diverged.reference_log_sum,
         "sum_k_ptr": diverged.sum_k,
     }
 
 
 def launch_diverge(
-    chunk: Chunk, stats: RowStats, teacher_stats: RowStats, config: RowConfig
+    chunk: Chunk, stats: RowStats, reference_stats: RowStats, config: RowConfig
 ) -> tuple[Tensor, Tensor]:
-    """The divergence and the sum of k (n,) of a chunk with a teacher."""
-    assert chunk.teacher is not None
+    """The divergence and the sum of k (n,) of a chunk with a reference."""
+    assert chunk.reference is not None
     (n, vocab), new = chunk.logits.shape, chunk.logits.new_empty
-    diverged = DivergenceStats(new(n), new(n), teacher_stats.max_logit, teacher_stats.log_sum)
+    diverged = DivergenceStats(new(n), new(n), reference_stats.max_logit, reference_stats.log_sum)
     diverge_kernel[(triton.cdiv(n, config.block_n),)](
         n=n,
         V=vocab,
         **head_arguments(chunk.logits, chunk.transform),
-        **teacher_arguments(chunk.teacher, diverged),
+        **reference_arguments(chunk.reference, diverged),
         max_logit_ptr=stats.max_logit,
         log_sum_ptr=stats.log_sum,
         value_ptr=diverged.value,
@@ -123,20 +123,20 @@ def launch_diverge(
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=PER_ROW)
 def diverge_kernel(
     # data: (n, V), (n, V)
-    logits_ptr, teacher_logits_ptr,
+    logits_ptr, reference_logits_ptr,
     # statistics: (n,)
-    max_logit_ptr, log_sum_ptr, teacher_max_logit_ptr, teacher_log_sum_ptr,
+    max_logit_ptr, log_sum_ptr, reference_max_logit_ptr, reference_log_sum_ptr,
     # results: (n,)
     value_ptr, sum_k_ptr,
     # shapes and strides
-    n, V, stride_n, teacher_stride_n,
+    n, V, stride_n, reference_stride_n,
     # the divergence
     jsd_beta, DIVERGENCE: tl.constexpr,
     # the transforms: (V,), (n,), numbers
     bias_ptr, inv_t_ptr, inner, outer,
-    teacher_bias_ptr, teacher_inv_t_ptr, teacher_inner, teacher_outer,
+    reference_bias_ptr, reference_inv_t_ptr, reference_inner, reference_outer,
     HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
-    TEACHER_HAS_SOFTCAP: tl.constexpr, TEACHER_ROUNDED_TO: tl.constexpr,
+    REFERENCE_HAS_SOFTCAP: tl.constexpr, REFERENCE_ROUNDED_TO: tl.constexpr,
     # the tile
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -149,16 +149,16 @@ def diverge_kernel(
         logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
     )
     source = (row_ptrs, bias_ptr, inner, outer)
-    teacher_ptrs, teacher_inner, teacher_outer = row_pointers(
-        teacher_logits_ptr, teacher_stride_n, rows, teacher_inv_t_ptr,
-        teacher_inner, teacher_outer, TEACHER_HAS_SOFTCAP,
+    reference_ptrs, reference_inner, reference_outer = row_pointers(
+        reference_logits_ptr, reference_stride_n, rows, reference_inv_t_ptr,
+        reference_inner, reference_outer, REFERENCE_HAS_SOFTCAP,
     )  # fmt: skip
-    teacher = (teacher_ptrs, teacher_bias_ptr, teacher_inner, teacher_outer)
+    reference = (reference_ptrs, reference_bias_ptr, reference_inner, reference_outer)
     known = normalizers(
         tl.load(max_logit_ptr + rows)[:, None],
         tl.load(log_sum_ptr + rows)[:, None],
-        tl.load(teacher_max_logit_ptr + rows)[:, None],
-        tl.load(teacher_log_sum_ptr + rows)[:, None],
+        tl.load(reference_max_logit_ptr + rows)[:, None],
+        tl.load(reference_log_sum_ptr + rows)[:, None],
     )
     LANES: tl.constexpr = BLOCK_V // 4
     value = tl.zeros((BLOCK_N, LANES), tl.float32)
@@ -166,13 +166,13 @@ def diverge_kernel(
     whole = V // BLOCK_V * BLOCK_V
     if whole < V:
         value, sum_k = diverge_tile(
-            value, sum_k, source, teacher, known, whole, V, jsd_beta, DIVERGENCE,
-            HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
+            value, sum_k, source, reference, known, whole, V, jsd_beta, DIVERGENCE,
+            HAS_SOFTCAP, ROUNDED_TO, REFERENCE_HAS_SOFTCAP, REFERENCE_ROUNDED_TO,
         )  # fmt: skip
     for back in tl.range(BLOCK_V, whole + BLOCK_V, BLOCK_V, num_stages=NUM_STAGES):
         value, sum_k = diverge_tile(
-            value, sum_k, source, teacher, known, whole - back, None, jsd_beta, DIVERGENCE,
-            HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
+            value, sum_k, source, reference, known, whole - back, None, jsd_beta, DIVERGENCE,
+            HAS_SOFTCAP, ROUNDED_TO, REFERENCE_HAS_SOFTCAP, REFERENCE_ROUNDED_TO,
         )  # fmt: skip
     offset = tl.reshape(known[4], (BLOCK_N,))
     odd = offset - offset  # 0, or NaN
@@ -183,17 +183,17 @@ def diverge_kernel(
 
 
 @triton.jit
-def normalizers(m, log_sum, teacher_m, teacher_log_sum):
+def normalizers(m, log_sum, reference_m, reference_log_sum):
     """Return (m, 1 / sum) of both heads and the offset (z - y) - (log p - log q), (R, 1) each."""
-    offset = (m - teacher_m) + (log_sum - teacher_log_sum)
-    return m, exp(-log_sum), teacher_m, exp(-teacher_log_sum), offset
+    offset = (m - reference_m) + (log_sum - reference_log_sum)
+    return m, exp(-log_sum), reference_m, exp(-reference_log_sum), offset
 
 
 @triton.jit
 def diverge_tile(
-    value, sum_k, source, teacher, known, start, end, jsd_beta, DIVERGENCE: tl.constexpr,
+    value, sum_k, source, reference, known, start, end, jsd_beta, DIVERGENCE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
-    TEACHER_HAS_SOFTCAP: tl.constexpr, TEACHER_ROUNDED_TO: tl.constexpr,
+    REFERENCE_HAS_SOFTCAP: tl.constexpr, REFERENCE_ROUNDED_TO: tl.constexpr,
 ):  # fmt: skip
     """Add four columns for each lane; beyond the vocabulary terms and k are 0."""
     W: tl.constexpr = value.shape[1]
@@ -201,7 +201,7 @@ def diverge_tile(
         source, start, end, HAS_SOFTCAP, ROUNDED_TO, W
     )
     y0, y1, y2, y3, _id0, _id1, _id2, _id3 = load_logits(
-        teacher, start, end, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO, W
+        reference, start, end, REFERENCE_HAS_SOFTCAP, REFERENCE_ROUNDED_TO, W
     )
     value0, k0 = terms(z0, y0, known, jsd_beta, DIVERGENCE)
     value1, k1 = terms(z1, y1, known, jsd_beta, DIVERGENCE)
@@ -212,23 +212,23 @@ def diverge_tile(
 
 @triton.jit
 def terms(z, y, known, jsd_beta, DIVERGENCE: tl.constexpr):
-    """The divergence's terms, and k, from logits z of the student and y of the teacher, (R, W)."""
-    m, inv_sum, teacher_m, teacher_inv_sum, offset = known
+    """The divergence's terms, and k, from logits z and the reference's y, (R, W)."""
+    m, inv_sum, reference_m, reference_inv_sum, offset = known
     d = z - y
     d = tl.where(d == d, d - offset, 0.0)  # -inf - -inf: p = q = 0
     ahead = d >= 0.0
-    lead = exp_term(tl.where(ahead, z - m, y - teacher_m)) * tl.where(
-        ahead, inv_sum, teacher_inv_sum
+    lead = exp_term(tl.where(ahead, z - m, y - reference_m)) * tl.where(
+        ahead, inv_sum, reference_inv_sum
     )
     return DIVERGENCE(d, lead, jsd_beta)
 
 
 @triton.jit
 def k_of(
-    x, y, source, teacher, known, jsd_beta, DIVERGENCE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, TEACHER_HAS_SOFTCAP: tl.constexpr,
+    x, y, source, reference, known, jsd_beta, DIVERGENCE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, REFERENCE_HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """k of the projections x of the student and y of the teacher, (R, W)."""
+    """k of the projections x of the student and y of the reference, (R, W)."""
     z = scaled(x, source, HAS_SOFTCAP)
-    _value, k = terms(z, scaled(y, teacher, TEACHER_HAS_SOFTCAP), known, jsd_beta, DIVERGENCE)
+    _value, k = terms(z, scaled(y, reference, REFERENCE_HAS_SOFTCAP), known, jsd_beta, DIVERGENCE)
     return k

@@ -3,7 +3,7 @@
 A program writes all elements as if none were the target. After a barrier it writes the target's
 column again. So no column is compared with the target.
 
-With a teacher, ``d_divergence (k_j - p_j sum k)`` is added to d z_j (see `backends.divergence`).
+With a reference, ``d_divergence (k_j - p_j sum k)`` is added to d z_j (see `backends.divergence`).
 The sum is known: its part of the gradient is one more coefficient of -p_j, like d_logp.
 """
 
@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.interface import Chunk, Coefficients, RowStats
 from grpo_kernels.backends.triton_rows.device import RowConfig
-from grpo_kernels.backends.triton_rows.divergence import k_of, normalizers, teacher_arguments
+from grpo_kernels.backends.triton_rows.divergence import k_of, normalizers, reference_arguments
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, expm1
 from grpo_kernels.backends.triton_rows.reduce import LOWEST
 from grpo_kernels.backends.triton_rows.transform import (
@@ -39,26 +39,26 @@ SCALE_BLOCK = 4096  # of 8 warps: eight neighbours for each thread, 16 bytes of 
 def launch_grad(
     chunk: Chunk,
     stats: RowStats,
-    d_logp: Tensor,  # (n,)
-    d_entropy: Tensor | None,  # (n,)
+    coefficients: Coefficients,  # (n,) each
     out: Tensor,  # (n, V), may be the chunk's logits
     config: RowConfig,
-    d_divergence: Tensor | None = None,  # (n,), where the chunk has a teacher
 ) -> None:
     """Write d loss / d (raw logits) to `out`."""
+    d_logp, d_entropy, d_divergence, _ = coefficients
+    assert d_logp is not None
     n, vocab = chunk.logits.shape
-    with_teacher: dict[str, Any] = {}
+    with_reference: dict[str, Any] = {}
     if d_divergence is not None:
-        assert chunk.teacher is not None and stats.divergence is not None
+        assert chunk.reference is not None and stats.divergence is not None
         config = config.for_two_heads(vocab)
-        with_teacher = {
+        with_reference = {
             "d_divergence_ptr": d_divergence.contiguous(),
-            **teacher_arguments(chunk.teacher, stats.divergence),
+            **reference_arguments(chunk.reference, stats.divergence),
         }
     grid = (triton.cdiv(n, config.block_n) * triton.cdiv(vocab, TILES * config.block_v),)
     grad_kernel[grid](
         **chunk_arguments(chunk),
-        **with_teacher,
+        **with_reference,
         first_id=chunk.first_id,
         # statistics and coefficients
         logps_ptr=stats.logps, max_logit_ptr=stats.max_logit, log_sum_ptr=stats.log_sum,
@@ -83,14 +83,14 @@ def grad_kernel(
     bias_ptr, inv_t_ptr, inner, outer, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     # the tile
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, TILES: tl.constexpr, NUM_STAGES: tl.constexpr,
-    # a teacher: logits, statistics, d_divergence, transform, divergence
-    teacher_logits_ptr=None, teacher_stride_n=None,
-    teacher_max_logit_ptr=None, teacher_log_sum_ptr=None, sum_k_ptr=None, d_divergence_ptr=None,
-    teacher_bias_ptr=None, teacher_inv_t_ptr=None, teacher_inner=None, teacher_outer=None,
-    TEACHER_HAS_SOFTCAP: tl.constexpr = False, TEACHER_ROUNDED_TO: tl.constexpr = None,
+    # a reference: logits, statistics, d_divergence, transform, divergence
+    reference_logits_ptr=None, reference_stride_n=None,
+    reference_max_logit_ptr=None, reference_log_sum_ptr=None, sum_k_ptr=None, d_divergence_ptr=None,
+    reference_bias_ptr=None, reference_inv_t_ptr=None, reference_inner=None, reference_outer=None,
+    REFERENCE_HAS_SOFTCAP: tl.constexpr = False, REFERENCE_ROUNDED_TO: tl.constexpr = None,
     jsd_beta=None, DIVERGENCE: tl.constexpr = None,
 ):  # fmt: skip
-    """Write up to `TILES` tiles of the gradient, with a teacher's part if there is one."""
+    """Write up to `TILES` tiles of the gradient, with a reference's part if there is one."""
     parts = tl.cdiv(V, TILES * BLOCK_V)
     rows, is_row = row_block(tl.program_id(0) // parts, n, BLOCK_N)
     first = (tl.program_id(0) % parts) * (TILES * BLOCK_V)
@@ -120,25 +120,25 @@ def grad_kernel(
         entropy = tl.load(entropies_ptr + rows)[:, None]
         d_entropy = tl.load(d_entropy_ptr + rows)[:, None]
     taken_off = d_logp  # coefficient of -p_j
-    of_teacher = None
+    of_reference = None
     if DIVERGENCE is not None:
-        teacher_ptrs, teacher_inner, teacher_outer = row_pointers(
-            teacher_logits_ptr, teacher_stride_n, rows, teacher_inv_t_ptr,
-            teacher_inner, teacher_outer, TEACHER_HAS_SOFTCAP,
+        reference_ptrs, reference_inner, reference_outer = row_pointers(
+            reference_logits_ptr, reference_stride_n, rows, reference_inv_t_ptr,
+            reference_inner, reference_outer, REFERENCE_HAS_SOFTCAP,
         )  # fmt: skip
-        teacher = (teacher_ptrs, teacher_bias_ptr, teacher_inner, teacher_outer)
-        teacher_m = tl.load(teacher_max_logit_ptr + rows)[:, None]
-        known = normalizers(m, log_sum, teacher_m, tl.load(teacher_log_sum_ptr + rows)[:, None])
+        reference = (reference_ptrs, reference_bias_ptr, reference_inner, reference_outer)
+        reference_m = tl.load(reference_max_logit_ptr + rows)[:, None]
+        known = normalizers(m, log_sum, reference_m, tl.load(reference_log_sum_ptr + rows)[:, None])
         sum_k = tl.load(sum_k_ptr + rows)[:, None]
         d_divergence = tl.load(d_divergence_ptr + rows)[:, None]
         taken_off = d_logp + d_divergence * sum_k
-        of_teacher = (teacher, known, d_divergence * row_slope(source, HAS_SOFTCAP), jsd_beta)
+        of_reference = (reference, known, d_divergence * row_slope(source, HAS_SOFTCAP), jsd_beta)
         if has_target:  # before the loop, which has no registers left for this
             logp = tl.load(logps_ptr + rows)[:, None]
-            y_target = load_at(teacher, target, is_here, TEACHER_ROUNDED_TO)
+            y_target = load_at(reference, target, is_here, REFERENCE_ROUNDED_TO)
             k = k_of(
-                x_target, y_target, source, teacher, known, jsd_beta, DIVERGENCE,
-                HAS_SOFTCAP, TEACHER_HAS_SOFTCAP,
+                x_target, y_target, source, reference, known, jsd_beta, DIVERGENCE,
+                HAS_SOFTCAP, REFERENCE_HAS_SOFTCAP,
             )  # fmt: skip
             d_target = target_gradient(
                 logp, entropy, d_logp, d_entropy, d_entropy_ptr is not None
@@ -152,13 +152,13 @@ def grad_kernel(
         write_tile(
             source, out_ptrs, start, None, is_row, m, level, tilt,
             d_entropy_ptr is not None, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
-            of_teacher, DIVERGENCE, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
+            of_reference, DIVERGENCE, REFERENCE_HAS_SOFTCAP, REFERENCE_ROUNDED_TO,
         )  # fmt: skip
     if whole < last:
         write_tile(
             source, out_ptrs, whole, V, is_row, m, level, tilt,
             d_entropy_ptr is not None, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
-            of_teacher, DIVERGENCE, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
+            of_reference, DIVERGENCE, REFERENCE_HAS_SOFTCAP, REFERENCE_ROUNDED_TO,
         )  # fmt: skip
     if has_target:
         if DIVERGENCE is None:
@@ -205,9 +205,9 @@ def write_tile(
     m, level, tilt,
     HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    # with a teacher: (its source, `normalizers`, d_divergence times `row_slope` (R, 1), jsd_beta)
-    of_teacher=None, DIVERGENCE: tl.constexpr = None,
-    TEACHER_HAS_SOFTCAP: tl.constexpr = False, TEACHER_ROUNDED_TO: tl.constexpr = None,
+    # with a reference: (its source, `normalizers`, d_divergence times `row_slope` (R, 1), jsd_beta)
+    of_reference=None, DIVERGENCE: tl.constexpr = None,
+    REFERENCE_HAS_SOFTCAP: tl.constexpr = False, REFERENCE_ROUNDED_TO: tl.constexpr = None,
 ):  # fmt: skip
     """Write one tile (R, BLOCK_V) of d loss / d (raw logits), as if no column were the target.
 
@@ -221,33 +221,33 @@ def write_tile(
     y0, y1, y2, y3 = x0, x1, x2, x3
     if DIVERGENCE is not None:
         y0, y1, y2, y3, _id0, _id1, _id2, _id3 = load_tile(
-            of_teacher[0], start, end, TEACHER_ROUNDED_TO, BLOCK_V // 4
+            of_reference[0], start, end, REFERENCE_ROUNDED_TO, BLOCK_V // 4
         )
     rows = (source, m, level, tilt, out_ptrs, end, is_row)
     write_quarter(
         x0, y0, columns0, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
-        of_teacher, DIVERGENCE, TEACHER_HAS_SOFTCAP,
+        of_reference, DIVERGENCE, REFERENCE_HAS_SOFTCAP,
     )  # fmt: skip
     write_quarter(
         x1, y1, columns1, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
-        of_teacher, DIVERGENCE, TEACHER_HAS_SOFTCAP,
+        of_reference, DIVERGENCE, REFERENCE_HAS_SOFTCAP,
     )  # fmt: skip
     write_quarter(
         x2, y2, columns2, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
-        of_teacher, DIVERGENCE, TEACHER_HAS_SOFTCAP,
+        of_reference, DIVERGENCE, REFERENCE_HAS_SOFTCAP,
     )  # fmt: skip
     write_quarter(
         x3, y3, columns3, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
-        of_teacher, DIVERGENCE, TEACHER_HAS_SOFTCAP,
+        of_reference, DIVERGENCE, REFERENCE_HAS_SOFTCAP,
     )  # fmt: skip
 
 
 @triton.jit
 def write_quarter(
     x, y, columns, rows, HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    of_teacher, DIVERGENCE: tl.constexpr, TEACHER_HAS_SOFTCAP: tl.constexpr,
+    of_reference, DIVERGENCE: tl.constexpr, REFERENCE_HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """d loss / dx of x (R, W) in its columns below `end`; y is the teacher's projection, if any."""
+    """d loss / dx of x (R, W) in its columns below `end`; y is the reference's logit, if any."""
     source, m, level, tilt, out_ptrs, end, is_row = rows
     shifted = scaled(x, source, HAS_SOFTCAP) - m
     d = level
@@ -257,9 +257,9 @@ def write_quarter(
     if HAS_SOFTCAP:
         d = d * bend(x, source)
     if DIVERGENCE is not None:
-        teacher, known, steep, jsd_beta = of_teacher
+        reference, known, steep, jsd_beta = of_reference
         more = steep * k_of(
-            x, y, source, teacher, known, jsd_beta, DIVERGENCE, HAS_SOFTCAP, TEACHER_HAS_SOFTCAP
+            x, y, source, reference, known, jsd_beta, DIVERGENCE, HAS_SOFTCAP, REFERENCE_HAS_SOFTCAP
         )
         if HAS_SOFTCAP:
             more = more * bend(x, source)

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from grpo_kernels.backends.fused_loss import FusedLoss
-from grpo_kernels.backends.interface import Chunk, FusedRowBackend, RowStats
+from grpo_kernels.backends.interface import Chunk, Coefficients, FusedRowBackend, RowStats
 from grpo_kernels.backends.triton_rows.device import RowConfig, arch_of, on, row_config
 from grpo_kernels.backends.triton_rows.divergence import launch_diverge
 from grpo_kernels.backends.triton_rows.fused import launch_fused
@@ -24,7 +24,7 @@ class TritonRows(FusedRowBackend):
     """Row work in one kernel launch per chunk."""
 
     name = "triton"
-    fuses_teacher = False
+    fuses_reference = False
 
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
         config = self._config("stats", chunk)
@@ -32,24 +32,22 @@ class TritonRows(FusedRowBackend):
             return launch_stats(chunk, config, entropy=entropy, extras=extras)
 
     def diverge(
-        self, chunk: Chunk, stats: RowStats, teacher_stats: RowStats
+        self, chunk: Chunk, stats: RowStats, reference_stats: RowStats
     ) -> tuple[Tensor, Tensor]:
         config = self._config("stats", chunk)
         with on(chunk.logits.device):
-            return launch_diverge(chunk, stats, teacher_stats, config)
+            return launch_diverge(chunk, stats, reference_stats, config)
 
     def grad(
         self,
         chunk: Chunk,
         stats: RowStats,
-        d_logp: Tensor,
-        d_entropy: Tensor | None,
+        coefficients: Coefficients,
         out: Tensor,
-        d_divergence: Tensor | None = None,
     ) -> None:
         config = self._config("grad", chunk)
         with on(chunk.logits.device):
-            launch_grad(chunk, stats, d_logp, d_entropy, out, config, d_divergence)
+            launch_grad(chunk, stats, coefficients, out, config)
 
     def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
         """See `RowBackend`. torch serves factors of rows, only for d hidden, which is small."""

@@ -24,7 +24,8 @@ PER_ROW = [
     "d_logp_ptr", "d_entropy_ptr", "d_divergence_ptr",
     "loss_ptr", "log_ratio_ptr", "kl_ptr",
     "advantages_ptr", "d_policy_ptr", "weights_ptr", "old_ptr", "ref_ptr", "gate_ptr",
-    "teacher_inv_t_ptr", "teacher_max_logit_ptr", "teacher_log_sum_ptr", "value_ptr", "sum_k_ptr",
+    "reference_inv_t_ptr", "reference_max_logit_ptr", "reference_log_sum_ptr",
+    "value_ptr", "sum_k_ptr",
 ]  # fmt: skip
 ROUNDINGS = {None: None, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 

@@ -13,10 +13,11 @@ from torch.library import opcheck
 from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.backends.interface import (
     Chunk,
+    Coefficients,
     DivergenceStats,
     LogitTransform,
+    ReferenceLogits,
     RowStats,
-    Teacher,
 )
 from tests.support.row_cases import (
     EXTRAS,
@@ -62,20 +63,19 @@ def use_every_op(dtype: torch.dtype, kind: int) -> None:
     raw, transform = raw.to(dtype), in_double(transform) if dtype == torch.float64 else transform
     stats = kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
     kernels.stats(Chunk(raw, ids, PLAIN), entropy=False)
-    kernels.grad(
-        Chunk(raw, ids, transform, 3), stats, stats.logps, stats.entropies, torch.empty_like(raw)
-    )
-    kernels.grad(Chunk(raw, ids, PLAIN), stats, stats.logps, None, torch.empty_like(raw))
+    both = Coefficients(stats.logps, stats.entropies)
+    kernels.grad(Chunk(raw, ids, transform, 3), stats, both, torch.empty_like(raw))
+    kernels.grad(Chunk(raw, ids, PLAIN), stats, Coefficients(stats.logps), torch.empty_like(raw))
     kernels.fused(Chunk(raw, ids, transform), make_loss(stats.logps, kind), torch.empty_like(raw))
     kernels.fused(Chunk(raw, ids, PLAIN), make_loss(stats.logps, kind + 4), None)
-    chunk = Chunk(raw, ids, PLAIN, teacher=Teacher(raw.flip(0), transform, 0.5))
+    chunk = Chunk(raw, ids, PLAIN, reference=ReferenceLogits(raw.flip(0), transform, 0.5))
     stats, out = with_divergence(kernels, chunk, stats), torch.empty_like(raw)
-    kernels.grad(chunk, stats, stats.logps, stats.entropies, out, stats.logps)
+    kernels.grad(chunk, stats, Coefficients(stats.logps, stats.entropies, stats.logps), out)
     kernels.fused(chunk, full_loss(stats.logps, kind), out)
 
 
 def with_divergence(kernels: CppRows, chunk: Chunk, stats: RowStats) -> RowStats:
-    """`stats` with the divergence of a chunk whose teacher has the same statistics."""
+    """`stats` with the divergence of a chunk whose reference has the same statistics."""
     found = kernels.diverge(chunk, stats, stats)
     return replace(stats, divergence=DivergenceStats(*found, stats.max_logit, stats.log_sum))
 
@@ -114,46 +114,47 @@ def test_refusals() -> None:
     refused("rounded_to: expected a dtype of 16 bits", rounded_to=torch.float32)
     for out in (torch.empty(N, V + 1), torch.empty(N, V, dtype=torch.float64), torch.empty(V, N).T):
         with pytest.raises(RuntimeError, match="out: "):
-            kernels.grad(Chunk(raw, ids, PLAIN), stats, a, None, out)
+            kernels.grad(Chunk(raw, ids, PLAIN), stats, Coefficients(a), out)
     with pytest.raises(RuntimeError, match="entropies: expected with d_entropy"):
-        kernels.grad(Chunk(raw, ids, PLAIN), stats, a, a, torch.empty_like(raw))
+        kernels.grad(Chunk(raw, ids, PLAIN), stats, Coefficients(a, a), torch.empty_like(raw))
     with pytest.raises(RuntimeError, match="d_logp: expected"):
-        kernels.grad(Chunk(raw, ids, PLAIN), stats, a[:2], None, torch.empty_like(raw))
+        kernels.grad(Chunk(raw, ids, PLAIN), stats, Coefficients(a[:2]), torch.empty_like(raw))
 
 
-def test_refusals_of_teachers() -> None:
+def test_refusals_of_references() -> None:
     (raw, ids), kernels = rows(N, V, "cpu"), CppRows()
-    chunk = Chunk(raw, ids, PLAIN, teacher=Teacher(raw.flip(0), PLAIN, 0.5))
+    chunk = Chunk(raw, ids, PLAIN, reference=ReferenceLogits(raw.flip(0), PLAIN, 0.5))
     stats = with_divergence(
-        kernels, chunk, kernels.stats(replace(chunk, teacher=None), entropy=False)
+        kernels, chunk, kernels.stats(replace(chunk, reference=None), entropy=False)
     )
-    a, out, plain = stats.logps, torch.empty_like(raw), replace(chunk, teacher=None)
+    a, out, plain = stats.logps, torch.empty_like(raw), replace(chunk, reference=None)
 
     def refused(message: str, logits: Tensor = raw, beta: float = 0.5, **transform: Any) -> None:
-        teacher = Teacher(logits, LogitTransform(**transform), beta)
+        reference = ReferenceLogits(logits, LogitTransform(**transform), beta)
         with pytest.raises(RuntimeError, match=message):
-            kernels.diverge(replace(chunk, teacher=teacher), stats, stats)
+            kernels.diverge(replace(chunk, reference=reference), stats, stats)
 
-    refused(r"teacher_logits: expected \(4, 33\)", raw[:, :-1])
-    refused(r"teacher_logits: expected \(4, 33\)", raw[:-1])
-    refused("teacher_logits: expected contiguous rows", raw.T.contiguous().T)
-    refused("teacher_logits: float64 goes with float64 alone", raw.double())
-    refused("teacher_bias: expected", bias=torch.zeros(V - 1))
-    refused("teacher_inv_temperatures: expected", inv_temperature=torch.ones(N + 1, 1))
-    refused("teacher_rounded_to: expected", rounded_to=torch.float32)
+    refused(r"reference_logits: expected \(4, 33\)", raw[:, :-1])
+    refused(r"reference_logits: expected \(4, 33\)", raw[:-1])
+    refused("reference_logits: expected contiguous rows", raw.T.contiguous().T)
+    refused("reference_logits: float64 goes with float64 alone", raw.double())
+    refused("reference_bias: expected", bias=torch.zeros(V - 1))
+    refused("reference_inv_temperatures: expected", inv_temperature=torch.ones(N + 1, 1))
+    refused("reference_rounded_to: expected", rounded_to=torch.float32)
     refused(r"jsd_beta: expected a number in \[0, 1\], got 1.5", beta=1.5)
     refused(r"jsd_beta: expected a number in \[0, 1\], got nan", beta=float("nan"))
-    with pytest.raises(RuntimeError, match="teacher_logits: expected"):
+    with pytest.raises(RuntimeError, match="reference_logits: expected"):
         kernels.diverge(plain, stats, stats)
     without = replace(stats, divergence=None)
     for some, known, c in ((chunk, without, a), (plain, stats, a), (plain, without, a)):
         with pytest.raises(
-            RuntimeError, match="d_divergence, sum_k, teacher_max_logit, teacher_log_sum: expected"
+            RuntimeError,
+            match="d_divergence, sum_k, reference_max_logit, reference_log_sum: expected",
         ):
-            kernels.grad(some, known, a, None, out, c)
+            kernels.grad(some, known, Coefficients(a, None, c), out)
     with pytest.raises(RuntimeError, match="kl: expected"):
         kernels.fused(plain, full_loss(a, 0), out)
-    with pytest.raises(RuntimeError, match="estimator: expected none with a teacher"):
+    with pytest.raises(RuntimeError, match="estimator: expected none with a reference"):
         kernels.fused(chunk, make_loss(a, 1), out)
     with pytest.raises(RuntimeError, match="ref, kl: expected"):
         kernels.fused(chunk, make_loss(a, 0), out)

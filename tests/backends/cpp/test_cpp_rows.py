@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.backends.interface import Chunk, LogitTransform, Teacher
+from grpo_kernels.backends.interface import Chunk, Coefficients, LogitTransform, ReferenceLogits
 from grpo_kernels.backends.torch_rows import TorchRows
 from tests.support.divergence_suite import BETAS, DivergenceSuite
 from tests.support.row_cases import (
@@ -35,7 +35,7 @@ CPU = "cpu"
 CPP = CppRows()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ROUNDINGS = (None, torch.bfloat16, torch.float16)
-each_pair = pytest.mark.parametrize("beta", [None, *BETAS])  # without a teacher, and with one
+each_pair = pytest.mark.parametrize("beta", [None, *BETAS])  # without a reference, and with one
 
 
 class TestCpp(RowSuite):
@@ -120,7 +120,7 @@ def chunk_of(
     beta: float | None,
     rounded_to: torch.dtype | None = None,
 ) -> Chunk:
-    """Rows of transform number `kind`, and if there is a `beta` a teacher with another."""
+    """Rows of transform number `kind`, and if there is a `beta` a reference with another."""
     raw, ids = rows(n, vocab, CPU)
     two = [make_transform(n, vocab, i, rounded_to, CPU) for i in (kind, kind // 4)]
     if dtype == torch.float64:
@@ -133,26 +133,27 @@ def chunk_of(
         raw[4:6] *= torch.tensor([[1e4], [1e-4]])
         raw[6], raw[7, -1] = raw[6].round(), raw[7, -1] + 50
         other[5], other[6] = raw[5], raw[6] + 1e-4 * other[6]
-    teacher = None if beta is None else Teacher(other.to(dtype), two[1], beta)
-    return Chunk(raw.to(dtype), ids, two[0], teacher=teacher)
+    reference = None if beta is None else ReferenceLogits(other.to(dtype), two[1], beta)
+    return Chunk(raw.to(dtype), ids, two[0], reference=reference)
 
 
 def outcomes(chunk: Chunk, kind: int = 3) -> dict[str, Tensor]:
     """All that the kernels give for `chunk`; gradients in fp32 or fp64, in place and not."""
     wide = torch.promote_types(chunk.logits.dtype, torch.float32)
-    stats, make = statistics(CPP, chunk), make_loss if chunk.teacher is None else full_loss
+    stats, make = statistics(CPP, chunk), make_loss if chunk.reference is None else full_loss
     with torch.random.fork_rng():
         torch.manual_seed(kind)
         a, b, c = torch.randn(3, len(chunk.ids), dtype=wide)
         loss = make(stats.logps.nan_to_num(neginf=-9.0), kind)
-    c = None if chunk.teacher is None else c
+    c = None if chunk.reference is None else c
     names = ("d", "d entropy", "d fused")
     found = {"in place": chunk.logits.clone()} | {
         name: torch.empty_like(chunk.logits, dtype=wide) for name in names
     }
-    CPP.grad(chunk, stats, a, None, found["d"], c)
-    CPP.grad(chunk, stats, a, b, found["d entropy"], c)
-    CPP.grad(replace(chunk, logits=found["in place"]), stats, a, b, found["in place"], c)
+    CPP.grad(chunk, stats, Coefficients(a, None, c), found["d"])
+    CPP.grad(chunk, stats, Coefficients(a, b, c), found["d entropy"])
+    in_place = replace(chunk, logits=found["in place"])
+    CPP.grad(in_place, stats, Coefficients(a, b, c), found["in place"])
     fused = CPP.fused(chunk, loss, found["d fused"])
     assert_same(fused, stats, nan=True)
     return found | tensors_of(stats) | fused.loss_terms
@@ -198,33 +199,35 @@ def test_rows_of_16_bits_are_those_numbers(dtype: torch.dtype, beta: float | Non
     for i, vocab in enumerate((1, 5, 31, 32, 33, 65, 300, 4097)):
         for kind in range(4) if beta is None else (i,):
             chunk = chunk_of(9, vocab, kind, dtype, beta, ROUNDINGS[(i + kind) % 3])
-            teacher = chunk.teacher and replace(chunk.teacher, logits=chunk.teacher.logits.float())
-            wide = replace(chunk, logits=chunk.logits.float(), teacher=teacher)
+            reference = chunk.reference and replace(
+                chunk.reference, logits=chunk.reference.logits.float()
+            )
+            wide = replace(chunk, logits=chunk.logits.float(), reference=reference)
             want = outcomes(wide, kind)
-            of_teacher = replace(chunk, teacher=teacher)
-            of_student = replace(wide, teacher=chunk.teacher)
-            for mixed in (chunk, of_teacher, of_student):
+            of_reference = replace(chunk, reference=reference)
+            of_student = replace(wide, reference=chunk.reference)
+            for mixed in (chunk, of_reference, of_student):
                 in_place = want["in place"].to(mixed.logits.dtype)
                 assert_all_same(outcomes(mixed, kind), want | {"in place": in_place}, (vocab, kind))
 
 
 @each_pair
 def test_float64_rows(beta: float | None) -> None:
-    """Computed in float64 throughout: the torch backend's numbers, however near the teacher."""
+    """Computed in float64 throughout: the torch backend's numbers, however near the reference."""
     sizes = torch.tensor([1e-8, 1e-6, 1e-4, 1e-2, 1.0, 10.0], dtype=torch.float64)[:, None]
     tolerances = {"divergence value": (1e-9, 1e-25), "divergence sum_k": (1e-9, 1e-13)}
     for vocab in (1, 2, 5, 16, 31, 33, 65, 300, 4097, 9000):
         for kind in range(4) if beta is None else (0,):
             raw, ids = rows(6, vocab, CPU)
-            raw, teacher = raw.double(), None
+            raw, reference = raw.double(), None
             if beta is None:
                 raw[1] *= 20
                 raw[2, : vocab // 2] = -torch.inf
             else:
                 scaled = LogitTransform(scale=0.7) if vocab == 33 else PLAIN
-                teacher = Teacher(raw + sizes * torch.randn_like(raw), scaled, beta)
+                reference = ReferenceLogits(raw + sizes * torch.randn_like(raw), scaled, beta)
             chunk = Chunk(
-                raw, ids, in_double(make_transform(6, vocab, kind, None, CPU)), teacher=teacher
+                raw, ids, in_double(make_transform(6, vocab, kind, None, CPU)), reference=reference
             )
             in_torch = prepared(TorchRows(), chunk)
             stats, want = statistics(CPP, chunk), statistics(TorchRows(), in_torch)
@@ -235,8 +238,10 @@ def test_float64_rows(beta: float | None) -> None:
             c_or_none = None if beta is None else c
             for b_or_none in (None, b):
                 d, z = torch.empty_like(raw), in_torch.logits.clone()
-                CPP.grad(chunk, stats, a, b_or_none, d, c_or_none)
-                TorchRows().grad(replace(in_torch, logits=z), want, a, b_or_none, z, c_or_none)
+                CPP.grad(chunk, stats, Coefficients(a, b_or_none, c_or_none), d)
+                TorchRows().grad(
+                    replace(in_torch, logits=z), want, Coefficients(a, b_or_none, c_or_none), z
+                )
                 torch.testing.assert_close(d, z, rtol=1e-11, atol=1e-13)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.backends.fused_loss import FusedLoss
-from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.interface import Chunk, Coefficients, RowStats
 from tests.support.row_cases import (
     EXTRAS,
     FIELDS,
@@ -80,7 +80,7 @@ def check(seed: int) -> None:
     chunk, out = Chunk(raw, ids, transform), torch.empty_like(raw)
     stats = kernels.stats(chunk, entropy=True, extras=EXTRAS)
     fused = kernels.fused(chunk, make_loss(stats.logps, kind), out)
-    kernels.grad(chunk, stats, stats.logps, stats.logps, out)
+    kernels.grad(chunk, stats, Coefficients(stats.logps, stats.logps), out)
     for x in (fused.logps, *stats.extras.values(), *fused.loss_terms.values()):
         assert x.shape == (0,)
 
@@ -110,7 +110,7 @@ class Everywhere(CppRows):
             assert_same(found, results[0])
         return results[0]
 
-    def grad(self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor) -> None:
+    def grad(self, chunk: Chunk, stats: RowStats, coefficients: Coefficients, out: Tensor) -> None:
         logits, ids, transform = chunk.logits, chunk.ids, chunk.transform
         vocab = logits.shape[1]
         cut = self._draw.randint(0, vocab)
@@ -124,7 +124,7 @@ class Everywhere(CppRows):
             for part in parts:
                 bias = None if transform.bias is None else transform.bias[part]
                 cut_out = Chunk(x[:, part], targets, replace(transform, bias=bias), part.start)
-                super(Everywhere, self).grad(cut_out, stats, a, b, to[:, part])
+                super(Everywhere, self).grad(cut_out, stats, coefficients, to[:, part])
             assert_untouched_around(to)
             return to
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_kernels.backends.interface import DivergenceStats
+from grpo_kernels.backends.interface import Coefficients, DivergenceStats
 from grpo_kernels.backends.triton_rows.rows import TritonRows
 from tests.emulator.apart import RowsApart
 from tests.emulator.launch import Emulation
@@ -53,7 +53,7 @@ def test_values_and_gradients(vocab: int, layout: str, kinds: tuple[int, int], b
     total = of_others + c[:, None] * want.gradient
     bound = bound + c.abs()[:, None] * want.gradient_bound + 4 * U * (of_others.abs() + total.abs())
     check("d raw", out, total, bound)
-    suite.kernels.grad(chunk, stats, a, b, chunk.logits, c)
+    suite.kernels.grad(chunk, stats, Coefficients(a, b, c), chunk.logits)
     assert torch.equal(chunk.logits, out)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk
+from grpo_kernels.backends.interface import Chunk, Coefficients
 from grpo_kernels.backends.triton_rows.grad import launch_scale
 from grpo_kernels.backends.triton_rows.rows import TritonRows
 from tests.emulator.apart import RowsApart
@@ -92,7 +92,7 @@ def test_gradients_replace_logits(layout: str, kind: int) -> None:
         assert torch.equal(x, out)
         return out
 
-    in_place_and_not(lambda chunk, out: backend.grad(chunk, stats, a, b, out))
+    in_place_and_not(lambda chunk, out: backend.grad(chunk, stats, Coefficients(a, b), out))
     in_place_and_not(lambda chunk, out: backend.fused(chunk, loss, out))
 
 
@@ -122,7 +122,7 @@ def test_offsets_beyond_32_bits(before: int, layout: str, emulation: Emulation) 
         x, y = raw.clone(), raw.clone()
         stats = backend.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
         fused = backend.fused(Chunk(x, ids, transform), make_loss(torch.zeros(len(ids)), 9), x)
-        backend.grad(Chunk(y, ids, transform), stats, a, b, y)
+        backend.grad(Chunk(y, ids, transform), stats, Coefficients(a, b), y)
         return [stats.logps, stats.entropies, fused.loss_terms["loss"], x, y]
 
     torch.manual_seed(1)
