@@ -81,6 +81,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         known = {field.name for field in fields(LossConfig)} & vars(self).keys()
         options = {name: getattr(self, name) for name in known}
         options |= {"epsilon": self.epsilon_low, "beta": self.beta if self.use_ref_model else 0.0}
+        if self.loss_type != "dr_grpo":  # TRL passes the length of its generation in any case
+            del options["max_completion_length"]
         return LossConfig(**options)
 
     def forward(

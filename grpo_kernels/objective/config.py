@@ -161,9 +161,10 @@ class LossConfig:
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape of the VESPO surrogate
             for positive and negative advantages.
 
-    If you set a field that only the surrogates of other loss types read, the call ignores it, with
-    a warning. Soft-cap, scale and precision of the logits are options of the head,
-    `grpo_kernels.Head`.
+    If you set a field that only other loss types read, or an option of the sampler correction while
+    that is off, the call ignores it, with a warning. To change fields of a config or of a preset,
+    use `dataclasses.replace`, or pass them beside it: ``GRPOLoss(presets.DAPO, beta=0.1)``.
+    Soft-cap, scale and precision of the logits are options of the head, `grpo_kernels.Head`.
 
     Raises:
         TypeError, ValueError: a field has the wrong type or is out of range; the message names the
@@ -208,8 +209,8 @@ class LossConfig:
                 "vllm_importance_sampling_clip_min: expected a number below "
                 f"vllm_importance_sampling_clip_max = {high}, got {low}"
             )
-        truncates = self.vllm_importance_sampling_correction and self.truncates_sampling_ratio
-        if truncates and low is high is None:
+        truncates = self.vllm_importance_sampling_mode.endswith("_truncate")
+        if self.vllm_importance_sampling_correction and truncates and low is high is None:
             raise ValueError(
                 "vllm_importance_sampling_clip_max: expected a number here or in "
                 "vllm_importance_sampling_clip_min, which vllm_importance_sampling_mode = "
@@ -233,55 +234,25 @@ class LossConfig:
 
     @property
     def clip_high(self) -> float:
-        """`epsilon_high`, or `epsilon` if it is not set."""
+        """The upper width of the clip range: `epsilon_high`, or `epsilon` if that is None."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
     def estimates_kl(self) -> bool:
-        """True if there is a KL term on the sampled tokens' log-probabilities."""
+        """True if the loss reads `ref_per_token_logps`, for an estimate of the KL."""
         return self.beta != 0.0 and self.kl_estimator != "full"
 
     @property
-    def corrects_kl(self) -> bool:
-        """True if the KL estimate is multiplied by the ratio."""
-        return self.estimates_kl and self.use_bias_correction_kl and loss_type_of(self).corrects_kl
-
-    @property
     def needs_reference_head(self) -> bool:
-        """True if there is a KL term over the whole vocabulary."""
+        """True if the loss reads `reference`, for the KL over the whole vocabulary."""
         return self.beta != 0.0 and self.kl_estimator == "full"
 
     @property
-    def ratio_is_per_sequence(self) -> bool:
-        """True if one ratio per sequence couples its tokens in the policy term."""
-        return self.importance_sampling_level == "sequence" or loss_type_of(self).shares_ratio
-
-    @property
-    def masks_off_policy(self) -> bool:
-        """True if off-policy sequences are dropped."""
-        return self.off_policy_mask_threshold is not None and loss_type_of(self).masks
-
-    @property
-    def multiplies_by_importance_ratio(self) -> bool:
-        """True if an importance sampling ratio multiplies the policy term."""
-        return loss_type_of(self).importance_ratio == "factor"
-
-    @property
     def corrects_sampling(self) -> bool:
-        """True if the loss computes the importance sampling ratio."""
+        """True if the loss computes the importance sampling ratio, from
+        `sampling_per_token_logps`."""
         wanted = self.vllm_importance_sampling_correction
         return wanted and loss_type_of(self).importance_ratio is not None
-
-    @property
-    def sampling_ratio_is_per_sequence(self) -> bool:
-        """True if the ratio that the loss computes is per sequence."""
-        return self.vllm_importance_sampling_mode in ("sequence_truncate", "sequence_mask")
-
-    @property
-    def truncates_sampling_ratio(self) -> bool:
-        """True if that ratio is clamped to its bounds, False if it is set to 0 outside the
-        bounds."""
-        return self.vllm_importance_sampling_mode.endswith("_truncate")
 
     @classmethod
     def from_trl(cls, args: Any, **overrides: Unpack[LossFields]) -> LossConfig:
@@ -289,6 +260,7 @@ class LossConfig:
 
         Fields that `args` lacks keep their defaults; `overrides` take precedence over `args`.
         Soft-cap and scale, which TRL reads from the model, belong to the `Head`.
+        ``max_completion_length`` is copied only with ``loss_type="dr_grpo"``, which reads it.
         ``vllm_importance_sampling_correction`` is not copied: TRL's trainer computes the ratio
         beforehand, and a second ratio would be wrong. If you pass only `sampling_per_token_logps`,
         turn the correction on: ``from_trl(args, vllm_importance_sampling_correction=True)``. The
@@ -330,6 +302,21 @@ _TYPES = get_type_hints(LossConfig)
 _BESIDE_AN_OBJECTIVE = ("loss_type", "max_completion_length", "temperature")
 
 
+def divides_by_length(config: LossConfig) -> bool:
+    """True if the loss is divided by `max_completion_length`."""
+    return loss_type_of(config).normalizer == "max_length"
+
+
+def masks_off_policy(config: LossConfig) -> bool:
+    """True if off-policy sequences are dropped."""
+    return config.off_policy_mask_threshold is not None and loss_type_of(config).masks
+
+
+def sampling_ratio_is_per_sequence(config: LossConfig) -> bool:
+    """True if the importance sampling ratio that the loss computes is per sequence."""
+    return config.vllm_importance_sampling_mode in ("sequence_truncate", "sequence_mask")
+
+
 def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
     """`LossConfig.from_trl` for TRL's trainer, which itself handles the options refused there."""
     found = {name: getattr(args, name) for name in FIELDS if hasattr(args, name)}
@@ -345,7 +332,10 @@ def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
     found = {name: x for name, x in found.items() if x is not None or _is_optional(name)}
     if getattr(args, "vllm_importance_sampling_cap", None) is not None:
         found["vllm_importance_sampling_clip_max"] = args.vllm_importance_sampling_cap
-    return LossConfig(**{**found, **overrides})
+    config = LossConfig(**{**found, **overrides})
+    if "max_completion_length" in overrides or divides_by_length(config):
+        return config
+    return replace(config, max_completion_length=None)  # of the generation alone
 
 
 def _is_optional(name: str) -> bool:
@@ -398,8 +388,7 @@ def check_kind(config: Any) -> None:
 def check_config(config: Any) -> None:
     """Require a LossConfig that has all that its loss needs."""
     check_kind(config)
-    by_length = loss_type_of(config).normalizer == "max_length"
-    if by_length and config.max_completion_length is None:
+    if divides_by_length(config) and config.max_completion_length is None:
         raise ValueError(
             "max_completion_length: expected the most tokens that you generate in a completion, by "
             f"which loss_type = {config.loss_type!r} divides, got None: GRPOLoss(presets.DR_GRPO, "
@@ -593,7 +582,7 @@ def warn_of_inputs(
             "call. Under gradient accumulation divide the loss by the number of steps, and leave "
             "num_items_in_batch out"
         )
-    reads_sampling = objective is not None or config.masks_off_policy or config.corrects_sampling
+    reads_sampling = objective is not None or masks_off_policy(config) or config.corrects_sampling
     if sampling_per_token_logps is not None and not reads_sampling:
         warn_once(
             "sampling_per_token_logps: used for a metric only; set off_policy_mask_threshold or "
@@ -606,9 +595,26 @@ def warn_of_inputs(
             "should be 1 are off by 1% or more; keep them in torch.float32"
         )
     if objective is None:  # else the config's loss may not be read
-        if importance_sampling_ratio is not None and loss_type_of(config).importance_ratio is None:
+        if importance_sampling_ratio is None:
+            _warn_of_sampling_options(config)
+        elif loss_type_of(config).importance_ratio is None:
             warn_once(f"importance_sampling_ratio: {_UNUSED.format(config.loss_type)}")
         warn_of_loss(config, on_policy=old_per_token_logps is None)
+
+
+def _warn_of_sampling_options(config: LossConfig) -> None:
+    """Warn, once, of options of the importance sampling ratio in a loss without one. (A ratio that
+    is given may come from a trainer with these options.)"""
+    if config.vllm_importance_sampling_correction:
+        return
+    names = [f"vllm_importance_sampling_{x}" for x in ("mode", "clip_max", "clip_min")]
+    is_set = [x for x in names if getattr(config, x) != getattr(_DEFAULT, x)]
+    if is_set:
+        warn_once(
+            f"{', '.join(is_set)}: not used without an importance sampling ratio; turn on "
+            "vllm_importance_sampling_correction, pass importance_sampling_ratio, or leave "
+            f"{'it' if len(is_set) == 1 else 'them'} out"
+        )
 
 
 _UNUSED = "not used by loss_type = {!r}; leave it out"
@@ -625,6 +631,8 @@ def _unread(config: LossConfig) -> tuple[str, ...]:
         of_others.add("off_policy_mask_threshold")
     if loss_type_of(config).importance_ratio is None:
         of_others.add("vllm_importance_sampling_correction")
+    if not divides_by_length(config):
+        of_others.add("max_completion_length")
     is_set = {x.name: getattr(config, x.name) != x.default for x in fields(config)}
     return tuple(name for name in is_set if is_set[name] and name in of_others)
 

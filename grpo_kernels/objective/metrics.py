@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.tensors import extreme
-from grpo_kernels.objective.config import LossConfig
+from grpo_kernels.objective.config import LossConfig, sampling_ratio_is_per_sequence
 from grpo_kernels.objective.losses import averaged_over, loss_type_of
 from grpo_kernels.objective.policy import Evaluation
 from grpo_kernels.results import Metrics
@@ -77,7 +77,7 @@ def loss_metrics(
     if inputs is not None and inputs.importance_sampling_ratio is not None:
         ratio = inputs.importance_sampling_ratio
     if difference is not None:
-        per_sequence = config.sampling_ratio_is_per_sequence
+        per_sequence = sampling_ratio_is_per_sequence(config)
     if ratio is not None:
         (over_sequences if per_sequence else over_tokens)("importance_sampling_ratio", ratio)
     if inputs is not None and inputs.near_policy is not None:

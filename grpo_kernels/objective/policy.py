@@ -59,7 +59,11 @@ from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times
 from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import TOPK_LOGPS, Coefficients, RowStats
 from grpo_kernels.base.tensors import bounded, is_nonzero, quantile, scored_difference
-from grpo_kernels.objective.config import LossConfig
+from grpo_kernels.objective.config import (
+    LossConfig,
+    masks_off_policy,
+    sampling_ratio_is_per_sequence,
+)
 from grpo_kernels.objective.losses import LogRatio, loss_type_of
 from grpo_kernels.tokens import Tokens
 
@@ -200,9 +204,10 @@ class PolicyObjective:
         if self.known == "before":
             return self._at_ratio_one.d_logp != 0
         live = tokens.advantages != 0
-        if tokens.importance_sampling_ratio is not None and config.multiplies_by_importance_ratio:
+        is_factor = self.loss_type.importance_ratio == "factor"
+        if is_factor and tokens.importance_sampling_ratio is not None:
             live &= tokens.importance_sampling_ratio != 0
-        if config.ratio_is_per_sequence:
+        if _shares_ratio(config):
             # a token whose own term is 0 still gets gradient through the shared ratio
             layout = tokens.layout
             live = layout.sequence_sum(live.to(tokens.advantages))[layout.sequence] > 0
@@ -254,7 +259,7 @@ class PolicyObjective:
             surrogate=on_policy_surrogate if self.on_policy else self.loss_type.surrogate,
             constants=() if self.on_policy else self._constants,
             kl=config.kl_estimator if config.beta != 0.0 else None,
-            corrects_kl=config.corrects_kl,
+            corrects_kl=_corrects_kl(config),
             advantages=None if self.on_policy else tokens.advantages,
             d_policy=self._at_ratio_one.d_logp if self.on_policy else None,
             weights=self.token_weights,
@@ -299,7 +304,7 @@ class PolicyObjective:
         Raises:
             ValueError: tokens are coupled, and `alone` says that these may be only some of them.
         """
-        if alone and (self.known == "all_rows" or self.config.ratio_is_per_sequence):
+        if alone and (self.known == "all_rows" or _shares_ratio(self.config)):
             raise ValueError(
                 "tokens.loss: expected a loss of each token alone in a token_level objective, got "
                 f"{self.config}, whose tokens depend on each other: do not declare it token_level"
@@ -400,7 +405,7 @@ class PolicyObjective:
         """Return the factor (n,) on the policy term: 0 if a mask drops the token, else the
         importance sampling ratio. None if it is 1 everywhere."""
         tokens, gate = self.tokens, None
-        if self.config.multiplies_by_importance_ratio:
+        if self.loss_type.importance_ratio == "factor":
             gate = tokens.importance_sampling_ratio
         for keep in (near_policy, keep_entropy):
             if keep is not None and self.loss_type.masks:
@@ -414,13 +419,25 @@ class PolicyObjective:
         config, weights = self.config, self.config.beta * self.token_weights
         ref: Any = self.tokens.ref_per_token_logps
         kl, d_kl, d_corrected = ESTIMATORS[config.kl_estimator](logps, ref)
-        if not config.corrects_kl:
+        if not _corrects_kl(config):
             return kl, weights * d_kl
         ratio = torch.exp(log_ratio.value)
         kl, a = times(ratio, kl), weights * times(ratio, d_corrected)
         if log_ratio.is_shared:  # then the ratio moves with every logp of the sequence
             a = a + (log_ratio.to_logps(weights * kl) - weights * kl)
         return kl, a
+
+
+def _corrects_kl(config: LossConfig) -> bool:
+    """True if the KL estimate is multiplied by the ratio."""
+    return (
+        config.estimates_kl and config.use_bias_correction_kl and loss_type_of(config).corrects_kl
+    )
+
+
+def _shares_ratio(config: LossConfig) -> bool:
+    """True if one ratio per sequence couples its tokens in the policy term."""
+    return config.importance_sampling_level == "sequence" or loss_type_of(config).shares_ratio
 
 
 def _couples_tokens(config: LossConfig, *, on_policy: bool, sampled: bool) -> bool:
@@ -431,14 +448,14 @@ def _couples_tokens(config: LossConfig, *, on_policy: bool, sampled: bool) -> bo
         sampled: True with the sampler's log-probabilities.
     """
     compares = sampled or not on_policy
-    if config.top_entropy_quantile < 1.0 or (config.masks_off_policy and compares):
+    if config.top_entropy_quantile < 1.0 or (masks_off_policy(config) and compares):
         return True
     if not on_policy:
-        return config.ratio_is_per_sequence
+        return _shares_ratio(config)
     reads_sequence = config.vllm_importance_sampling_mode.startswith("sequence_")
-    if config.corrects_sampling and (reads_sequence or config.ratio_is_per_sequence):
+    if config.corrects_sampling and (reads_sequence or _shares_ratio(config)):
         return True
-    return config.corrects_kl and config.importance_sampling_level == "sequence"
+    return _corrects_kl(config) and config.importance_sampling_level == "sequence"
 
 
 class _LossOfTokens(torch.autograd.Function):
@@ -484,7 +501,7 @@ def _near_policy(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tensor | 
     Source: https://arxiv.org/abs/2512.02556
     """
     threshold = config.off_policy_mask_threshold
-    if threshold is None or not config.masks_off_policy:
+    if threshold is None or not masks_off_policy(config):
         return None
     sampled = tokens.sampling_per_token_logps
     sampled = tokens.old_per_token_logps if sampled is None else sampled
@@ -500,7 +517,8 @@ def _near_policy(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tensor | 
 def bounded_ratio(config: LossConfig, log_ratio: Tensor) -> Tensor:
     """exp(`log_ratio`), of any shape, clamped to the config's bounds or set to 0 outside them."""
     low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
-    return bounded(torch.exp(log_ratio), low, high, truncates=config.truncates_sampling_ratio)
+    truncates = config.vllm_importance_sampling_mode.endswith("_truncate")
+    return bounded(torch.exp(log_ratio), low, high, truncates=truncates)
 
 
 def _centering_weights(config: LossConfig, logp: Tensor, logq: Tensor) -> Tensor:
@@ -527,7 +545,7 @@ def _with_sampling_ratio(config: LossConfig, tokens: Tokens, logps: Tensor) -> T
         inside = (bounded_ratio(config, means) != 0)[layout.sequence]
         ratio = torch.where(inside, torch.exp(difference), 0.0)
         return replace(tokens, importance_sampling_ratio=ratio)
-    if not config.sampling_ratio_is_per_sequence:
+    if not sampling_ratio_is_per_sequence(config):
         return replace(tokens, importance_sampling_ratio=bounded_ratio(config, difference))
     ratio = bounded_ratio(config, layout.sequence_sum(difference))
     return replace(

@@ -25,7 +25,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
 from grpo_kernels.loss import policy_expectation
-from grpo_kernels.objective.config import LossConfig, config_of_trainer
+from grpo_kernels.objective.config import LossConfig, config_of_trainer, masks_off_policy
 from grpo_kernels.objective.expected import Expectation
 from grpo_kernels.objective.losses import averaged_over, loss_type_of, token_weights
 from grpo_kernels.patching import all_replaced, divided, numbered
@@ -101,7 +101,7 @@ def foreseen(
         if config.estimates_kl:  # before scoring, any values mark the same rows
             zeros = torch.zeros_like(inputs["completion_mask"], dtype=torch.float32)
             given[REFERENCE] = inputs.get(REFERENCE, zeros)
-        if config.masks_off_policy or config.corrects_sampling:
+        if masks_off_policy(config) or config.corrects_sampling:
             given["sampling_per_token_logps"] = inputs.get("sampling_per_token_logps")
         enters = loss_type_of(config).importance_ratio
         if enters == "argument" or (enters == "factor" and is_corrected(trainer)):

@@ -39,7 +39,7 @@ from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.modes import random_rates
 from grpo_kernels.base.tensors import scored_difference
 from grpo_kernels.head import Head
-from grpo_kernels.objective.config import LossConfig
+from grpo_kernels.objective.config import LossConfig, sampling_ratio_is_per_sequence
 from grpo_kernels.objective.policy import bounded_ratio
 from grpo_kernels.patching import LogsShares, all_replaced, replaced
 from grpo_kernels.results import Scores
@@ -240,7 +240,7 @@ class Scoring(LogsShares):
             config = LossConfig(**micro_batches.correction_options(self))
             mask = micro_batches.counted_tokens(inputs).bool()
             log_ratio = torch.where(mask, scored_difference(logps, sampling), 0.0)
-            per_sequence = config.sampling_ratio_is_per_sequence
+            per_sequence = sampling_ratio_is_per_sequence(config)
             if per_sequence:
                 log_ratio = log_ratio.sum(dim=-1, keepdim=True)
             inputs[RATIO] = ratio = bounded_ratio(config, log_ratio)

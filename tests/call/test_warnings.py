@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ ODD_MASKS = (
     torch.full((2, 5), 255, dtype=torch.uint8),
     -torch.ones(2, 5),
 )
+SAMPLING = "vllm_importance_sampling"
 NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
 
 
@@ -71,6 +73,12 @@ NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
         ({}, {"loss_type": "dr_grpo", "max_completion_length": 4},
          "max_completion_length: loss_type = 'dr_grpo' divides by it, and 4 is less"),
         ({}, {"loss_type": "dr_grpo", "max_completion_length": 5}, None),
+        ({}, {"max_completion_length": 5}, "max_completion_length: not used by loss_type = 'dapo'"),
+        ({}, LossConfig.from_trl(SimpleNamespace(max_completion_length=5)), None),
+        ({}, {f"{SAMPLING}_mode": "token_mask", f"{SAMPLING}_clip_max": 2.0},
+         f"{SAMPLING}_mode, {SAMPLING}_clip_max: not used without an importance sampling ratio; "),
+        ({"importance_sampling_ratio": torch.ones(2, 5)}, {f"{SAMPLING}_mode": "token_mask"}, None),
+        ({"sampling_per_token_logps": NORMAL}, presets.TIS, None),
         ({"old_per_token_logps": NORMAL}, {"epsilon_high": 1.28},
          "epsilon_high: the upper bound of the ratio is 1 +"),
         ({"old_per_token_logps": NORMAL}, {"epsilon": 1.5, "epsilon_high": 0.3},

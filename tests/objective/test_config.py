@@ -119,12 +119,13 @@ def test_every_default_is_trls() -> None:
         if hasattr(theirs, field.name) and field.name not in (SWITCH, "max_completion_length"):
             assert getattr(theirs, field.name) == field.default, field.name
     assert theirs.vllm_importance_sampling_correction  # made by the trainer, who hands the ratio in
-    assert LossConfig.from_trl(theirs) == LossConfig(max_completion_length=512)
+    assert LossConfig.from_trl(theirs) == LossConfig()
+    assert LossConfig.from_trl(theirs, loss_type="dr_grpo").max_completion_length == 512
 
 
 def test_from_trl_takes_every_field_over() -> None:
     options: dict[str, Any] = {
-        "loss_type": "vespo", "importance_sampling_level": "sequence", "epsilon": 0.1,
+        "loss_type": "dr_grpo", "importance_sampling_level": "sequence", "epsilon": 0.1,
         "epsilon_high": 0.3, "delta": 4.0, "beta": 0.05, "use_bias_correction_kl": False,
         "temperature": 0.7, "top_entropy_quantile": 0.2, "entropy_coef": 0.01,
         "off_policy_mask_threshold": 0.5, "max_completion_length": 77, "sapo_temperature_pos": 1.1,

@@ -37,7 +37,8 @@ def config_of(case: Case) -> LossConfig:
     """The case's loss, where "dr_grpo" divides by TRL's default; soft-cap, scale and precision of
     the logits are the head's."""
     options = {name: x for name, x in case.config.items() if name not in CONSTANTS}
-    return LossConfig(**{"max_completion_length": 512, **options})
+    by_length = {"max_completion_length": 512} if options.get("loss_type") == "dr_grpo" else {}
+    return LossConfig(**{**by_length, **options})
 
 
 def constants_of(case: Case) -> dict[str, object]:
