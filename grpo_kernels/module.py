@@ -90,14 +90,16 @@ def linear_of(lm_head: nn.Module, name: str = "lm_head") -> nn.Linear:
     return base
 
 
-def parameters_of(lm_head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor | None, LoRA | None]:
+def parameters_of(
+    lm_head: nn.Module, hidden: Tensor, name: str = "lm_head"
+) -> tuple[Tensor, Tensor | None, LoRA | None]:
     """Return weight, bias and adapter that the forward of `lm_head` would use on `hidden`.
 
     Several adapters become one.
     """
-    base = linear_of(lm_head)
+    base = linear_of(lm_head, name)
     weight, bias = base.weight, base.bias
-    layers: list[Any] = [] if base is lm_head else active_adapters(lm_head)
+    layers: list[Any] = [] if base is lm_head else active_adapters(lm_head, name)
     if not layers:
         return weight, bias, None
     for _, b, scaling, _ in layers:
@@ -115,8 +117,8 @@ def parameters_of(lm_head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor | 
         return weight, bias, LoRA(a.weight, b.weight, scaling, x)
     if any(drops):
         raise ValueError(
-            "lm_head: expected a single active adapter if it has dropout, got "
-            f"{len(layers)}; set lora_dropout=0"
+            f"{name}: expected a single active adapter if it has dropout, got {len(layers)}; set "
+            "lora_dropout=0"
         )
     low = torch.cat([scaling * a.weight for a, _, scaling, _ in layers])
     return weight, bias, LoRA(low, torch.cat([b.weight for _, b, _, _ in layers], dim=1))
@@ -142,7 +144,7 @@ def constants_of(
 def without_adapter(head: nn.Module, name: str) -> nn.Linear:
     """Return the linear layer of a second head, or raise ValueError if an adapter is active."""
     base = linear_of(head, name)
-    if base is not head and active_adapters(head):
+    if base is not head and active_adapters(head, name):
         raise ValueError(
             f"{name}: expected no active adapter on a second head, which is a constant, got "
             "some: merge them, or pass the base layer (base_layer)"
@@ -191,20 +193,18 @@ def _is_peft_lora(lm_head: nn.Module) -> bool:
     return any((x.__module__, x.__name__) == _PEFT_LORA for x in type(lm_head).__mro__)
 
 
-def active_adapters(layer: Any) -> list[tuple[Any, Any, float, Any]]:
+def active_adapters(layer: Any, name: str = "lm_head") -> list[tuple[Any, Any, float, Any]]:
     """Return (A, B, scaling, dropout) of each adapter that the forward of PEFT's `layer` adds to
     its base layer."""
     if layer.disable_adapters:
         if layer.merged:  # as its forward does
             layer.unmerge()
         return []
-    names = [] if layer.merged else [name for name in layer.active_adapters if name in layer.lora_A]
-    for name in names:
-        if name in getattr(layer, "lora_variant", {}):
-            kind = type(layer.lora_variant[name]).__name__
-            raise ValueError(
-                f"lm_head: expected adapters that are plain LoRA, got {kind} as {name!r}"
-            )
+    names = [] if layer.merged else [x for x in layer.active_adapters if x in layer.lora_A]
+    for x in names:
+        if x in getattr(layer, "lora_variant", {}):
+            kind = type(layer.lora_variant[x]).__name__
+            raise ValueError(f"{name}: expected adapters that are plain LoRA, got {kind} as {x!r}")
     return [
         (layer.lora_A[x], layer.lora_B[x], layer.scaling[x], layer.lora_dropout[x]) for x in names
     ]
@@ -254,8 +254,8 @@ def is_fsdp_unit(head: nn.Module) -> bool:
 def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Head) -> Any:
     """Make ``call(hidden, head)`` with a head of the module's parameters."""
     module: nn.Module = head.weight
-    check_module(module)
-    check_present(module)
+    check_module(module, "head")
+    check_present(module, "head")
     if head.bias is not None:
         raise ValueError(
             "head.bias: expected None with a module as the weight, got a tensor; pass the module's "
@@ -270,11 +270,12 @@ def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Hea
 
     def compute(hidden: Tensor) -> tuple[Tensor, ...]:
         if not hooks_have_run:
-            hidden = run_pre_hooks(module, hidden)
-        weight, bias, lora = parameters_of(module, hidden)
+            hidden = run_pre_hooks(module, hidden, "head")
+        weight, bias, lora = parameters_of(module, hidden, "head")
         if lora is not None and head.lora is not None:
             raise ValueError(
-                "lora: expected None, since PEFT's adapters are taken from lm_head, got a LoRA"
+                "head.lora: expected None, since PEFT's adapters are taken from the module, got a "
+                "LoRA"
             )
         output = call(hidden, replace(head, weight=weight, bias=bias, lora=lora or head.lora))
         done.append(output)
@@ -364,7 +365,7 @@ def foreign_hook(body: nn.Module) -> str | None:
     )
 
 
-def run_pre_hooks(lm_head: nn.Module, hidden: Tensor) -> Tensor:
+def run_pre_hooks(lm_head: nn.Module, hidden: Tensor, name: str = "lm_head") -> Tensor:
     """Apply the forward pre-hooks of `lm_head` to its input."""
     for key, hook in lm_head._forward_pre_hooks.items():
         if is_known(hook):
@@ -380,7 +381,7 @@ def run_pre_hooks(lm_head: nn.Module, hidden: Tensor) -> Tensor:
         if len(args) != 1 or kwargs:
             got = [*(type(x).__name__ for x in args), *kwargs]
             raise TypeError(
-                f"lm_head: expected its forward pre-hooks to return one input, got {got} from "
+                f"{name}: expected its forward pre-hooks to return one input, got {got} from "
                 f"{name_of(hook)}"
             )
         hidden = args[0]

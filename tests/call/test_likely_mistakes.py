@@ -150,7 +150,7 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Head(), TypeError, "weight: expected by Head, got none"),  # type: ignore[call-arg]
     (lambda: loss(WEIGHT.numpy()), TypeError, "head: expected a weight ..., got ndarray"),
     (lambda: loss(nn.Embedding(9, 4)), TypeError,
-     "lm_head: expected an nn.Linear ...Embedding; pass its weight"),
+     "head: expected an nn.Linear ...Embedding; pass its weight"),
     (lambda: Head(HEAD.weight.tolist()), TypeError, "weight: ... or a module, got list"),
     (lambda: Head(Head(WEIGHT)), TypeError, "weight: expected a tensor or a module, got Head"),
     (lambda: Head(WEIGHT, bias=30.0), TypeError, "bias: expected a tensor, got float"),
