@@ -289,6 +289,25 @@ def test_gae_of_terminal_rewards_and_whitened():
     assert adv.gae(terminal.bfloat16(), values.bfloat16(), mask)[1].dtype == torch.bfloat16
 
 
+def test_verls_estimators_give_the_same():
+    verls = pytest.importorskip("verl.trainer.ppo.core_algos")
+    mask = torch.tensor([[1.0, 1, 1], [1, 1, 0], [1, 1, 1], [1, 0, 0]])
+    rewards, values = torch.randn(4, 3) * mask, torch.randn(4, 3)
+    groups, total = [0, 0, 1, 1], rewards.sum(-1)
+    gae, _ = adv.gae(rewards, values, mask, 0.9, 0.95, whiten_advantages=True)
+    grpo = adv.group_advantages(total, group_ids=groups, eps=1e-6)[:, None]
+    rloo = adv.rloo_advantages(total, group_ids=groups)[:, None]
+    index = {"index": np.array(["a", "a", "b", "b"])}
+    for name, found, more in (
+        ("gae_advantage_return", gae, {"values": values, "gamma": 0.9, "lam": 0.95}),
+        ("grpo_outcome_advantage", grpo, index),
+        ("rloo_outcome_advantage", rloo, index),
+    ):
+        theirs = getattr(verls, f"compute_{name}")
+        want, _ = theirs(token_level_rewards=rewards, response_mask=mask, **more)
+        torch.testing.assert_close(found * mask, want * mask)
+
+
 @STDS
 def test_whiten_against_loops(std):
     x, mask = random_tokens(11)

@@ -1,10 +1,7 @@
-"""What docs/start/other-trainers.md puts its lines into: the trainers' signatures, in plain torch
-from logits.
+"""The trainers that docs/start/other-trainers.md puts its lines into, in plain torch from logits.
 
-Each docstring names the version that it stands for; tests/integrations/test_stand_ins.py compares
-the signatures with the trainers' own source where that is at hand. `module` puts stand-ins where a
-trainer's module would be imported from, `run` and `assert_same` run the blocks of the page.
-"""
+Each docstring names the version that it stands for. `module` puts stand-ins where a trainer's
+module would be imported from, `run` and `assert_same` run the blocks of the page."""
 
 from __future__ import annotations
 
