@@ -194,20 +194,6 @@ def test_training_with_a_samplers_correction_is_the_same(name: str) -> None:
     assert ours.trainer.vllm_importance_sampling_correction
 
 
-def test_a_scoring_before_the_loss_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It knows its own ids; on a GPU a comparison waits for the device."""
-    compared, equal = [], torch.equal
-
-    def noted(*tensors: Tensor) -> bool:
-        compared.append(torch.is_grad_enabled())
-        return equal(*tensors)
-
-    monkeypatch.setattr(torch, "equal", noted)
-    run = counted(FusedGRPOTrainer, beta=0.04, regroup=False, layout="padded", **HALVES)
-    assert run.trainer.scored["forwards"] > 0
-    assert compared and all(compared), "the loss's rows are TRL's"
-
-
 @pytest.mark.parametrize("name", ["token_truncate", "sequence_mask"])
 def test_regrouped_samples_have_the_same_sampler_metrics(name: str) -> None:
     """Micro-batches that are left without samples count for nothing."""

@@ -166,18 +166,6 @@ class GRPOTrainer:
         return scores_of(logits / self.temperature, input_ids[:, -logits_to_keep:])
 
 
-def forward_for_logprobs(
-    model, query_responses, attention_mask, position_ids, pad_token_id, temperature,
-    return_entropy=False, pass_olmo_core_doc_lens=False,
-):  # fmt: skip
-    """Open-Instruct's at e6c3044 (2026-08-20)."""
-    logits = model(
-        input_ids=query_responses, attention_mask=attention_mask, position_ids=position_ids
-    ).logits
-    logps, entropies = scores_of(logits[:, :-1] / temperature, query_responses[:, 1:])
-    return logps, entropies.detach() if return_entropy else None
-
-
 def sampling_replay_mask(sampling_mask: Tensor, labels: Tensor) -> Tensor:
     """prime-rl's of its pull request 3431: where a kept set (ids padded with -1) has the label."""
     return (labels >= 0) & (sampling_mask == labels[..., None]).any(-1)
@@ -214,41 +202,6 @@ class FusedOutputLinear(nn.Linear):
             if self.return_mask_logprobs:
                 output["mask_logprobs"] = (kept_logits - normalizers).where(kept, 0)
         return output
-
-
-class LinearGRPOLoss(nn.Module):
-    """torchtune 0.7.0's (bd2a0fc): on-policy, k3, a mean over sequences of their means."""
-
-    def __init__(
-        self, num_output_chunks=8, epsilon=0.1, kl_coeff=0.1, ignore_index=-100,
-        mask_pre_projection=True,
-    ):  # fmt: skip
-        super().__init__()
-        self.kl_coeff, self.linear_projection = kl_coeff, None
-
-    def set_model_output(self, model: Any) -> None:
-        model.skip_output_layer = True
-        self.linear_projection = model.output
-
-    def forward(self, pi_old_outputs, pi_outputs, ref_outputs, advantages, padding_masks=None):
-        """Of hidden states, targets, and log-probabilities."""
-        logps, _ = scores_of(self.linear_projection(pi_old_outputs), pi_outputs)
-        policy = (logps - logps.detach()).exp() * advantages[:, None]
-        kl = (ref_outputs - logps).exp() - (ref_outputs - logps) - 1
-        means = [((x * padding_masks).sum(1) / padding_masks.sum(1)).mean() for x in (policy, kl)]
-        loss = self.kl_coeff * means[1] - means[0]
-        ratio, clipped = loss.new_tensor(1.0), loss.new_tensor(0.0)
-        return loss, means[0].detach(), means[1].detach(), ratio, clipped, logps
-
-
-def from_parallel_hidden_states_to_logprobs(
-    tensor_parallel_hidden_states, output_weight_layer, runtime_gather_output, target,
-    vocab_start_index, vocab_end_index, tp_group, inference_only=False, cp_group=None,
-    chunk_size=None,
-):  # fmt: skip
-    """NeMo-RL 0.6.0's (7ea279a), on one rank: hidden (S, B, H), weight (V, H), target (B, S)."""
-    logits = tensor_parallel_hidden_states @ output_weight_layer.T
-    return scores_of(logits.transpose(0, 1)[:, :-1], target[:, 1:])[0]
 
 
 class LossPostProcessor:
