@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from functools import cache
@@ -57,17 +56,6 @@ def test_a_mixture_of_experts_with_its_load_balancing_loss(
     theirs, ours = (train(x, model="other", **TWICE) for x in (trl.GRPOTrainer, FusedGRPOTrainer))
     assert_same(theirs, ours)
     assert all(step["aux_loss"] > 0 for step in theirs.steps)
-
-
-def test_liger_layers_leave_the_head_to_us_and_its_own_head_is_refused() -> None:
-    """Liger's layers need a GPU, so all are off here; TRL patches the rest of the model."""
-    pytest.importorskip("liger_kernel")
-    layers = dict.fromkeys(("rms_norm", "rope", "swiglu", "cross_entropy"), False)
-    with_liger = {"use_liger_kernel": True, "liger_kernel_config": layers, **TWICE}
-    assert_same(stock(), train(FusedGRPOTrainer, **with_liger))
-    with_liger["liger_kernel_config"] = {"fused_linear_cross_entropy": True}
-    with pytest.raises(ValueError, match="fused_linear_cross_entropy"):
-        train(FusedGRPOTrainer, **with_liger)
 
 
 def test_no_row_is_computed_twice_where_the_gradient_can_be_foreseen() -> None:
@@ -156,37 +144,18 @@ trl.__version__ = "9.9.0"
 theirs = trl.trainer.utils.add_fused_lm_head
 caught = []
 warnings.showwarning = lambda text, *_: caught.append(str(text))
-
-
-def said():
-    found = [x for x in caught if x.startswith("grpo_kernels")]
-    caught.clear()
-    return found
-
-
 from grpo_kernels.trl import FusedGRPOTrainer, patch_trl
-from tests.support.trl_training import assert_same, mixed, train
+from tests.support.trl_training import assert_same, train
 
-found = {"import": said()}
-
-
-class Loud:
-    def __init__(self, *args, **kwargs):
-        warnings.simplefilter("always")  # a tiny run is silent
-        super().__init__(*args, **kwargs)
-
-
-Ours = mixed(Loud, FusedGRPOTrainer)
-assert_same(train(trl.GRPOTrainer), train(Ours, engine="lean", layout="trim"), tolerance=0.0)
-found["trainer"] = said()
+imported = [*caught]
+assert_same(train(trl.GRPOTrainer), train(FusedGRPOTrainer, engine="lean"), tolerance=0.0)
 try:
-    train(Ours, kl_estimator="full")
+    train(FusedGRPOTrainer, kl_estimator="full")
 except ValueError as error:
-    found["error"] = str(error)
-found["again"] = said()
+    print(error)
 with patch_trl(layout="trim") as is_patched:
-    found["patched"] = bool(is_patched), trl.trainer.utils.add_fused_lm_head is not theirs
-print(json.dumps(found))
+    assert not is_patched and trl.trainer.utils.add_fused_lm_head is theirs
+print([x for x in imported if x.startswith("grpo_kernels")])
 """
 
 
@@ -196,10 +165,5 @@ def test_an_unknown_trl_is_left_alone() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     message = "grpo_kernels: expected trl 1.16, got trl 9.9.0, so everything runs as stock TRL"
-    assert json.loads(done.stdout.splitlines()[-1]) == {
-        "import": [message],
-        "trainer": [message],
-        "error": "kl_estimator: expected 'k3' with trl 9.9.0, got 'full'",
-        "again": [],
-        "patched": [False, False],
-    }
+    refused = "kl_estimator: expected 'k3' with trl 9.9.0, got 'full'"
+    assert done.stdout.splitlines()[-2:] == [refused, f"{[message]}"]

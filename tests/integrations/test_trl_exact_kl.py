@@ -131,16 +131,6 @@ def test_a_policy_that_is_its_reference_has_no_gradient_of_the_term(
     assert [(x["grad_norm"], x["kl"]) for x in steps] == [(0.0, 0.0)] * 2
 
 
-def test_adam_makes_stock_trls_steps_from_equal_weights() -> None:
-    """Groups of equal rewards among others: embeddings that only they read stay where they are."""
-    options = {"steps": 4, "beta": 0.04, "num_iterations": 2}
-    stock, ours = (train(cls, **options) for cls in (STOCK, WRITTEN))
-    assert_same(stock, ours)
-    theirs = dict(stock.trainer.model.named_parameters())
-    for name, x in ours.trainer.model.named_parameters():
-        torch.testing.assert_close(x, theirs[name], rtol=0, atol=1e-5, msg=name)
-
-
 class Reader(FusedGRPOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         batch = super()._generate_and_score_completions(inputs)

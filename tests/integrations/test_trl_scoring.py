@@ -273,9 +273,8 @@ def test_a_policy_that_has_changed_is_an_error() -> None:
     [
         (sampled, {"mixin": Written, FUSED: True}, "sampling_per_token_logps: expected .+ None"),
         (train, {FUSED: True}, "fused_sampling_correction: expected False without"),
-        (train, {FUSED: True, CORRECTS: False}, "fused_sampling_correction: expected False"),
     ],
-    ids=["no log-probabilities", "no sampler", "no correction"],
+    ids=["no log-probabilities", "no sampler"],
 )  # fmt: skip
 def test_what_it_needs_is_said(run: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):

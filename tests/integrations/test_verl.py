@@ -1,5 +1,4 @@
-"""The plug-in for verl: its forward against verl's torch backend and the model's own logits, within
-verl's code."""
+"""The plug-in's forward in verl's code, against verl's torch backend and the model's own logits."""
 
 from __future__ import annotations
 
@@ -97,32 +96,6 @@ def errors(got: Scored, want: Scored) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "tied"])
-def test_forward(verl_patch: ModuleType, kind: str, packed: bool) -> None:
-    model, inputs = text_model(kind), batch(packed)
-    more = {"shift_labels": inputs["input_ids"].roll(-1, -1)} if packed else {}
-    want = own_logits(model, inputs)
-    theirs = errors(through_verl(verl_patch, "torch", model, inputs, **more), want)
-    ours = through_verl(verl_patch, "grpo_kernels", model, inputs, **more)
-    assert ours[0].dtype == ours[1].dtype == torch.float32
-    for name, error in errors(ours, want).items():
-        assert error <= 2 * theirs[name] + 1e-6, name
-    exact = errors(through_verl(verl_patch, "grpo_kernels", model.double(), inputs, **more), want)
-    assert max(exact.values()) < 1e-11  # verl's backends compute their softmax in float32
-
-
-def test_bf16_under_autocast(verl_patch: ModuleType) -> None:
-    model, inputs = text_model("qwen3", torch.bfloat16), batch(packed=False)
-    want = own_logits(model, inputs)
-    with torch.autocast("cpu", torch.bfloat16):  # as verl's engine
-        theirs = errors(through_verl(verl_patch, "torch", model, inputs), want)
-        ours = errors(through_verl(verl_patch, "grpo_kernels", model, inputs), want)
-    for name in ours:
-        assert ours[name] <= 1.1 * theirs[name], name
-    assert ours["entropy"] < 0.05
-
-
 def test_labels(verl_patch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """`shift_labels` first, then `labels`, then `input_ids`; the ids are aligned with the hidden
     states, or refused. A sequence that is divided over ranks needs the first."""
@@ -144,14 +117,17 @@ def test_labels(verl_patch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None
     model(**inputs, return_dict=True, shift_labels=inputs["input_ids"])
 
 
-@pytest.mark.parametrize("kind", ["softcap", "logit_scale", "logits_scaling", "bias"])
-def test_what_a_model_does_to_its_logits(verl_patch: ModuleType, kind: str) -> None:
-    """verl's fused heads leave it out; its other path, and the sampler, do not."""
-    model, inputs = text_model(kind, torch.float64), {"input_ids": batch(packed=False)["input_ids"]}
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind", ["qwen2", "tied", "softcap", "logit_scale", "bias"])
+def test_forward(verl_patch: ModuleType, kind: str, packed: bool) -> None:
+    """What a model does to its logits verl's fused heads leave out, but not the sampler."""
+    model, inputs = text_model(kind, torch.float64), batch(packed)
+    more = {"shift_labels": inputs["input_ids"].roll(-1, -1)} if packed else {}
     want = own_logits(model, inputs)
-    ours = through_verl(verl_patch, "grpo_kernels", model, inputs)
+    ours = through_verl(verl_patch, "grpo_kernels", model, inputs, **more)
     assert max(errors(ours, want).values()) < 1e-11
-    assert (through_verl(verl_patch, "torch", model, inputs)[0] - want[0]).abs().max() > 0.1
+    theirs = through_verl(verl_patch, "torch", model, inputs, **more)[0]
+    assert ((theirs - want[0]).abs().max() < 1e-3) == (kind in ("qwen2", "tied"))
 
 
 @pytest.mark.usefixtures("forget_warnings")

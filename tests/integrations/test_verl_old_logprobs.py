@@ -1,5 +1,5 @@
-"""verl's trainers, which leave the scoring of the old policy to the update: against themselves with
-``old_logprobs=score``, in all that they log, and in the weights that they end with."""
+"""verl's trainers that leave the scoring of the old policy to the update, against themselves with
+``old_logprobs=score``."""
 
 from __future__ import annotations
 
@@ -135,17 +135,12 @@ SCORING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "v1", [pytest.param(False, id="ray", marks=pytest.mark.slow), pytest.param(True, id="v1")]
-)
 @pytest.mark.parametrize("reason", SCORING)
-def test_verl_scores_where_it_has_to(
-    reason: str, v1: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verl_scores_where_it_has_to(reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     """All is as without the option, operations too, and one line says why."""
     flags = dict(SCORING[reason])
     make = flags.pop("model", verl_engine.model)
-    runs = [train(OURS | more, v1=v1, model=make(), **flags) for more in ({}, SCORED)]
+    runs = [train(OURS | more, v1=True, model=make(), **flags) for more in ({}, SCORED)]
     check_same(*runs)
     assert runs[0].products.all == runs[1].products.all
     line = f"grpo_kernels: verl scores the old policy before each update ({reason})"
@@ -177,8 +172,7 @@ def test_a_second_step_is_refused() -> None:
         train(OURS, change=change)
 
 
-@pytest.mark.parametrize("v1", [False, True], ids=["ray", "v1"])
-def test_a_failed_update_is_not_repeated_without_scores(v1: bool) -> None:
+def test_a_failed_update_is_not_repeated_without_scores() -> None:
     """By a trainer that catches the error: the batch's old log-probabilities are NaN still."""
 
     def change(trainer: Any) -> None:
@@ -199,7 +193,7 @@ def test_a_failed_update_is_not_repeated_without_scores(v1: bool) -> None:
         engine.forward_step, trainer._update_actor = forward_step, twice
 
     with pytest.raises(RuntimeError, match="expected one optimizer step for the 8 sequences"):
-        train(OURS, v1=v1, change=change)
+        train(OURS, v1=True, change=change)
 
 
 def on_ranks(rank: int, ranks: int) -> None:

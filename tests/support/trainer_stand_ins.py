@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -127,45 +127,6 @@ class Actor(nn.Module):
         return (logps, output) if return_output else logps
 
 
-class HFModelWrapper(nn.Module):
-    """SkyRL 0.3.0's; entropies stay where the token before them is."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.sequence_parallel_size = model, 1
-        self.remove_microbatch_padding = self.is_vlm = False
-
-    def forward(
-        self, sequences, num_actions, attention_mask=None, temperature=1.0, return_output=False,
-        compute_entropy=False, entropy_requires_grad=True, pixel_values=None, image_grid_thw=None,
-        mm_token_type_ids=None,
-    ):  # fmt: skip
-        positions = (attention_mask.cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
-        logits = self.model(
-            sequences, attention_mask=attention_mask, position_ids=positions, use_cache=False
-        ).logits
-        logps, entropies = scores_of(logits[:, :-1] / temperature, sequences[:, 1:])
-        entropies = nn.functional.pad(entropies, (0, 1))
-        entropies = entropies if entropy_requires_grad else entropies.detach()
-        logps = logps[:, -num_actions:]
-        return (logps, {"entropy": entropies}) if return_output else logps
-
-
-class GRPOTrainer:
-    """ms-swift 4.6.0's method that scores, and what it reads; the same at 3602360."""
-
-    temperature = 0.7
-    template = SimpleNamespace(padding_free=False)
-
-    def _get_logps_via_local_forward(
-        self, model: nn.Module, model_inputs: Any, logits_to_keep: int, input_ids: Tensor,
-        compute_entropy: bool = False,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        logits = model(**model_inputs, use_cache=False, logits_to_keep=logits_to_keep + 1).logits
-        logits = logits[:, -logits_to_keep - 1 : -1]
-        return scores_of(logits / self.temperature, input_ids[:, -logits_to_keep:])
-
-
 def sampling_replay_mask(sampling_mask: Tensor, labels: Tensor) -> Tensor:
     """prime-rl's of its pull request 3431: where a kept set (ids padded with -1) has the label."""
     return (labels >= 0) & (sampling_mask == labels[..., None]).any(-1)
@@ -202,71 +163,6 @@ class FusedOutputLinear(nn.Linear):
             if self.return_mask_logprobs:
                 output["mask_logprobs"] = (kept_logits - normalizers).where(kept, 0)
         return output
-
-
-class LossPostProcessor:
-    """NeMo-RL 0.6.0's (7ea279a), on one rank, for losses of log-probabilities."""
-
-    def __init__(self, loss_fn: Any) -> None:
-        self.loss_fn, self.cp_size, self.enable_seq_packing = loss_fn, 1, False
-        self.tp_mesh = SimpleNamespace(size=lambda: 1)
-
-    def __call__(
-        self, logits, data_dict, processed_inputs, global_valid_seqs, global_valid_toks,
-        sequence_dim=1,
-    ):  # fmt: skip
-        ids = data_dict["input_ids"]
-        if self.loss_fn.use_fused_linear_logprobs:
-            logps = logits[:, : ids.shape[1] - 1]
-        else:
-            logps = scores_of(logits[:, :-1], ids[:, 1:])[0]
-        loss, metrics = self.loss_fn(logps, data_dict, global_valid_toks)
-        return loss, metrics
-
-
-class LogprobsPostProcessor:
-    """NeMo-RL 0.6.0's (7ea279a), on one rank."""
-
-    def __init__(self) -> None:
-        self.cp_size, self.enable_seq_packing = 1, False
-        self.tp_mesh = SimpleNamespace(size=lambda: 1)
-
-    def __call__(
-        self, logits, data_dict, processed_inputs, original_batch_size, original_seq_len,
-        sequence_dim=1,
-    ):  # fmt: skip
-        logps = self._compute_local_logprobs(logits, processed_inputs.input_ids)
-        logps = nn.functional.pad(logps, (1, 0))
-        return logps * (torch.arange(logps.shape[1]) < data_dict["input_lengths"][:, None])
-
-    def _compute_local_logprobs(self, logits: Tensor, input_ids: Tensor) -> Tensor:
-        return scores_of(logits[:, :-1], input_ids[:, 1:])[0]
-
-
-def need_top_k_or_top_p_filtering(sampling_params: Any) -> bool:
-    """NeMo-RL 0.6.0's (7ea279a)."""
-    return sampling_params is not None and (
-        sampling_params.top_k is not None or sampling_params.top_p != 1.0
-    )
-
-
-def forward_with_post_processing_fn(
-    model, post_processing_fn, processed_mb, is_reward_model=False, allow_flash_attn_args=True,
-    global_valid_seqs=None, global_valid_toks=None, sampling_params=None, sequence_dim=1,
-):  # fmt: skip
-    """NeMo-RL 0.6.0's (7ea279a), for the two processors above and others, which get the logits."""
-    inputs = processed_mb.processed_inputs
-    names = ("input_ids", "attention_mask", "position_ids")
-    logits = model(**{name: getattr(inputs, name) for name in names}, use_cache=False).logits
-    logits = logits / (1.0 if sampling_params is None else sampling_params.temperature)
-    passed = {"logits": logits, "data_dict": processed_mb.data_dict, "processed_inputs": inputs}
-    if isinstance(post_processing_fn, LossPostProcessor):
-        return *post_processing_fn(
-            **passed, global_valid_seqs=None, global_valid_toks=global_valid_toks
-        ), processed_mb
-    sizes = ("original_batch_size", "original_seq_len")
-    found = post_processing_fn(**passed, **{name: getattr(processed_mb, name) for name in sizes})
-    return found, {"logprobs": found}, processed_mb
 
 
 def _build_shifted_tokens(

@@ -48,7 +48,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank has logged, all that TRL means to log, and what the model has become."""
+    """What one rank has logged, and what the model has become."""
 
     steps: list[dict[str, float]]
     classes: list[str]  # of the wrapped model and its bases
@@ -172,58 +172,53 @@ def fsdp2_without_gpus() -> Iterator[None]:
 
 
 @contextmanager
+def _fsdp(version: str, **variables: str) -> Iterator[dict[str, Any]]:
+    asked = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": version,
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        **variables,
+    }
+    with fsdp2_without_gpus(), mock.patch.dict(os.environ, asked):
+        yield {}
+
+
+@contextmanager
 def _fsdp2(*, root_alone: bool = False, **variables: str) -> Iterator[dict[str, Any]]:
     import accelerate.accelerator
     from torch.distributed.fsdp import fully_shard
 
-    asked = {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_RESHARD_AFTER_FORWARD": "true",
-    }
-    asked |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", **variables}
-    with fsdp2_without_gpus(), mock.patch.dict(os.environ, asked):
-        if not root_alone:
-            yield {}
-            return
-        shard = lambda _, model: fully_shard(model)  # noqa: E731
-        with mock.patch.object(accelerate.accelerator, "fsdp2_prepare_model", shard):
-            yield {}
+    shard = lambda _, model: fully_shard(model)  # noqa: E731
+    whole = mock.patch.object(accelerate.accelerator, "fsdp2_prepare_model", shard)
+    sharding = _fsdp("2", FSDP_RESHARD_AFTER_FORWARD="true", **variables)
+    with sharding, whole if root_alone else nullcontext():
+        yield {}
 
 
 @contextmanager
 def _fsdp1() -> Iterator[dict[str, Any]]:
     from torch.distributed.fsdp import _init_utils
 
-    asked = {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "1",
-        "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3DecoderLayer",
-        "FSDP_USE_ORIG_PARAMS": "false",
-    }
     # accelerate names the device cpu:0, and torch compares it with cpu
     cpu = torch.device("cpu")
     on_cpu = mock.patch.object(_init_utils, "_get_device_from_device_id", return_value=cpu)
-    with fsdp2_without_gpus(), mock.patch.dict(os.environ, asked), on_cpu:
+    variables = {
+        "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3DecoderLayer",
+        "FSDP_USE_ORIG_PARAMS": "false",
+    }
+    with _fsdp("1", **variables), on_cpu:
         yield {}
 
 
 @contextmanager
-def _zero(stage: int) -> Iterator[dict[str, Any]]:
-    # stage 3 divides small parameters too
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    yield {
-        "deepspeed": {
-            "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-            "gradient_clipping": "auto",
-        }
-    }
+def _zero3() -> Iterator[dict[str, Any]]:
+    # it divides small parameters too
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    options = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    options |= {"zero_force_ds_cpu_optimizer": False, **dict.fromkeys(sizes, "auto")}
+    yield {"deepspeed": options}
 
 
 WRAPS: dict[str, Any] = {
@@ -236,7 +231,7 @@ WRAPS: dict[str, Any] = {
         _fsdp2, FSDP_TRANSFORMER_CLS_TO_WRAP="Qwen3DecoderLayer,Linear"
     ),
     "FSDP1": _fsdp1,  # the head in the root unit
-    **{f"ZeRO-{stage}": partial(_zero, stage) for stage in (1, 2, 3)},
+    "ZeRO-3": _zero3,
 }
 
 
@@ -259,7 +254,7 @@ def _find_deepspeed() -> None:
     importlib.reload(sys.modules["transformers.integrations.deepspeed"])  # whose base class it is
 
 
-def in_bf16(rank: int, world_size: int, units: bool) -> dict[str, Tensor]:
+def in_bf16(rank: int, world_size: int) -> dict[str, Tensor]:
     """Log-probabilities of TRL's fused forward and of ours; FSDP2 as accelerate has it for bf16."""
     import trl.trainer.utils as trl_utils
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -273,8 +268,7 @@ def in_bf16(rank: int, world_size: int, units: bool) -> dict[str, Tensor]:
         model = tiny_models.model()
         add(model)
         for modules in [[x] for x in model.model.layers] + [[model.model.norm, model.lm_head]]:
-            if units:
-                fully_shard(modules, mp_policy=policy)
+            fully_shard(modules, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
         logps = model(**given, fused_lm_head=True).log_probs

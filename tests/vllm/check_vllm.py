@@ -1,8 +1,6 @@
-"""vLLM's log-probabilities and ours of the same tokens, and TRL with a colocated vLLM, stock and
-ours.
+"""vLLM's log-probabilities and ours of the same tokens; TRL with a colocated vLLM, stock and ours.
 
-Each engine runs in a fresh process: what it samples depends on the prefixes that it has cached.
-"""
+Each engine runs in a fresh process: what it samples depends on the prefixes that it has cached."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import _ChunkedLogProbFunction
 
-from grpo_kernels import GRPOLoss, Head, KeptIds, linear_logprob, rollouts
+from grpo_kernels import Head, KeptIds, linear_logprob, rollouts
 from grpo_kernels.transformers import completion_logprobs, head_inputs
 from tests.vllm.engine import CASES
 
@@ -185,23 +183,3 @@ def test_with_truncation_the_sets_keep_the_ratio_at_one(tmp_path: Path) -> None:
     assert all(log[RATIO] < 0.7 for log in stock["logs"])
     assert all(log[RATIO] == pytest.approx(1.0, abs=2e-3) for log in ours["logs"])
     assert all(1 < log["kept/size"] <= 50 and log["kept/without_set"] == 0 for log in ours["logs"])
-
-
-def test_a_loss_of_ones_own_takes_the_sets(sampled: dict[str, Samples]) -> None:
-    """`GRPOLoss` over the sets: on fresh samples all ratios to the sampler are 1."""
-    name = "top-p and top-k"
-    samples = sampled[name]
-    given = batch(samples)
-    model = AutoModelForCausalLM.from_pretrained(FP32, dtype=torch.float32)
-    with torch.no_grad(), head_inputs(model) as found:
-        model(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
-    mask, columns = given["completion_mask"], given["completion_mask"].shape[1]
-    sampler = torch.zeros(mask.shape)
-    sampler[mask != 0] = of_engine(samples).float()
-    states = found.hidden[:, -columns - 1 : -1]
-    out = GRPOLoss(loss_type="grpo")(
-        states, found.head(states), given["input_ids"][:, -columns:], mask, torch.ones(len(mask)),
-        old_per_token_logps=sampler,
-        kept_ids=KeptIds.from_logprobs([x["top"] for x in samples], mask),
-    )  # fmt: skip
-    assert out.metrics["ratio"].item() == pytest.approx(1.0, abs=NEAR)
