@@ -10,7 +10,6 @@ import random
 import subprocess
 import sys
 from contextvars import ContextVar
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -43,9 +42,7 @@ def owner() -> ModuleType:
     return module
 
 
-def test_what_others_replace_in_between_stays_theirs_and_the_log_says_so(
-    owner: ModuleType, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_others_replace_in_between_stays_theirs_and_the_log_says_so(owner, caplog):
     patches = Patches("someone's package")
     parent = type("Parent", (), {"f": theirs})
     child = type("Child", (parent,), {"__module__": "somewhere"})
@@ -164,9 +161,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra() -> None:
     }
 
 
-def test_a_release_without_what_is_imported_is_named_with_its_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_without_what_is_imported_is_named_with_its_version(tmp_path, monkeypatch):
     for folder, file, text in (
         ("old_trainer", "__init__.py", ""),
         ("old_trainer-0.9.dist-info", "METADATA", "Name: old_trainer\nVersion: 0.9\n"),

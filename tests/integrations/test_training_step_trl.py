@@ -245,9 +245,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "arguments", "message"), REFUSED, ids=str)
-def test_options_that_the_loss_does_not_allow_are_refused(
-    options: dict[str, Any], arguments: dict[str, Any], message: str
-) -> None:
+def test_options_that_the_loss_does_not_allow_are_refused(options, arguments, message):
     with pytest.raises(ValueError, match=message):
         trainer_of(FusedGRPOTrainer, options, **arguments)
 

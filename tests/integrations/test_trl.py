@@ -47,9 +47,7 @@ def test_training_is_the_same(name: str) -> None:
     assert_same(*(train(x, **options) for x in (trl.GRPOTrainer, FusedGRPOTrainer)), tolerance)
 
 
-def test_a_mixture_of_experts_with_its_load_balancing_loss(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_mixture_of_experts_with_its_load_balancing_loss(monkeypatch):
     fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     kind = "Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**tiny_models.KINDS["qwen3"][2], **fields}
     monkeypatch.setitem(tiny_models.KINDS, "other", kind)

@@ -89,9 +89,7 @@ def test_scorings_by_others_while_it_generates_are_true_and_change_nothing() -> 
 class Rolled:
     """In front of a trainer: its loss scores the rows in another order first, and keeps that."""
 
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, ids: Tensor, mask: Tensor, columns: int, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _get_per_token_logps_and_entropies(self, model, ids, mask, columns, *args, **kwargs):
         score = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
         if torch.is_grad_enabled():
             self.seen = score(model, ids.roll(1, 0), mask.roll(1, 0), columns)[0].detach()
@@ -122,9 +120,7 @@ def equal(prompts: list[str], **_: Any) -> list[float]:
     ],
     ids=str,
 )
-def test_a_policy_that_is_its_reference_has_no_gradient_of_the_term(
-    options: dict[str, Any],
-) -> None:
+def test_a_policy_that_is_its_reference_has_no_gradient_of_the_term(options):
     """Not even a rounding, of which Adam would make a full step."""
     options = {"beta": 0.04, "reward_funcs": equal, "peft_config": parity.lora(), **options}
     steps = train(WRITTEN, **options).steps

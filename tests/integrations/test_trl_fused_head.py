@@ -7,7 +7,7 @@ import importlib
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,7 @@ def answer(model: Any, *args: Any, **given: Any) -> dict[str, Tensor]:
     return {**output, **gradients}
 
 
-def check(
-    *args: Any,
-    make: Callable[[], Any] = tiny_models.model,
-    add: Callable[..., Any] = lambda give, model: give(model, outputs=ALL),
-    **given: Any,
-) -> dict[str, Tensor]:
+def check(*args, make=tiny_models.model, add=lambda give, model: give(model, outputs=ALL), **given):
     """The answers of a model with our head, which are those of one with TRL's.
 
     `add` gives the model a head, and may return another model to ask.
@@ -210,9 +205,7 @@ def test_a_forward_that_does_not_ask_for_the_head_is_the_models_own() -> None:
 @pytest.mark.parametrize("by_autocast", [False, True], ids=["bfloat16", "autocast"])
 def test_logits_are_rounded_as_trls_if_asked(by_autocast: bool, in_fp32: bool) -> None:
     """TRL rounds logits to the dtype of the hidden states, unless the head is in fp32."""
-    given, logps, gradients, wanted = batch("everywhere"), {}, {}, torch.empty(0)
-    inputs, labels = {x: given[x] for x in ("input_ids", "attention_mask")}, given["labels"][:, 1:]
-    operand = torch.float32 if in_fp32 else torch.bfloat16
+    given, logps, gradients = batch("everywhere"), {}, {}
     for name, give, options in (
         ("theirs", THEIRS, {}),
         ("rounded", ours, {"patched": {"logits_dtype": "input", "layout": "padded"}}),
@@ -225,16 +218,10 @@ def test_logits_are_rounded_as_trls_if_asked(by_autocast: bool, in_fp32: bool) -
         give(model, cast_lm_head_to_fp32=in_fp32, **options)
         with torch.autocast("cpu", torch.bfloat16, enabled=by_autocast):
             found = answer(model, **given)
-            with torch.no_grad():  # in float64, of the model's own last hidden states and head
-                hidden = model.base_model(**inputs).last_hidden_state[:, :-1]
-                logits = F.linear(*(x.to(operand).double() for x in (hidden, model.lm_head.weight)))
-        scores = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-        wanted = scores * (labels != -100)
         logps[name], gradients[name] = found["log_probs"].detach(), found["d lm_head.weight"]
-    errors = {name: float((x - wanted).abs().max()) for name, x in logps.items()}
-    assert errors["ours"] < 1e-5
-    assert (errors["theirs"] < 1e-5) if in_fp32 else (errors["theirs"] > 1e-3)
     torch.testing.assert_close(logps["rounded"], logps["theirs"], rtol=0, atol=1e-5)
+    gap = float((logps["ours"] - logps["theirs"]).abs().max())
+    assert (gap < 1e-5) if in_fp32 else (1e-3 < gap < 0.1)
     for x in gradients.values():
         assert x.dtype == (torch.float32 if in_fp32 or by_autocast else torch.bfloat16)
         torch.testing.assert_close(x, gradients["theirs"], rtol=2e-2, atol=2e-2)
@@ -332,9 +319,7 @@ def test_patch_and_unpatch() -> None:
 OPTIONS: Given = {"engine": "lean", "backend": "torch", "workspace_bytes": 2**16}
 
 
-def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(monkeypatch):
     """Of the patch in force when the trainer was made: it keeps our head."""
     seen: list[Given] = []
     compute = fused_head.linear_logprob
@@ -362,29 +347,6 @@ def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(
     with patch_trl():
         train(FusedGRPOTrainer, 1)
     assert seen[-1] == {"engine": "auto", "backend": "auto", "workspace_bytes": None}
-
-
-@pytest.mark.usefixtures("forget_warnings")
-def test_a_patch_counts_the_rows_of_its_own_trainers_alone() -> None:
-    """One of an earlier patch keeps our head, and trains on."""
-
-    def counted() -> list[dict[str, float]]:
-        with patch_trl():
-            return shares_of(train(trl.GRPOTrainer, 1))
-
-    def next_patch(_: Any) -> None:
-        unpatch_trl()
-        patch_trl()
-        warnings.simplefilter("always")  # a tiny run is silent
-
-    before = counted()
-    patch_trl()
-    other, options = trainer_of("SFT")
-    with warnings.catch_warnings(record=True) as caught:
-        assert shares_of(train(other, 1, prepare=next_patch, **options)) == [{}]
-    assert not [x for x in caught if "patch_trl" in str(x.message)], "its head is ours"
-    unpatch_trl()
-    assert counted() == before != []
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,7 @@ def marked(jobs: dict[str, Job]) -> list[Any]:
     ]
 
 
-def test_a_divided_teacher_is_right_and_a_divided_student_that_trains_is_refused(
-    ranks: Ranks,
-) -> None:
+def test_a_divided_teacher_is_right_and_a_divided_student_that_trains_is_refused(ranks):
     given = divergence_inputs()
     loss, *_ = divergence_loss(beta=0.5, **given)
     loss.backward()
@@ -125,9 +123,7 @@ def of_one_process(kind: str, adapted: bool) -> tuple[list[dict[str, float]], di
 
 
 @pytest.mark.parametrize("name", marked(JOBS | ZERO_JOBS))
-def test_a_divided_model_trains_as_on_one_process(
-    name: str, logged: list[dict[str, Found]]
-) -> None:
+def test_a_divided_model_trains_as_on_one_process(name, logged):
     job = (JOBS | ZERO_JOBS)[name]
     want, moved = of_one_process(job.kind, bool(job.lora))
     assert all(x["grad_norm"] > 0.1 for x in want)
@@ -150,9 +146,7 @@ def test_a_divided_model_trains_as_on_one_process(
         ("once, FSDP2", "once, DDP"),
     ],
 )
-def test_metrics_are_those_of_stock_trl_or_of_ddp_on_as_many_processes(
-    name: str, other: str, logged: list[dict[str, Found]]
-) -> None:
+def test_metrics_are_those_of_stock_trl_or_of_ddp_on_as_many_processes(name, other, logged):
     for of_rank in logged:
         errors = parity.differences(of_rank[other].steps, of_rank[name].steps)
         assert max(errors.values()) < TOLERANCE, errors

@@ -121,57 +121,6 @@ def test_scorings_by_others_while_it_generates_are_over_the_vocabulary(correctio
     assert ours.steps == plain.steps
 
 
-class OwnLoss(GRPOTrainer):
-    """A class below with a loss of its own, which reads policy and reference."""
-
-    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        mask = inputs["completion_mask"] * inputs["tool_mask"]
-        logps = self.logps(model, inputs) + self.logps(self.ref_model, inputs).detach()
-        return -(inputs["advantages"].exp()[:, None] * logps * mask).sum() / mask.sum()
-
-    def logps(self, model: Any, inputs: Any) -> Tensor:
-        ids, mask = (
-            torch.cat([inputs[f"prompt_{of}"], inputs[f"completion_{of}"]], dim=1)
-            for of in ("ids", "mask")
-        )
-        return self.logps_of(model, ids, mask, inputs["completion_ids"].shape[1])
-
-    def logps_of(self, *rows: Any) -> Tensor:
-        return self._get_per_token_logps_and_entropies(*rows)[0]
-
-
-class Forward(OwnLoss):
-    """It calls the model itself."""
-
-    def logps_of(self, model: Any, ids: Tensor, mask: Tensor, columns: int) -> Tensor:
-        labels = ids.masked_fill(mask == 0, -100)
-        labels[:, :-columns] = -100
-        given = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-        return model(**given, fused_lm_head=True).log_probs[:, -columns:]
-
-
-class Parts(OwnLoss):
-    """It scores some rows, and then the others."""
-
-    def logps_of(self, model: Any, ids: Tensor, mask: Tensor, columns: int) -> Tensor:
-        parts = ((x, y, columns) for x, y in zip(ids.split(3), mask.split(3), strict=True))
-        score = self._get_per_token_logps_and_entropies
-        return torch.cat([score(model, *part)[0] for part in parts])
-
-
-# the model of a loss is then not the trainer's, but around it
-COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
-
-
-@pytest.mark.parametrize(("below", "options"), [(Forward, {}), (Parts, COMPILED)])
-def test_a_loss_of_a_class_below_is_over_the_sets(below: type, options: dict[str, Any]) -> None:
-    """However it scores them."""
-    want = train(type("Want", (Oracle, OwnLoss), {}), 1, beta=0.04)
-    fused = mixed(FusedLossMixin, below)
-    got = train(fused, 1, beta=0.04, zero_advantage="train", **ERROR, **options)
-    assert got.losses == pytest.approx(want.losses, rel=1e-5, abs=1e-6)
-
-
 def test_a_token_without_a_set_may_have_the_whole_vocabulary() -> None:
     lost = changed(lambda x: x["sampling_mask"][0][0].clear())
     got = train(FusedGRPOTrainer, steps=1, on_missing_set="full", rollout_func=lost)
@@ -200,9 +149,7 @@ TRUNCATES = {"top_p": 0.9, "top_k": 50}
     ],
     ids=str,
 )
-def test_a_truncating_sampler_without_its_sets_is_warned_of(
-    options: dict[str, Any], warns: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_truncating_sampler_without_its_sets_is_warned_of(options, warns, monkeypatch):
     said: list[str] = []
     made: list[int] = []
     monkeypatch.setattr(scoring, "warn_once", said.append)

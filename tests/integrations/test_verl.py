@@ -69,9 +69,7 @@ def own_logits(model: nn.Module, inputs: dict[str, Any]) -> Scored:
     return backward(model, logps.gather(-1, ids[..., None])[..., 0], entropy)
 
 
-def through_verl(
-    patch: ModuleType, backend: str, model: nn.Module, inputs: dict[str, Any], **more: Any
-) -> Scored:
+def through_verl(patch, backend, model, inputs, **more):
     """As verl's FSDP engine calls a model that it has patched."""
     patch.apply_monkey_patch(
         model,
@@ -117,8 +115,13 @@ def test_labels(verl_patch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None
     model(**inputs, return_dict=True, shift_labels=inputs["input_ids"])
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("kind", ["qwen2", "tied", "softcap", "logit_scale", "bias"])
+@pytest.mark.parametrize(
+    ("kind", "packed"),
+    [
+        *(("qwen2", False), ("qwen2", True), ("tied", False)),
+        *(("softcap", True), ("logit_scale", False), ("bias", True)),
+    ],
+)
 def test_forward(verl_patch: ModuleType, kind: str, packed: bool) -> None:
     """What a model does to its logits verl's fused heads leave out, but not the sampler."""
     model, inputs = text_model(kind, torch.float64), batch(packed)

@@ -33,9 +33,7 @@ def as_it_was() -> Iterator[None]:
     unpatch_verl()
 
 
-def balanced(
-    v1: bool, prompts: int = PROMPTS, lengths: list[int] = LENGTHS, **changed: Any
-) -> tuple[list[Any], Any]:
+def balanced(v1, prompts=PROMPTS, lengths=LENGTHS, **changed):
     """(uid and length) of each sequence, those of the first rank first; and what is logged.
     `changed` are settings of ``actor_rollout_ref``."""
     options = {"impl_backend": "grpo_kernels"}

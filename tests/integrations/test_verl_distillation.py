@@ -55,9 +55,8 @@ def test_within_verls_engine(group: None, rewards: bool, products: int) -> None:
     unfused, ours = (verl_engine.run(options, data, loss, **flags) for options in (None, OURS))
     assert ours.loss == pytest.approx(unfused.loss, rel=1e-6)
     assert verl_engine.gap(ours, unfused) < 5e-6
-    metrics = verl_engine.metrics_of(ours)
-    assert metrics == pytest.approx(verl_engine.metrics_of(unfused), rel=1e-4, abs=1e-6)
-    assert {"distillation/student_mass", "distillation/teacher_mass"} <= metrics.keys()
+    for mass in ("distillation/student_mass", "distillation/teacher_mass"):
+        assert ours.metrics[mass] == pytest.approx(unfused.metrics[mass])
     counted = int(data["response_mask"].sum())
     done = ours.products.head / (verl_engine.VOCAB * verl_engine.HIDDEN * counted)
     assert products <= done < products + 2.1

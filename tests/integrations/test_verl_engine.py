@@ -87,9 +87,7 @@ def nvh(step: Step, data: Any) -> float:
     return step.products.head / (int(data["response_mask"].sum()) * VOCAB * HIDDEN)
 
 
-def both(
-    data: Any, loss: Any, options: Any = OURS, tried: bool = True, **flags: Any
-) -> tuple[Step, Step]:
+def both(data, loss, options=OURS, tried=True, **flags):
     """One mini-batch with verl's unfused head, and with ours."""
     steps = []
     for one in (None, options):
@@ -310,9 +308,7 @@ REFUSED: list[tuple[dict[str, Any] | None, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "flags", "reason"), REFUSED, ids=str)
-def test_zero_advantage_is_refused(
-    options: dict[str, Any] | None, flags: dict[str, Any], reason: str
-) -> None:
+def test_zero_advantage_is_refused(options, flags, reason):
     loss = (lambda **_: None) if options is None else ppo_loss(config(**options))
     message = rf"zero_advantage: expected 'train' .*{reason}.*, got 'score'"
     with pytest.raises(ValueError, match=message):

@@ -1,9 +1,7 @@
-"""Megatron's GPT model on CPUs, tensor parallel, under verl's Megatron engine; for ranks that
-`run_ranks` has started.
+"""Megatron's GPT model on CPUs under verl's Megatron engine, for ranks of `run_ranks`.
 
-Two things of Megatron are for GPUs alone and are replaced: the device that it allocates on, and its
-random states (there is no dropout here). Its attention is left out of the model, and the packing of
-sequences with it."""
+What is for GPUs alone is replaced (the device that it allocates on, its random states) or left out:
+attention, and the packing of sequences with it."""
 
 from __future__ import annotations
 
@@ -36,7 +34,6 @@ from torch.nn import functional as F
 from benchmarks.verl_step import Products
 from tests.support import verl_engine
 from tests.support.case_builder import seeded
-from tests.support.trainer_stand_ins import scores_of
 from tests.support.verl_peer import TEMPERATURE, draw, relative, verl_module
 
 TOKENS = 30  # of the 32 rows of the head
@@ -112,9 +109,13 @@ def ask_for_ours(engine: Any) -> None:
     engine._maybe_enable_fused_kernels()
 
 
-def by_hand(
-    model: nn.Module, ids: Tensor, labels: Tensor
-) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def scores_of(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of `ids` and entropies, like `ids`, of logits that predict them."""
+    logps = logits.log_softmax(-1)
+    return logps.gather(-1, ids[..., None])[..., 0], -(logps.exp() * logps).sum(-1)
+
+
+def by_hand(model, ids, labels):
     """The whole weights, put together here, and the labels' log-probabilities and the entropies, of
     all logits."""
     weights = {

@@ -103,9 +103,7 @@ def sampler(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return q, listed
 
 
-def centered_loss(
-    case: Case, dtype: torch.dtype = torch.float64, *, whole: bool = False
-) -> tuple[Tensor, Gradients]:
+def centered_loss(case, dtype=torch.float64, *, whole=False):
     """The loss of a case with candidates, and its gradients by autograd.
 
     With `whole` the expectation is one over the vocabulary, tail included, whose gradient is the

@@ -28,9 +28,7 @@ class AllLogits(GRPOTrainer):
         """True where an id is none that the sampler may choose."""
         return torch.zeros_like(logits, dtype=torch.bool)
 
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, ids: Tensor, mask: Tensor, count: int, *_: Any, **options: Any
-    ) -> Any:
+    def _get_per_token_logps_and_entropies(self, model, ids, mask, count, *_, **options):
         logits = model(input_ids=ids, attention_mask=mask).logits[:, -count - 1 : -1]
         labeled, outside = mask[:, -count:], self.outside(logits)
         logits = (logits / self.temperature).masked_fill(outside, -math.inf)

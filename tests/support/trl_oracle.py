@@ -73,9 +73,7 @@ def trainers() -> tuple[type, type]:
     return grpo.GRPOTrainer, gmpo.GMPOTrainer
 
 
-def stub_trainer(
-    case: Case, o: SimpleNamespace, logps: Tensor, entropies: Tensor, grpo: type
-) -> SimpleNamespace:
+def stub_trainer(case, o, logps, entropies, grpo):
     """What `_compute_loss` reads, for one process and one gradient accumulation step."""
     accelerator = SimpleNamespace(
         num_processes=1, sync_gradients=True, gather=lambda x: x, gather_for_metrics=lambda x: x,

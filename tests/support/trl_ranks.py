@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,12 +57,7 @@ class Found:
     moved: dict[str, Tensor]  # by parameter: what training has added to it
 
 
-def train(
-    job: Job,
-    processes: int = 1,
-    prepare: Callable[[Any], None] | None = None,
-    **options: Any,
-) -> tuple[list[dict[str, float]], dict[str, Tensor], Any]:
+def train(job, processes=1, prepare=None, **options):
     """What two steps have logged and added to each parameter, and the trainer."""
     before: dict[str, Tensor] = {}
 

@@ -176,9 +176,7 @@ def evaluations(trainer: Any) -> list[dict[str, float]]:
     return [tiny_run.compared(entry) for entry in trainer.state.log_history if "eval_loss" in entry]
 
 
-def divergence_inputs(
-    of_masked: float = 0.7, *, width: int = 16, more_ids: int = 0
-) -> dict[str, Any]:
+def divergence_inputs(of_masked=0.7, *, width=16, more_ids=0):
     """Arguments of TRL's divergence; the student's states are `of_masked` where nothing counts."""
     draw = partial(torch.randn, generator=seeded("distillation"))
     mask = draw(3, 7) < 0.25

@@ -86,15 +86,7 @@ def ppo_loss(settings: Any) -> Any:
     return functools.partial(verl_module("workers.utils.losses").ppo_loss, config=settings)
 
 
-def batch(
-    size: int = 8,
-    *,
-    seed: int = 0,
-    dead: int | Tensor = 4,
-    tools: bool = False,
-    weights: bool = False,
-    group: int = 1,
-) -> Any:
+def batch(size=8, *, seed=0, dead=4, tools=False, weights=False, group=1):
     """A mini-batch as verl's trainer sends it: `dead` sequences (the first so many, or a mask) have
     the advantage 0, and every (`size` / `group`)-th one has the same prompt."""
     g = torch.Generator().manual_seed(seed)

@@ -82,13 +82,11 @@ def main() -> None:
     add("--save", type=Path, required=True)
     add("--truncated", action="store_true", help="top-p and top-k")
     add("--sets", action="store_true", help="hand over the sets, to ours")
-    add("--scored", action="store_true", help="ours: fused_sampling_correction=False")
     options = parser.parse_args()
     as_on_a_cpu()
     base: Any = GRPOTrainer if options.kind == "stock" else FusedGRPOTrainer
     sets: dict[str, Any] = {"rollout_func": rollout, "on_missing_set": "error"}
     more = sets if options.sets else {}
-    more |= {"fused_sampling_correction": False} if options.scored else {}
     with tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
             output_dir=folder, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=256,
