@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -108,6 +109,19 @@ def test_what_is_not_verls_of_0_9_1_is_left_alone(library: Callable[[], ModuleTy
     module.VALUE = 3
     unpatch_verl()
     assert module.VALUE == 3
+
+
+def test_an_archive_whose_modules_share_a_loader(library, tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "verl.zip", "w") as archive:
+        for name in ("verl_stand_in", "verl_beside"):
+            archive.writestr(f"{name}.py", "VALUE = 1")
+    monkeypatch.syspath_prepend(tmp_path / "verl.zip")
+    patch_verl()
+    assert library().VALUE == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert importlib.import_module("verl_beside").VALUE == 1
+    del sys.modules["verl_beside"]
 
 
 def other(model: Any, more: Any) -> None:

@@ -1,4 +1,4 @@
-"""The recipe for Megatron-Core of docs/start/other-trainers.md, on ranks, with its own GPT model."""
+"""The recipe for Megatron-Core of docs/start/other-trainers.md, on ranks with its GPT model."""
 
 from __future__ import annotations
 
