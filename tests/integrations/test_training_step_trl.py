@@ -19,7 +19,7 @@ from benchmarks import parity, tiny_models, tiny_run
 from grpo_kernels.commands.scripts import difference
 from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin
 from tests.support.training_step import distance
-from tests.support.trl_training import EVALUATED, Half, Run, assert_same, evaluations, mixed, train
+from tests.support.trl_training import Half, Run, assert_same, mixed, train
 
 pytestmark = pytest.mark.unit
 
@@ -395,18 +395,11 @@ def test_a_training_that_was_interrupted_goes_on_as_stock_trls(again: dict[str, 
             assert difference(name, want[name], got[name]) <= 1e-5, (i, name)
 
 
-def test_shares_are_logged_and_evaluation_is_stock_trls() -> None:
-    options = {"eval_dataset": tiny_run.dataset(8), **EVALUATED}
-    stock, ours = train(GRPOTrainer, **options), train(FusedGRPOTrainer, **SKIP, **options)
-    assert parity.differences(stock.steps, ours.steps)["grad_norm"] <= 1e-5
-    wanted, got = evaluations(stock.trainer), evaluations(ours.trainer)
-    assert len(wanted) == 2
-    for want, evaluation in zip(wanted, got, strict=True):
-        assert abs(want["eval_loss"] - evaluation["eval_loss"]) <= 1e-6
-        assert want["eval_entropy"] == pytest.approx(evaluation["eval_entropy"], rel=1e-5)
-    steps = [x for x in ours.trainer.state.log_history if "loss" in x]
-    for name in ("sequences/gradient", "tokens/computed", "tokens/gradient"):
-        assert all(0 < x[name] < 1 for x in steps), name
+def test_shares_of_sequences_and_tokens_are_logged() -> None:
+    log = train(FusedGRPOTrainer, **SKIP).trainer.state.log_history
+    for step in (x for x in log if "loss" in x):
+        for name in ("sequences/gradient", "tokens/computed", "tokens/gradient"):
+            assert 0 < step[name] < 1, name
 
 
 @pytest.mark.usefixtures("forget_warnings")

@@ -177,20 +177,6 @@ def test_what_counts_is_computed(name: str) -> None:
     assert ours.products.tokens == tree_tokens(data, *(PROMPTS if is_divided else ()))
 
 
-def test_bf16_autocast() -> None:
-    """As verl trains: the same products, and a gradient nearer to that of fp32, since the logits
-    are not rounded."""
-
-    def narrow(engine: Any) -> None:
-        engine._autocast_dtype = torch.bfloat16
-
-    data, loss = verl_engine.batch(), ppo_loss(config())
-    want = run(None, data, loss)
-    unfused, ours = (run(options, data, loss, prepare=narrow) for options in (None, OURS))
-    assert nvh(ours, data) == pytest.approx(2 + 4 * share(data))
-    assert gap(ours, want) < 0.02 < gap(unfused, want)
-
-
 def test_lora_and_layers_that_are_recomputed() -> None:
     """The head is frozen: 2 + 2s."""
     pytest.importorskip("peft")

@@ -176,7 +176,7 @@ def evaluations(trainer: Any) -> list[dict[str, float]]:
     return [tiny_run.compared(entry) for entry in trainer.state.log_history if "eval_loss" in entry]
 
 
-def divergence_inputs(of_masked=0.7, *, width=16, more_ids=0):
+def divergence_inputs(of_masked: float = 0.7, *, width: int = 16) -> dict[str, Any]:
     """Arguments of TRL's divergence; the student's states are `of_masked` where nothing counts."""
     draw = partial(torch.randn, generator=seeded("distillation"))
     mask = draw(3, 7) < 0.25
@@ -185,6 +185,6 @@ def divergence_inputs(of_masked=0.7, *, width=16, more_ids=0):
         "student_hidden_states": student.requires_grad_(),
         "teacher_hidden_states": draw(3, 7, width),
         "student_lm_head_weight": draw(50, 12).requires_grad_(),
-        "teacher_lm_head_weight": draw(50 + more_ids, width),
+        "teacher_lm_head_weight": draw(50, width),
         "completion_mask": mask.long(),
     }
