@@ -98,10 +98,9 @@ def test_shares_are_of_all_calls_since_the_last_log() -> None:
 
 
 def test_samples_are_divided_by_prompts_within_a_budget() -> None:
-    """Every sample once, a prompt's together where they fit, live ones first, within the budget."""
     prompts = numbered([(1, 2, 3)] * 4 + [(4,) * 6] * 4 + [(5,) * 2] * 4)
     assert prompts == [(0, 3)] * 4 + [(4, 6)] * 4 + [(8, 2)] * 4
-    lengths = [3, 4, 5, 2, 6, 6, 6, 6, 1, 1, 2, 1]
+    lengths = [7, 8, 9, 6, 6, 6, 6, 6, 1, 1, 2, 1]
     live = [False] * 4 + [True] * 8
     parts = divided(prompts, lengths, live, 4, 40, 3, in_trees=True)
     assert parts == [[4, 5, 6, 7, 8, 9, 10, 11], [0, 1, 2, 3], [], []]

@@ -136,7 +136,6 @@ def trainer_of(base: type, options: dict[str, Any], **more: Any) -> Any:
 
 
 def step(trainer: Any, given: dict[str, Any]) -> tuple[float, dict[str, Tensor], dict[str, float]]:
-    """(loss, gradients, metrics) of one micro-batch."""
     trainer.model.zero_grad()
     trainer.use_vllm = "importance_sampling_ratio" in given
     trainer._metrics["train"].clear()
@@ -153,8 +152,6 @@ def assert_metrics(got: dict[str, float], want: dict[str, float], what: str = ""
 
 
 class Spied(GRPOTrainer):
-    """It keeps the gradients that arrive at what it has scored."""
-
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         self.arrived: list[Tensor] = []
@@ -201,8 +198,6 @@ def test_skipped_sequences_leave_the_metrics() -> None:
 
 
 class WithATermOfItsOwn(FusedGRPOTrainer):
-    """A loss with a term for every sequence that the trainer knows nothing of."""
-
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         logps, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         self.own = logps.square().mean()
@@ -283,7 +278,6 @@ def test_regrouped_steps_are_stock_trls(name: str) -> None:
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_a_subclass_that_keeps_a_part_of_the_samples(loss_type: str) -> None:
-    """A regrouped micro-batch's share of the mean is of the samples that were kept."""
     options = {**parity.loss_options(loss_type), "beta": 0.04, **SGD}
     stock = train(mixed(Half, GRPOTrainer), **options)
     for fused in (mixed(Half, FusedGRPOTrainer), mixed(FusedLossMixin, mixed(Half, GRPOTrainer))):
@@ -310,7 +304,6 @@ class Changed(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 def losses_by_size(trainer: Any) -> None:
-    """A loss that depends on which samples share a micro-batch, put on the trainer."""
     if "compute_loss" in vars(trainer):
         return
     compute = trainer.compute_loss

@@ -69,7 +69,6 @@ def test_training_is_the_same(name: str) -> None:
 
 
 def test_a_patched_trainer_is_the_same_and_unpatching_gives_trls_back() -> None:
-    """Of completions that the student writes."""
     name = "JSD, tied student with adapters on the body"
     stock = trained(trl.DistillationTrainer, name, steps=1)
     with patch_trl():

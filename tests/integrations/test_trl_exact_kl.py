@@ -37,8 +37,6 @@ WRITTEN, STOCK = mixed(Written, FusedGRPOTrainer), mixed(Written, GRPOTrainer)
 
 
 class CheckedTools(Checked):
-    """Every fifth id counts as a tool's output."""
-
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         tool_mask = (inputs["completion_ids"] % 5 != 0).long()
         return super()._compute_loss(model, {**inputs, "tool_mask": tool_mask})
@@ -141,7 +139,6 @@ def test_trl_scores_the_reference_for_a_subclass_that_may_read_it() -> None:
 
 
 def test_a_reference_that_moves_is_scored_when_it_was() -> None:
-    """Two optimizer steps a generation, and a new reference after each."""
     options = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
     options |= {"steps": 4, "beta": 0.3, "steps_per_generation": 4, "learning_rate": 1e-2}
     stock, ours = (train(cls, optim="sgd", **options) for cls in (STOCK, WRITTEN))

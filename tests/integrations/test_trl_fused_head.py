@@ -172,8 +172,6 @@ def test_a_copy_of_the_model_is_scored_and_projected_by_its_own_weights() -> Non
 
 
 def test_the_last_of_two_heads_serves_and_arguments_may_be_positional() -> None:
-    """As of two trainers of one model."""
-
     def add(give: Any, model: Any) -> None:
         THEIRS(model, temperature=0.7)
         give(model, temperature=0.5)
@@ -228,7 +226,6 @@ def test_logits_are_rounded_as_trls_if_asked(by_autocast: bool, in_fp32: bool) -
 
 
 def trainer_of(name: str) -> tuple[type, dict[str, Any]]:
-    """(one of TRL's trainers, options of `train`)."""
     prompts = [*tiny_run.dataset(16)["prompt"]]
     texts = [[f" w{(7 * i + k) % 200} w{(3 * i) % 200}" for i in range(16)] for k in (1, 50)]
     turns = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4"}]
@@ -251,7 +248,6 @@ SHARES = ("rows/projected", "rows/gradient", "tokens/computed", "tokens/gradient
 
 
 def shares_of(run: Run) -> list[dict[str, float]]:
-    """What the log of each training step has of ours."""
     steps = [entry for entry in run.trainer.state.log_history if "loss" in entry]
     return [{name: step[name] for name in SHARES if name in step} for step in steps]
 
@@ -308,7 +304,6 @@ OPTIONS: Given = {"engine": "lean", "backend": "torch", "workspace_bytes": 2**16
 
 
 def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(monkeypatch):
-    """Of the patch in force when the trainer was made: it keeps our head."""
     seen: list[Given] = []
     compute = fused_head.linear_logprob
 
@@ -381,7 +376,6 @@ def test_the_trainer_logs_the_share_of_completion_tokens_and_of_those_with_an_ad
 @pytest.mark.usefixtures("forget_warnings")
 @pytest.mark.parametrize("name", ["SFT", "GKD"])
 def test_a_trainer_that_trains_without_ours_is_named_once(name: str) -> None:
-    """It was made before the patch, or makes all logits itself."""
     trainer_class, options = trainer_of(name)
     if name == "GKD":
         patch_trl()

@@ -105,7 +105,6 @@ REFUSED: dict[str, tuple[type, dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_computed_is_refused_when_the_trainer_is_made(name: str) -> None:
-    """TRL's trainer refuses as before, after ours has been made."""
     trainer_class, options, error, says = REFUSED[name]
     if trainer_class is Stock:
         train(Ours, steps=1, **options)

@@ -69,7 +69,6 @@ BECOMES = {
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    """One set of processes, since they have much to import."""
     with Ranks(2) as made:
         yield made
 
@@ -84,7 +83,6 @@ def logged(ranks: Ranks, pytestconfig: pytest.Config) -> list[dict[str, Found]]:
 
 
 def marked(jobs: dict[str, Job]) -> list[Any]:
-    """With what a test of each needs."""
     return [
         pytest.param(
             name,
@@ -118,7 +116,6 @@ def test_bf16_under_fsdp2_rounds_no_log_probability(ranks: Ranks) -> None:
 
 @cache
 def of_one_process(kind: str, adapted: bool) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Stock TRL; ours with an adapter on the head, which `test_trl_head_adapter.py` compares."""
     return train(Job(kind=kind, **ADAPTED) if adapted else Job(kind=kind, stock=True))[:2]
 
 

@@ -49,8 +49,6 @@ def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 
 class Oracle(AllLogits):
-    """Over the sets."""
-
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         generated = super()._generate(*args, **kwargs)
         self.rows = generated[5].pop("sampling_mask")
@@ -79,8 +77,6 @@ def train(trainer: type, steps: int = 2, **options: Any) -> Run:
 
 
 def changed(change: Callable[[Any], Any]) -> Callable[[list[str], Any], dict[str, Any]]:
-    """A rollout whose sets are changed."""
-
     def wrong(prompts: list[str], trainer: Any) -> dict[str, Any]:
         generated = rollout(prompts, trainer)
         change(generated)
@@ -160,8 +156,6 @@ def test_a_truncating_sampler_without_its_sets_is_warned_of(options, warns, monk
 
 
 class Rewriter(FusedGRPOTrainer):
-    """Completions that nobody has sampled."""
-
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         generated = super()._generate(*args, **kwargs)
         generated[1][0][0] = 9

@@ -129,8 +129,6 @@ class Sampler(Written):
 
 
 class Tools(Sampler):
-    """Every third token is a tool's output."""
-
     def _generate(self, prompts: list[Any]) -> Any:
         prompt_ids, ids, _, *others = super()._generate(prompts)  # type: ignore[misc]
         return prompt_ids, ids, [[int(i % 3 != 1) for i, _ in enumerate(x)] for x in ids], *others
@@ -145,7 +143,6 @@ CLIP = {"vllm_importance_sampling_clip_max": 1.3, "vllm_importance_sampling_clip
 
 
 def sampled(base: type, steps: int = 1, mixin: type = Sampler, **options: Any) -> Run:
-    """A short run with the stand-in."""
     return train(mixed(mixin, base), steps, prepare=prepare, **CLIP | options)
 
 
@@ -174,7 +171,6 @@ CORRECTED: dict[str, tuple[dict[str, Any], float]] = {
 
 @pytest.mark.parametrize("name", CORRECTED)
 def test_training_with_a_samplers_correction_is_the_same(name: str) -> None:
-    """Every logged value, also of evaluations."""
     options, share = CORRECTED[name]
     bases = (GMPOTrainer, FusedGMPOTrainer) if "GMPO" in name else (GRPOTrainer, FusedGRPOTrainer)
     stock, ours = (sampled(base, **options) for base in bases)
@@ -196,7 +192,6 @@ def test_training_with_a_samplers_correction_is_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["token_truncate", "sequence_mask"])
 def test_regrouped_samples_have_the_same_sampler_metrics(name: str) -> None:
-    """Micro-batches that are left without samples count for nothing."""
     metrics = []
     for more in ({"regroup": False}, {"tokens_per_forward": 10_000}):
         run = sampled(FusedGRPOTrainer, loss_type="grpo", **more, **mode(name))

@@ -27,7 +27,6 @@ Scored = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 @pytest.fixture
 def verl_patch() -> Iterator[ModuleType]:
-    """verl's module that patches models, with our plug-in."""
     with verl_peer.patched() as module:
         yield module
 
@@ -39,8 +38,7 @@ def text_model(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def batch(packed: bool) -> dict[str, Any]:
-    """Two sequences, one of them shorter: padded on the left, or packed into one row as verl does
-    without padding."""
+    """Two sequences, one shorter: padded on the left, or packed into one row."""
     ids = torch.randint(2, 97, (2, 9))
     if not packed:
         mask = torch.ones_like(ids)
@@ -60,7 +58,6 @@ def backward(model: nn.Module, logps: Tensor, entropy: Tensor) -> Scored:
 
 
 def own_logits(model: nn.Module, inputs: dict[str, Any]) -> Scored:
-    """From the logits of transformers' own forward, in float64."""
     model = copy.deepcopy(model).double()
     forward = type(model).__mro__[1].forward
     logps = (forward(model, **inputs, use_cache=False).logits / TEMPERATURE).log_softmax(-1)
@@ -84,8 +81,7 @@ def through_verl(patch, backend, model, inputs, **more):
 
 
 def errors(got: Scored, want: Scored) -> dict[str, float]:
-    """Largest errors of logps and entropies, and the largest relative error of a parameter's
-    gradient."""
+    """Largest errors of logps and entropies, and the largest relative one of a gradient."""
     assert got[2].keys() == want[2].keys()
     return {
         "logps": float((got[0] - want[0]).abs().max()),
@@ -95,8 +91,7 @@ def errors(got: Scored, want: Scored) -> dict[str, float]:
 
 
 def test_labels(verl_patch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`shift_labels` first, then `labels`, then `input_ids`; the ids are aligned with the hidden
-    states, or refused. A sequence that is divided over ranks needs the first."""
+    """The ids are aligned with the hidden states, or refused."""
     model, inputs = text_model("qwen3"), batch(packed=False)
     others = (inputs["input_ids"] + 1) % 97
     both = {"labels": others, "shift_labels": inputs["input_ids"].clamp(max=5)}
@@ -136,8 +131,7 @@ def test_forward(verl_patch: ModuleType, kind: str, packed: bool) -> None:
 @pytest.mark.usefixtures("forget_warnings")
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
 def test_vision_language(verl_patch: ModuleType, kind: str) -> None:
-    """verl's families, each with its own forward, which runs as given; text alone, since verl's
-    handling of images needs an older release."""
+    """Text alone, since verl's handling of images needs an older release."""
     model = verl_peer.vision_model(kind)
     inputs = {"input_ids": torch.randint(3, 80, (2, 9)), "attention_mask": torch.ones(2, 9)}
     inputs["position_ids"] = torch.arange(9).expand(4, 2, 9).contiguous()

@@ -34,8 +34,7 @@ def as_it_was() -> Iterator[None]:
 
 
 def balanced(v1, prompts=PROMPTS, lengths=LENGTHS, **changed):
-    """(uid and length) of each sequence, those of the first rank first; and what is logged.
-    `changed` are settings of ``actor_rollout_ref``."""
+    """(uid and length) of each sequence, those of the first rank first; and what is logged."""
     options = {"impl_backend": "grpo_kernels"}
     given = {"model.fused_kernel_options": options, "actor.ppo_mini_batch_size": prompts, **changed}
     settings = {f"actor_rollout_ref.{name}": x for name, x in given.items()}

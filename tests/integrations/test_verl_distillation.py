@@ -28,8 +28,7 @@ def group() -> Iterator[None]:
 
 
 def distilling(data: Any, **fields: Any) -> tuple[Any, Any]:
-    """The mini-batch with a teacher's top K, and verl's loss for it; `fields` are of the
-    configuration of the loss."""
+    """The mini-batch with a teacher's top K, and verl's loss for it."""
     offsets = data["input_ids"].offsets()
     tokens = len(data["input_ids"].values())
     logps = (3 * torch.randn(tokens, verl_engine.VOCAB)).log_softmax(-1).topk(K, -1)
@@ -48,8 +47,6 @@ def distilling(data: Any, **fields: Any) -> tuple[Any, Any]:
     ("rewards", "products"), [(False, 6), (True, 12)], ids=["alone", "with rewards"]
 )
 def test_within_verls_engine(group: None, rewards: bool, products: int) -> None:
-    """Loss, gradient and metrics are those of verl's unfused path; only rows that count are
-    projected."""
     data, loss = distilling(verl_engine.batch(dead=0, tools=True), use_task_rewards=rewards)
     flags = {"distillation_use_topk": True, "distillation_only": not rewards}
     unfused, ours = (verl_engine.run(options, data, loss, **flags) for options in (None, OURS))

@@ -55,7 +55,6 @@ def group() -> Iterator[None]:
 
 @functools.cache
 def batch(**options: Any) -> Any:
-    """Two prompts, four responses of each, scattered."""
     return verl_engine.batch(group=4, **options)
 
 
@@ -88,7 +87,6 @@ def nvh(step: Step, data: Any) -> float:
 
 
 def both(data, loss, options=OURS, tried=True, **flags):
-    """One mini-batch with verl's unfused head, and with ours."""
     steps = []
     for one in (None, options):
         torch.manual_seed(0)  # clip_cov draws
@@ -107,8 +105,7 @@ def wide(engine: Any) -> None:
 
 @dataclass(frozen=True)
 class Scene:
-    """One step of verl's engine, and how many products of V H it takes where a share s of the
-    tokens is live."""
+    """A step, and how many products of V H it takes where a share s of the tokens is live."""
 
     config: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, Any] = field(default_factory=dict)
@@ -194,8 +191,6 @@ def test_lora_and_layers_that_are_recomputed() -> None:
 
 @pytest.mark.parametrize("flags", [{}, {"micro": 2}, DYNAMIC], ids=str)
 def test_compute_log_prob(flags: dict[str, Any]) -> None:
-    """verl's log-probabilities of old and reference policy, in its order: one product of the rows
-    that count."""
     data = batch(tools=True).exclude("old_log_probs", "advantages")
     flags = {"forward_only": True, **ENTROPY, **flags}
     unfused, ours = run(None, data, None, **flags), run(OURS, data, None, tried=True, **flags)
@@ -223,8 +218,7 @@ def test_sft() -> None:
 
 
 def test_what_another_may_read_is_computed() -> None:
-    """An unknown loss, and a caller that wants the log-probabilities back (verl's Tinker worker),
-    get all of them."""
+    """An unknown loss, and a caller that wants the log-probabilities back, get all of them."""
     data, theirs = batch(), ppo_loss(config())
 
     def prompts_too(model_output: Any, data: Any, dp_group: Any = None) -> Any:
@@ -241,7 +235,6 @@ def test_what_another_may_read_is_computed() -> None:
 
 
 def test_a_loss_mode_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It sees the old log-probabilities where nothing counts."""
     algorithms, seen = verl_peer.core_algos(), list[dict[str, Any]]()
 
     def mine(**given: Any) -> Any:
@@ -256,7 +249,6 @@ def test_a_loss_mode_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_depends_on_its_micro_batch_stays() -> None:
-    """The losses that read a micro-batch as a whole, and losses of others."""
     data, theirs = batch(), ppo_loss(config())
 
     def mine(model_output: Any, data: Any, dp_group: Any = None) -> Any:
@@ -325,8 +317,6 @@ def test_names_and_values_of_options() -> None:
     ("dead", "mode"), [("half", "gspo"), ("half", "cispo"), ("all", "gspo"), ("none", "cispo")]
 )
 def test_the_gradient_stays_with_zero_advantage(dead: str, mode: str) -> None:
-    """Also where no sequence has a gradient, or all have: then nothing is saved but what the head
-    saves."""
     silent: Any = {"half": torch.arange(8) % 2 == 0, "all": 8, "none": 0}[dead]
     data, loss = verl_engine.batch(dead=silent), ppo_loss(config(mode, **SEQ_MEAN))
     unfused, ours, score = (
@@ -348,7 +338,6 @@ def test_the_gradient_stays_with_zero_advantage(dead: str, mode: str) -> None:
 @pytest.mark.parametrize("dead", ["half", "all"])
 @pytest.mark.parametrize("more", [{"micro": 2}, DYNAMIC], ids=str)
 def test_sequences_without_gradient_of_a_prompt(dead: str, more: dict[str, Any]) -> None:
-    """They have micro-batches of their own, in trees."""
     data = batch(dead=torch.arange(8) % 2 == 0 if dead == "half" else 8)
     if dead == "all":  # gradients are 0
         score = run(SCORE, data, ppo_loss(config()), tried=True, **more)

@@ -157,8 +157,6 @@ def test_who_else_scores(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_second_step_is_refused() -> None:
-    """A trainer that takes two steps where it has announced one."""
-
     def change(trainer: Any) -> None:
         update = trainer.actor_rollout_wg.update_actor
 

@@ -49,8 +49,7 @@ def loss_of(model: nn.Module, rows: slice) -> Tensor:
 
 
 def patched(kind: str, **fields: Any) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model, and the gradients of one process that every rank should have: FSDP takes the mean
-    over the ranks."""
+    """A model, and the gradients of one process, a mean over ranks, that each should have."""
     module = verl_peer.monkey_patch()
     torch.manual_seed(0)
     made: Any = verl_peer.vision_model if kind.endswith("_vl") else verl_peer.text_model
@@ -75,8 +74,7 @@ def on_fsdp2(rank: int, ranks: int, kind: str, fields: dict[str, Any]) -> None:
 
 
 def on_fsdp1(rank: int, ranks: int, use_orig_params: bool) -> None:
-    """verl's strategy ``fsdp``: layers and the root, whose flat parameter the head is in. By a step
-    of SGD."""
+    """verl's strategy ``fsdp``: the head is in the root's flat parameter. By a step of SGD."""
     model, want = patched("Qwen3")
     before = {name: x.detach().clone() for name, x in model.named_parameters()}
     wrapped = verl_engine.wrap(model, "fsdp", use_orig_params=use_orig_params)
@@ -90,8 +88,7 @@ def on_fsdp1(rank: int, ranks: int, use_orig_params: bool) -> None:
 
 
 def sequences_without_gradient(rank: int, ranks: int, strategy: str, micro: int) -> None:
-    """They run without a graph, on ranks with unequal numbers of them; what is left of the trunk's
-    products is counted exactly."""
+    """They run without a graph, on ranks with unequal numbers of them."""
     dead = torch.rand(16, generator=torch.Generator().manual_seed(3 + rank)) < (0.5, 0.8)[rank]
     data, loss = batch(16, seed=rank, dead=dead), ppo_loss(config())
     flags: dict[str, Any] = {"micro": micro, "strategy": strategy, "layers": 2}
@@ -156,8 +153,7 @@ def on_megatron(rank: int, ranks: int, divided: bool, tied: bool) -> None:
 
 
 def rows_of_megatron(rank, ranks, context, options, row, live):
-    """Divided by context, the rows lie where verl's own preprocessing puts them; else the
-    vocabulary is divided."""
+    """Divided by context, or else by the vocabulary."""
     from tests.support import megatron_peer
 
     megatron_peer.start(tensor=ranks // context, context=context)

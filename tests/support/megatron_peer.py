@@ -50,8 +50,7 @@ def start(*, tensor: int = 1, context: int = 1) -> None:
 
 
 def megatron_model(sequence_parallel: bool, tied: bool) -> nn.Module:
-    """A GPT model of Megatron without attention, whose kernels are for GPUs: embedding, MLP,
-    head."""
+    """A GPT model of Megatron: embedding, MLP, head."""
     projections = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     mlp = ModuleSpec(MLP, submodules=projections)
     submodules = TransformerLayerSubmodules(mlp=mlp, mlp_bda=get_bias_dropout_add)
@@ -84,8 +83,7 @@ def megatron_model(sequence_parallel: bool, tied: bool) -> nn.Module:
 
 
 def engine_of(model: nn.Module) -> Any:
-    """verl's engine around `model`, without its constructor; its fused head is verl's own until
-    `ask_for_ours`."""
+    """verl's engine around `model`, with verl's own fused head until `ask_for_ours`."""
     owner = verl_module("workers.engine.megatron.transformer_impl").MegatronEngineWithLMHead
     made = owner.__new__(owner)
     made.module = [model]
@@ -116,8 +114,7 @@ def scores_of(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_hand(model, ids, labels):
-    """The whole weights, put together here, and the labels' log-probabilities and the entropies, of
-    all logits."""
+    """The whole weights, and the labels' log-probabilities and entropies, of all logits."""
     weights = {
         name: whole(name, x.detach()).requires_grad_() for name, x in model.named_parameters()
     }

@@ -53,7 +53,6 @@ def loss(fuse: Any, models: Any, ids: torch.Tensor) -> tuple[Any, Any]:
 
 
 def difference(models: Any, *results: Any) -> float:
-    """Of all results and gradients."""
     for values in results:
         torch.manual_seed(4)
         sum((x * torch.randn(x.shape, dtype=torch.float64)).sum() for x in values).backward()

@@ -34,8 +34,6 @@ SEQUENCES = 8  # of all processes together, a micro-batch
 
 @dataclass(frozen=True)
 class Job:
-    """One training run: how the model is divided, which it is, and options."""
-
     wrap: str = "DDP"
     stock: bool = False
     kind: str = "qwen3"
@@ -122,7 +120,6 @@ def divided_heads(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def train_all(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[str, Found]:
-    """For `run_ranks`: what came of each job, by its name."""
     from accelerate.state import AcceleratorState, GradientState
 
     results = {}

@@ -97,7 +97,6 @@ class Run:
 
     @property
     def sums(self) -> list[float]:
-        """The loss of each optimizer step."""
         count = self.trainer.args.gradient_accumulation_steps
         return [sum(self.losses[i : i + count]) for i in range(0, len(self.losses), count)]
 
@@ -172,7 +171,6 @@ def count_scored(trainer: Any) -> None:
 
 
 def evaluations(trainer: Any) -> list[dict[str, float]]:
-    """What each evaluation has logged."""
     return [tiny_run.compared(entry) for entry in trainer.state.log_history if "eval_loss" in entry]
 
 

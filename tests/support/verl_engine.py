@@ -37,8 +37,6 @@ AS_GIVEN = {"layout": "padded"}  # the trunk computes all tokens, also those of 
 
 @dataclass
 class Step:
-    """What one mini-batch came to."""
-
     loss: float
     gradients: dict[str, Tensor]
     products: Products
@@ -82,7 +80,6 @@ def config(mode: str = "vanilla", **options: Any) -> Any:
 
 
 def ppo_loss(settings: Any) -> Any:
-    """verl's loss, as its worker makes it."""
     return functools.partial(verl_module("workers.utils.losses").ppo_loss, config=settings)
 
 
@@ -115,8 +112,7 @@ def batch(size=8, *, seed=0, dead=4, tools=False, weights=False, group=1):
 
 
 def places(prompts: Tensor, responses: Tensor) -> Tensor:
-    """1 where a token of sequences of these lengths (B, 1) is: prompts end, responses begin, at
-    PROMPT."""
+    """1 where a token is: prompts end, responses begin, at PROMPT."""
     place = torch.arange(PROMPT + RESPONSE)
     return ((place >= PROMPT - prompts) & (place < PROMPT + responses)).long()
 
@@ -128,7 +124,6 @@ def jagged(x: Tensor, there: Tensor) -> Tensor:
 
 
 def nested(data: Any) -> Any:
-    """The same mini-batch with jagged fields alone."""
     there = data["attention_mask"]
     made = data.exclude("attention_mask", "max_response_len", "max_seq_len", "indices")
     made["prompts"] = jagged(data["prompts"], there[:, :PROMPT])
@@ -155,7 +150,6 @@ def wrap(module: nn.Module, strategy: str | None, *, use_orig_params: bool = Tru
 
 
 def engine(module: nn.Module, options: dict[str, str], strategy: str | None) -> Any:
-    """verl's engine around `module`, wrapped."""
     verl_module("utils.seqlen_balancing").get_device_name = lambda: "cpu"
     module = wrap(module, strategy)
     return verl_step.engine(module, options, use_no_sync_for_gradient_accumulation=True)
@@ -183,7 +177,6 @@ def run(
     tried: bool = False,  # the model has run before
     **flags: Any,
 ) -> Step:
-    """One mini-batch through verl's engine."""
     verl_peer.monkey_patch()
     unpatch_verl()
     patch_verl()
@@ -241,8 +234,7 @@ def metrics_of(step: Step) -> dict[str, float]:
 
 
 def tokens_with_graph(data: Any, micro: int) -> int:
-    """Tokens of the micro-batches that `zero_advantage=score` runs with a graph: dead sequences
-    come first, and each rank has equally many micro-batches of them alone."""
+    """Tokens that `zero_advantage=score` runs with a graph; dead sequences come first."""
     live = (data["advantages"] != 0).any(1)
     without = torch.tensor(min(int((~live).sum()) // micro, len(live) // micro - 1))
     dist.all_reduce(without, op=dist.ReduceOp.MIN)

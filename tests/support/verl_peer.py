@@ -58,14 +58,12 @@ _VISION_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def verl_module(name: str) -> ModuleType:
-    """The module `name` of verl, as ``"trainer.ppo.core_algos"``; the test is skipped where verl is
-    not installed."""
+    """The module `name` of verl; the test is skipped where verl is not installed."""
     pytest.importorskip("verl")
     return importlib.import_module(f"verl.{name}")
 
 
 def core_algos() -> ModuleType:
-    """verl's losses and advantage estimators, with the registries they are looked up in."""
     return verl_module("trainer.ppo.core_algos")
 
 
@@ -103,16 +101,14 @@ def patched() -> Iterator[ModuleType]:
 
 
 def with_own_class(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, of a subclass of its own: verl replaces the forward of a class, for every model
-    there is of it."""
+    """The model, of a subclass of its own: verl replaces the forward of a class."""
     cls = type(model)
     model.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__})
     return model
 
 
 def text_model(kind: str = "Qwen3", **fields: Any) -> PreTrainedModel:
-    """A tiny text model with random weights and a class of its own; `fields` are those of its
-    configuration."""
+    """A tiny text model with random weights and a class of its own."""
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(**{**_TEXT, **fields})
@@ -120,7 +116,6 @@ def text_model(kind: str = "Qwen3", **fields: Any) -> PreTrainedModel:
 
 
 def vision_model(kind: str) -> PreTrainedModel:
-    """A tiny vision-language model with random weights and a class of its own."""
     import transformers
 
     prefix, text, eyes = _VISION_KINDS[kind]
@@ -132,8 +127,7 @@ def vision_model(kind: str) -> PreTrainedModel:
 
 
 def draw(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids below 30, and weights of the log-probabilities and of the entropies in a loss; the same
-    on every rank."""
+    """Ids below 30, and weights of log-probabilities and entropies; the same on every rank."""
     g = seeded("verl")
     ids = torch.randint(3, 30, shape, generator=g)
     a, b = torch.randn((2, *shape), generator=g, dtype=torch.float64)
@@ -141,5 +135,4 @@ def draw(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    """Relative error of the whole tensor."""
     return float((got - want).norm() / want.norm())

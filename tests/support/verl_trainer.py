@@ -34,8 +34,7 @@ ABSENT = ("torchdata", "transfer_queue", "cachetools", "uvicorn", "fastapi", "st
 
 
 class _Absent(MetaPathFinder, Loader):
-    """Finder of last resort for packages that are not installed, and not called: whatever is
-    imported from them is an empty class."""
+    """Finder of last resort: what is imported from packages that are absent is an empty class."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in ABSENT else None
@@ -72,8 +71,7 @@ def _of_verl() -> Any:
 
 
 def config(**changes: Any) -> Any:
-    """verl's own configuration of a run, with one optimizer step a batch; `changes` by path, with
-    __ for a point."""
+    """verl's configuration, with one optimizer step a batch; `changes` by path, __ for a point."""
     from omegaconf import OmegaConf
 
     made = copy.deepcopy(_of_verl())
@@ -128,7 +126,6 @@ def batch(seed: int, sampled: bool) -> dict[str, Tensor]:
 
 
 def worker(options: dict[str, str], settings: Any, strategy: str | None, model: Any = None) -> Any:
-    """verl's worker of an actor, with its engine and optimizer."""
     from verl.utils.config import omega_conf_to_dataclass
 
     module = module_of_trainers("workers.engine_workers")
@@ -167,8 +164,7 @@ def worker(options: dict[str, str], settings: Any, strategy: str | None, model: 
 
 
 class Workers:
-    """The trainer's worker group: each rank of the group takes its part of a batch, and gets what
-    all return."""
+    """The worker group: each rank takes its part of a batch, and gets what all return."""
 
     def __init__(self, actor: Any) -> None:
         worker_class = module_of_trainers("workers.engine_workers").ActorRolloutRefWorker
@@ -191,8 +187,7 @@ class Workers:
 
 
 class Run:
-    """What came of a training: logged `metrics` of each step, `weights`, `products`, `batches` as
-    the trainer left them."""
+    """What came of a training; `metrics` by step, `batches` as the trainer left them."""
 
     metrics: list[dict[str, Any]]
     weights: dict[str, Tensor]
@@ -234,7 +229,6 @@ def train(
 
 
 def bare_trainer(settings: Any, workers: Any, *, v1: bool) -> Any:
-    """verl's trainer, made without its constructor."""
     name = "v1.trainer_sync" if v1 else "ray_trainer"
     module = module_of_trainers(f"trainer.ppo.{name}")
     trainer = module.PPOTrainerSync if v1 else module.RayPPOTrainer

@@ -105,8 +105,7 @@ def scorers(model: Any, samples: Samples, temperature: float) -> dict[str, Tenso
 
 @pytest.mark.parametrize("head", [None, "float32"])
 def test_in_bf16_ours_are_as_near_to_the_engines_as_trls_or_nearer(head, tmp_path):
-    """Hidden states are those of transformers, which differ from vLLM's: that is most of the gap.
-    The table of docs/samplers.md."""
+    """The table of docs/samplers.md; most of the gap is that of the hidden states."""
     more = [] if head is None else ["--head", head]
     save = tmp_path / "bf16.pt"
     cases = ["temperature 1", "temperature 0.7"]

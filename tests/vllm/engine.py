@@ -37,7 +37,6 @@ def read(sample: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--model", required=True, help="folder of the model")

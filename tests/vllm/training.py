@@ -24,16 +24,14 @@ TRUNCATED = {"top_p": 0.9, "top_k": KEPT}
 
 
 def as_on_a_cpu() -> None:
-    """Give TRL's engine what TRL has no option for: fp32 (the default is 16 bits for fp32 weights),
-    and no compiler."""
+    """Give TRL's engine what TRL has no option for: fp32, and no compiler."""
     vllm._custom_ops._supports_onednn = False  # packed weights could not be loaded again
     more = {"enforce_eager": True, "dtype": "float32", "max_logprobs": KEPT}
     generation.LLM = functools.partial(generation.LLM, **more)
 
 
 def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-    """Completions with the sets that the sampler kept, from its log-probabilities
-    (docs/samplers.md)."""
+    """Completions with the sets that the sampler kept, from its log-probabilities."""
     tokenizer = trainer.processing_class
     texts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
     prompt_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -56,13 +54,11 @@ def kept(token: Any) -> list[int]:
 
 
 def reward(completions: list[Any], **_: Any) -> list[float]:
-    """A number that differs from completion to completion."""
     return [float(len(x[0]["content"]) % 7) for x in completions]
 
 
 def counted(trainer: Any) -> list[bool]:
-    """Return a list that gets True for each scoring without gradient, and False for that of a
-    loss."""
+    """Return a list that gets True for each scoring without gradient, False for a loss."""
     found, score = [], trainer._get_per_token_logps_and_entropies
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -74,7 +70,6 @@ def counted(trainer: Any) -> list[bool]:
 
 
 def main() -> None:
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("kind", choices=["stock", "ours"])
