@@ -16,7 +16,7 @@ from grpo_kernels.trl.distillation import divergence_loss
 from tests.support import zero3
 from tests.support.ranks import Ranks
 from tests.support.training_step import assert_same
-from tests.support.trl_ranks import Found, Job, divided_heads, in_bf16, train, train_all
+from tests.support.trl_ranks import Job, divided_heads, in_bf16, train, train_all
 from tests.support.trl_training import divergence_inputs
 
 pytestmark = pytest.mark.unit
@@ -74,7 +74,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
-def logged(ranks: Ranks, pytestconfig: pytest.Config) -> list[dict[str, Found]]:
+def logged(ranks: Ranks, pytestconfig: pytest.Config) -> list[dict[str, Any]]:
     """By rank, by job; ZeRO last, as it changes accelerate."""
     jobs = JOBS | OTHER_JOBS | ({} if zero3.needs_deepspeed.args[0] else ZERO_JOBS)
     if pytestconfig.option.markexpr == "not slow":

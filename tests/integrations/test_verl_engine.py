@@ -26,7 +26,6 @@ from tests.support.verl_engine import (
     OURS,
     SCORE,
     VOCAB,
-    Step,
     config,
     gap,
     metrics_of,
@@ -82,7 +81,7 @@ def share(data: Any) -> float:
     return float(live.sum() / counted.sum())
 
 
-def nvh(step: Step, data: Any) -> float:
+def nvh(step: Any, data: Any) -> float:
     return step.products.head / (int(data["response_mask"].sum()) * VOCAB * HIDDEN)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -42,17 +43,6 @@ class Job:
     arguments: dict[str, Any] = field(default_factory=dict)
     counted: bool = False  # counts the operations of the head
     patched: bool = False  # by `patch_trl`
-
-
-@dataclass(frozen=True)
-class Found:
-    """What one rank has logged, and what the model has become."""
-
-    steps: list[dict[str, float]]
-    classes: list[str]  # of the wrapped model and its bases
-    head: str
-    counts: head_flops.Counts  # if the job is to be counted
-    moved: dict[str, Tensor]  # by parameter: what training has added to it
 
 
 def train(job, processes=1, prepare=None, **options):
@@ -119,7 +109,7 @@ def divided_heads(rank: int, world_size: int) -> dict[str, Any]:
     return {"loss": loss.detach(), "grad": grad, "scored": scored}
 
 
-def train_all(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[str, Found]:
+def train_all(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[str, Any]:
     from accelerate.state import AcceleratorState, GradientState
 
     results = {}
@@ -134,12 +124,12 @@ def train_all(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[str, Fou
         counting = head_flops.watched(counts) if job.counted else nullcontext()
         with counting as prepare, WRAPS[job.wrap]() as options:
             logged, moved, trainer = train(job, world_size, prepare, **options)
-        results[name] = Found(
+        results[name] = SimpleNamespace(
             steps=logged,
             classes=[x.__name__ for x in type(trainer.model_wrapped).__mro__],
             head=type(trainer.model.get_output_embeddings()).__name__,
-            counts=counts,
-            moved=moved,
+            counts=counts,  # of the head's operations, if the job is to be counted
+            moved=moved,  # by parameter: what training has added to it
         )
     return results
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,15 +33,6 @@ OLD, REF = 0.1, 0.2  # deviations of old and reference log-probabilities from th
 OURS = {"impl_backend": "grpo_kernels"}  # verl's fused_kernel_options
 SCORE = OURS | {"zero_advantage": "score"}
 AS_GIVEN = {"layout": "padded"}  # the trunk computes all tokens, also those of shared prompts
-
-
-@dataclass
-class Step:
-    loss: float
-    gradients: dict[str, Tensor]
-    products: Products
-    metrics: dict[str, Any]
-    model_output: dict[str, Tensor]
 
 
 @contextmanager
@@ -176,7 +167,8 @@ def run(
     prepare: Callable[[Any], None] | None = None,  # of the engine
     tried: bool = False,  # the model has run before
     **flags: Any,
-) -> Step:
+) -> Any:
+    """What one mini-batch through verl's engine came to."""
     verl_peer.monkey_patch()
     unpatch_verl()
     patch_verl()
@@ -209,7 +201,7 @@ def run(
     with products:
         out = the_engine.forward_backward_batch(data, loss, forward_only)
     gradients = gradients_of(the_engine.module, whole=strategy != "fsdp" or forward_only)
-    return Step(sum(out["loss"]), gradients, products, out["metrics"], out["model_output"])
+    return SimpleNamespace(loss=sum(out.pop("loss")), gradients=gradients, products=products, **out)
 
 
 def gradients_of(module: nn.Module, *, whole: bool) -> dict[str, Tensor]:
@@ -222,13 +214,13 @@ def gradients_of(module: nn.Module, *, whole: bool) -> dict[str, Tensor]:
     return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items()}
 
 
-def gap(got: Step, want: Step) -> float:
+def gap(got: Any, want: Any) -> float:
     """Largest relative error of a parameter's gradient."""
     assert got.gradients.keys() == want.gradients.keys()
     return max(verl_peer.relative(got.gradients[name], x) for name, x in want.gradients.items())
 
 
-def metrics_of(step: Step) -> dict[str, float]:
+def metrics_of(step: Any) -> dict[str, float]:
     reduced = verl_module("utils.metric").reduce_metrics(dict(step.metrics))
     return {name: float(x) for name, x in reduced.items()}
 

@@ -186,15 +186,6 @@ class Workers:
         return tensordict_utils.concat_tensordict(found) if name == "compute_log_prob" else found[0]
 
 
-class Run:
-    """What came of a training; `metrics` by step, `batches` as the trainer left them."""
-
-    metrics: list[dict[str, Any]]
-    weights: dict[str, Tensor]
-    products: Products
-    batches: list[Any]
-
-
 def train(
     options: dict[str, str],
     *,
@@ -205,7 +196,7 @@ def train(
     model: Any = None,
     change: Callable[[Any], None] | None = None,  # of the trainer
     **changes: Any,
-) -> Run:
+) -> Any:
     """Some steps of verl's trainer, the older one or `v1`."""
     unpatch_verl()
     patch_verl()
@@ -215,7 +206,7 @@ def train(
     made = bare_trainer(settings, (StoredWorkers if v1 else Workers)(actor), v1=v1)
     if change is not None:
         change(made)
-    run = Run()
+    run = SimpleNamespace()
     run.products = Products(VOCAB)
     data = [batch(seed, sampled) for seed in range(steps)]
     with run.products:
