@@ -16,8 +16,6 @@ from tests.support import verl_engine
 from tests.support.verl_engine import OURS
 from tests.support.verl_peer import verl_module
 
-pytestmark = pytest.mark.unit
-
 K = 6
 
 
