@@ -96,6 +96,9 @@ def ipo(
 ) -> Tensor:
     """IPO (INTELLECT policy optimization), prime-rl's default: a trust region in probability.
 
+    -A min(r, `ratio_max`) where |p - mu| <= `eps`, else 0; plus `kl_tau` log(r)^2. For samples that
+    are some steps old: the sampler's log-probabilities take the place of the old ones.
+
     The gradient is not cut off where r is capped: with respect to logp, it is -A `ratio_max` there.
     `eps` bounds the difference of the probabilities, whatever the sign of A.
     Source: https://github.com/PrimeIntellect-ai/prime-rl/pull/3418, with the defaults of prime-rl's
@@ -115,6 +118,9 @@ def icepop_prime_rl(
 ) -> Tensor:
     """IcePop as in prime-rl: the masked ratio is p / mu, which passes its gradient.
 
+    -A r where `ratio_low` <= r <= `ratio_high`, else 0. For a sampler whose probabilities are far
+    from the policy's at some tokens, as in mixtures of experts.
+
     `presets.ICEPOP` is IcePop as in OpenRLHF and NeMo-RL, which put a constant weight on PPO's
     loss.
     Source: https://github.com/PrimeIntellect-ai/prime-rl/pull/3526.
@@ -127,6 +133,8 @@ def icepop_prime_rl(
 @_loss(token_level=True)
 def kpop(tokens: TokenInputs, *, threshold: float = 0.1, kl_tau: float = 1e-3) -> Tensor:
     """KPop: -A r where KL((p, 1 - p) || (mu, 1 - mu)) and its reverse are at most `threshold`.
+
+    Else 0; plus `kl_tau` log(r)^2. As `icepop_prime_rl`, but a rare token may have a larger ratio.
 
     In both KLs, the probabilities are clamped to [1e-6, 1 - 1e-6]; the ratio has no cap.
     Sources: https://ringtech.notion.site/kpop, prime-rl's #3283.
@@ -145,6 +153,9 @@ def rollout_is(
 ) -> Tensor:
     """GLM-5's loss, SkyRL's ``rollout_is``.
 
+    -sg[r] A logp where r is within a range, else 0. For asynchronous training that stores no old
+    log-probabilities.
+
     The range of r is the open interval (1 - `eps_clip_low`, 1 + `eps_clip_high`).
     Source: section 4.1.2 of https://arxiv.org/abs/2602.15763; SkyRL's defaults.
     """
@@ -162,6 +173,9 @@ def topr(
     negative_weight: float = 1.0,
 ) -> Tensor:
     """TOPR (tapered off-policy REINFORCE), with weights for good and for other completions.
+
+    -A logp of a good completion, else -sg[min(p / old, 1)] A logp. For off-policy samples of which
+    good ones should count in full, however unlikely they have become.
 
     `scores` has one score per position, shaped like the ids; a token belongs to a good completion
     if its score is above 0. If you have scores (B,), pass ``scores[:, None].expand_as(ids)``. None:
@@ -211,8 +225,9 @@ def cispo_two_sided(
 ) -> Tensor:
     """CISPO as in verl, with a lower bound.
 
-    The ratio is clipped to [1 - `clip_ratio_low`, 1 + `clip_ratio_high`]. ``loss_type="cispo"`` is
-    TRL's CISPO, which equals this loss with clip_ratio_low=1 and clip_ratio_high=epsilon_high - 1.
+    -sg[clip(e^R)] A logp: every token keeps a gradient, unlike in PPO's clip. The ratio is clipped
+    to [1 - `clip_ratio_low`, 1 + `clip_ratio_high`]. ``loss_type="cispo"`` is TRL's CISPO, which
+    equals this loss with clip_ratio_low=1 and clip_ratio_high=epsilon_high - 1.
     Source: https://arxiv.org/abs/2506.13585.
     """
     ratio = _constant_ratio(tokens).clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
@@ -229,9 +244,11 @@ def dppo_tv(
 ) -> Tensor:
     """verl's DPPO with total variation.
 
-    A token counts if p - old is at most `clip_ratio_high` (A > 0) or at least -`clip_ratio_low`
-    (A <= 0). `clip_ratio_c` caps the ratio. verl's config sets the cap to 3; the paper recommends a
-    higher cap (section 5.4).
+    -sg[min(e^R, `clip_ratio_c`)] A logp of the tokens that count, else 0. For large vocabularies:
+    PPO's clip of the ratio holds rare tokens back, and lets likely ones move far. A token counts if
+    p - old is at most `clip_ratio_high` (A > 0) or at least -`clip_ratio_low` (A <= 0).
+    `clip_ratio_c` caps the ratio. verl's config sets the cap to 3; the paper recommends a higher
+    cap (section 5.4).
     Source: https://arxiv.org/abs/2602.04879.
     """
     moved = torch.exp(tokens.logps.detach()) - torch.exp(tokens.old_per_token_logps)
@@ -252,6 +269,7 @@ def dppo_kl(
     The bound is `clip_ratio_high` for A > 0 and `clip_ratio_low` otherwise. It applies only to a
     token whose probability has moved in the direction that its advantage demands. 1 - p is computed
     without cancellation, plus verl's 1e-8.
+    Source: https://arxiv.org/abs/2602.04879.
     """
     logps, old = tokens.logps.detach(), tokens.old_per_token_logps
     p, p_old = torch.exp(logps), torch.exp(old)
@@ -282,12 +300,12 @@ def clip_cov(
 ) -> Tensor:
     """verl's Clip-Cov: PPO's clipped loss without some of the tokens that lower the entropy most.
 
-    ``max(int(clip_cov_ratio * counted tokens), 1)`` tokens get a loss of 0. These tokens are drawn
-    at random from the unclipped tokens whose covariance (A - mean A) (logp - mean logp), with means
-    over the batch, is between `clip_cov_lb` and `clip_cov_ub`. As in verl, the draw is a
-    ``torch.randperm`` on the CPU, from `generator` or torch's default generator. With a sharded
-    head, that generator must be in the same state on all ranks; otherwise the ranks draw different
-    tokens.
+    For runs whose entropy collapses. ``max(int(clip_cov_ratio * counted tokens), 1)`` tokens get a
+    loss of 0. These tokens are drawn at random from the unclipped tokens whose covariance (A - mean
+    A) (logp - mean logp), with means over the batch, is between `clip_cov_lb` and `clip_cov_ub`. As
+    in verl, the draw is a ``torch.randperm`` on the CPU, from `generator` or torch's default
+    generator. With a sharded head, that generator must be in the same state on all ranks; otherwise
+    the ranks draw different tokens.
     Source: https://arxiv.org/abs/2505.22617.
     """
     log_ratio = tokens.logps - tokens.old_per_token_logps
@@ -307,8 +325,10 @@ def kl_cov(
 ) -> Tensor:
     """verl's KL-Cov: a penalty for the tokens that lower the entropy most.
 
-    The ``max(1, int(kl_cov_ratio * counted tokens))`` tokens of highest covariance (see `clip_cov`)
-    get the penalty `ppo_kl_coef` |R|.
+    -e^R A; plus `ppo_kl_coef` |R| for some tokens. For runs whose entropy collapses. The ``max(1,
+    int(kl_cov_ratio * counted tokens))`` tokens of highest covariance (see `clip_cov`) get the
+    penalty.
+    Source: https://arxiv.org/abs/2505.22617.
     """
     if kl_cov_ratio > 1:
         raise ValueError(f"kl_cov_ratio: expected a number in (0, 1], got {kl_cov_ratio!r}")

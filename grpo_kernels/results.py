@@ -17,6 +17,15 @@ from grpo_kernels.base.tensors import extreme
 class Metrics(Mapping[str, Tensor]):
     """Metrics of a loss: a mapping from names to 0-d means, each 0 if nothing was counted.
 
+    ::
+
+        out.metrics["entropy"].item()
+        wandb.log(out.metrics.floats())                # all of them, in one wait for the device
+        Metrics.merge([a.metrics, b.metrics])          # of micro-batches
+
+    docs/metrics.md lists them. As in TRL, ``policy_loss`` is the loss with its KL term, but without
+    the entropy bonus.
+
     Attributes:
         pairs: name -> (sum, count), each a 0-d tensor. Minima and maxima have no pair:
             ``clip_ratio/low_min`` and ``clip_ratio/high_max`` (over the sequences), and
@@ -46,6 +55,7 @@ class Metrics(Mapping[str, Tensor]):
 
     @property
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Name -> (sum, count), to sum over ranks."""
         if self._lost:
             raise RuntimeError(
                 "metrics: expected the loss's own metrics, got a copy of their means, made by a "

@@ -48,6 +48,16 @@ def test_metrics_of_micro_batches_merge(loss_type: str, items: int | None) -> No
         torch.testing.assert_close(pair, whole.pairs[name])
 
 
+@pytest.mark.parametrize("loss_type", ["bnpo", "dapo", "cispo", "vespo"])
+def test_the_policy_loss_has_a_kl_term_and_no_entropy_bonus(loss_type: str) -> None:
+    """As TRL's; of a mean over tokens, docs/metrics.md says how to take the KL term out."""
+    ref = torch.linspace(-3.0, -1.0, 10).view(2, 5)
+    inputs = small_batch(loss_type=loss_type, ref_per_token_logps=ref, advantages=torch.ones(2, 5))
+    with_kl = flat(grpo_loss)(**inputs, beta=0.5, entropy_coef=0.1).metrics
+    alone = flat(grpo_loss)(**inputs).metrics["policy_loss"]
+    torch.testing.assert_close(with_kl["policy_loss"] - 0.5 * with_kl["kl"], alone)
+
+
 def test_metrics_of_different_losses_do_not_merge() -> None:
     inputs = small_batch(num_items_in_batch=10)
     dapo, bnpo = (flat(grpo_loss)(**inputs, loss_type=x).metrics for x in ("dapo", "bnpo"))
