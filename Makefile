@@ -1,7 +1,7 @@
 # Each target makes the environment it needs; a fresh checkout needs Python >= 3.11, make and a C++ compiler, no more.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test test-slow test-torch demo real vllm bench docs lint aot emulate roofline sanitize fuzz gpu tune parity wheel dist format clean
+.PHONY: help test test-slow test-torch demo real vllm bench docs lint aot emulate roofline sanitize gpu tune parity wheel dist format clean
 
 VENV        := .venv
 PY          := $(VENV)/bin/python
@@ -169,9 +169,6 @@ roofline: $(STAMP)  ## what the kernels cost an element, counted in SASS, agains
 
 sanitize: $(STAMP)  ## the C++ kernels under AddressSanitizer and UBSan: row tests, engine, random cases (SANITIZE_ARGS=--quick)
 	$(PY) -m tests.sanitize $(SANITIZE_ARGS) </dev/null
-
-fuzz: $(STAMP)  ## ten minutes of random calls; failures are shrunk and kept (FUZZ_ARGS="-k random_losses --hypothesis-seed=7")
-	$(PY) -m pytest tests/fuzz -k random --hypothesis-profile=fuzz $(FUZZ_ARGS) </dev/null
 
 gpu:  ## smoke test, GPU tests, sanitizers and benchmarks (GPU_ARGS="--only bench"; docs/gpu.md; --dry-run needs no GPU)
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS) </dev/null

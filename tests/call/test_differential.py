@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLoss
-from tests.support.case_builder import Case
+from tests.support.case_builder import Case, make_case
 from tests.support.cases import fixed_cases, head_cases, random_case
 from tests.support.flat import flat
 from tests.support.reference import ReferenceResult, reference_loss
@@ -116,6 +116,23 @@ def test_random_cases(block: int, every_backend: str) -> None:
     engines = ("one_pass", "two_pass", "lean")
     for seed in range(block * BLOCK_SIZE, block * BLOCK_SIZE + count // 4):
         check_scores(random_divergence_case(seed), ("auto", engines[seed % 3]))
+
+
+# probabilities below float32's least times a divergence's slope of 80; SAPO's gate near 1
+FAILED_ONCE = (
+    {"b": 2, "t": 2, "h": 8, "v": 200, "loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 1.5,
+     "beta": 0.01, "kl_estimator": "full", "top_entropy_quantile": 0.18674926029850936,
+     "zero_adv": True, "ratio": "masked", "entropy_coef": 0.05, "temperature": 0.5,
+     "dtype": torch.bfloat16, "spread": 20.0, "teacher": 0.1,
+     "others": {"teacher_final_logit_softcapping": None, "teacher_logit_scale": -1.0}},
+    {"b": 2, "t": 5, "h": 8, "v": 2, "loss_type": "sapo", "logit_scale": 2.0, "temperature": 0.9,
+     "dtype": torch.float64, "lora": 4, "shift": 3.0, "noise": 1.0},
+)  # fmt: skip
+
+
+def test_what_failed_once() -> None:
+    for name, options in zip((666619833641, 321530804517), FAILED_ONCE, strict=True):
+        check(make_case(f"fuzz/{name}", mask="full", sampling=True, **options))
 
 
 def test_module_equals_function() -> None:

@@ -1,1 +1,0 @@
-"""Random calls, seeded and shrunk by hypothesis: `make fuzz`."""
