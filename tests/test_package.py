@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import grpo_kernels
 from grpo_kernels import grpo_loss, linear_divergence
@@ -61,7 +60,6 @@ FILES_OF = {name: {name} for name in REACHES} | {
     "verl": {"verl_plugin"},
     "commands": {"__main__"},
 }
-FLOORS, ROOMS = 7, 18
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -184,19 +182,6 @@ def test_imports_flow_one_way():
         assert not beyond, (path, beyond)
 
 
-def test_the_house_has_few_floors() -> None:
-    """A folder stands above all that it imports."""
-    below: dict[str, set[str]] = {name: set() for name in REACHES}
-    for path, found in IMPORTS.items():
-        below[folder(path)] |= {folder(file) for file in found} - {folder(path)}
-
-    def floor(name: str) -> int:
-        return 1 + max(map(floor, below[name]), default=0)
-
-    assert len(below) <= ROOMS
-    assert max(map(floor, below)) <= FLOORS
-
-
 def test_no_file_reaches_itself():
     assert [path for path in IMPORTS if path in reached(path)] == []
 
@@ -217,78 +202,6 @@ def test_core_reads_no_environment_variable():
                 assert not {alias.name for alias in node.names} & forbidden, (
                     f"{path}, line {node.lineno}"
                 )
-
-
-def test_no_test_imports_another_and_no_benchmark_a_test():
-    for where, foreign in (("tests", r"tests\.([a-z_]+\.)*test_"), ("benchmarks", r"tests\.")):
-        for path in (ROOT.parent / where).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ImportFrom):
-                    names = [f"{node.module}.{alias.name}" for alias in node.names]
-                    assert not [name for name in names if re.match(foreign, name)], (
-                        f"{path}, line {node.lineno}"
-                    )
-
-
-# module -> its file
-TESTS = {module_name(path): path for path in (ROOT.parent / "tests").rglob("*.py")}
-OF_USERS = {"advantages", "commands", "commands.report", "liger", "objectives", "presets"}
-OF_USERS |= {"rewards", "rollouts", "testing", "transformers", "trl", "typing", "verl"}
-OF_USERS |= {"verl_plugin", "__main__"}
-
-
-def internals(path: Path) -> set[str]:
-    """The package's internal modules that a file of the tests names, in code that it runs
-    elsewhere, too."""
-    text = path.read_text()
-    names = {*re.findall(r"\bgrpo_kernels(?:\.\w+)+", text)}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("grpo_kernels"):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    inner = {x for x in MODULES if x.removeprefix("grpo_kernels.") not in OF_USERS}
-    return {x for x in inner for name in names if f"{name}.".startswith(f"{x}.")}
-
-
-def test_what_tests_an_internal_says_so():
-    """A file that imports an internal module, itself or by its support, dies with it: it is marked
-    unit."""
-    inner = {path: internals(path) for path in TESTS.values()}
-    needs = {path: {TESTS[x] for x in imports_of_tests(path)} for path in inner}
-    for path in inner:
-        if not path.name.startswith("test_"):
-            continue
-        found, ahead = {path}, {path}
-        while ahead:
-            ahead = {more for x in ahead for more in needs[x]} - found
-            found |= ahead
-        named = {str(x.relative_to(ROOT.parent)): inner[x] for x in found if inner[x]}
-        marks = re.findall(r"^pytestmark = .*", path.read_text(), re.MULTILINE)
-        marked = any("mark.unit" in x for x in marks)
-        assert marked == bool(named), (str(path.relative_to(ROOT.parent)), named)
-
-
-def imports_of_tests(path: Path) -> set[str]:
-    """The modules of the tests that a file imports."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            names |= {str(node.module), *(f"{node.module}.{x.name}" for x in node.names)}
-        elif isinstance(node, ast.Import):
-            names |= {x.name for x in node.names}
-    return names & TESTS.keys()
-
-
-def test_uninitialized_memory_is_nan():
-    x = torch.ones(3, 4)
-    for made in (
-        torch.empty(5),
-        torch.empty_like(x),
-        x.new_empty(2),
-        torch.empty_strided((2, 3), (3, 1)),
-    ):
-        assert made.isnan().all()
-    assert torch.ones(2).resize_(7)[2:].isnan().all()
-    assert torch.empty(3, dtype=torch.bfloat16).isnan().all()
 
 
 def test_the_library_leaves_logging_to_the_application() -> None:

@@ -18,29 +18,6 @@ ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PYTHON = [code for language, code in BLOCK.findall(TEXT) if language == "python"]
-SHELL = [
-    line
-    for language, code in BLOCK.findall(TEXT)
-    if language != "python"
-    for line in code.splitlines()
-    if line
-]
-
-
-def test_shell_blocks_name_what_exists() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for line in SHELL:
-        words = line.partition("#")[0].split()
-        if words[0] == "make":
-            assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), line
-        elif words[:2] == ["python", "-m"]:
-            assert (ROOT / words[2] / "__main__.py").exists(), line
-        else:
-            assert words[:2] == ["pip", "install"], line
-            extra = re.search(r"\[(\w+)\]", line)
-            assert extra is None or f"\n{extra[1]} = [" in (ROOT / "pyproject.toml").read_text(), (
-                line
-            )
 
 
 def test_links_lead_to_files_of_the_checkout() -> None:

@@ -91,28 +91,6 @@ trainer.train(resume_from_checkpoint=True)
 trainer.save_model("saved")
 """
 
-OURS = (
-    TRAINS.replace("from trl import GRPOTrainer", "from grpo_kernels.trl import FusedGRPOTrainer")
-    .replace("class Mine(GRPOTrainer)", "class Mine(FusedGRPOTrainer)")
-    .replace('"Fused" in GRPOTrainer', '"Fused" in FusedGRPOTrainer')
-    .replace("    reward_funcs", '    layout="trim",\n    regroup=False,\n    reward_funcs')
-)
-
-SFT = f"""
-import sys
-sys.path.append({str(ROOT)!r})
-from benchmarks import tiny_models, tiny_run
-from datasets import Dataset
-from trl import SFTConfig, SFTTrainer
-
-SFTTrainer(
-    model=tiny_models.model(),
-    args=SFTConfig(**tiny_run.common_options("out", 50)),
-    train_dataset=Dataset.from_dict({{"text": ["w1 w2 w3", "w4 w5", "w6 w7 w8 w9"] * 20}}),
-    processing_class=tiny_models.tokenizer(),
-).train()
-"""
-
 
 def compare(
     script: str, folder: Path, *arguments: str, steps: int = 2
@@ -131,15 +109,6 @@ def compare(
     )
     written = folder / "result.json"
     return done, json.loads(written.read_text()) if written.exists() else {}
-
-
-@pytest.mark.slow
-def test_the_clocks_of_a_comparison_keep_no_saving_off(tmp_path: Path) -> None:
-    """They are set on the trainer, where a method of the user's would end regrouping."""
-    script = TRAINS.replace("trainer = Mine(", "trainer = GRPOTrainer(")
-    done, _ = compare(script, tmp_path, "nothing")
-    assert done.returncode == 0, done.stderr
-    assert "samples stay in TRL's micro-batches" not in done.stderr
 
 
 def test_a_script_is_alike_and_writes_nothing(tmp_path: Path) -> None:
@@ -194,20 +163,6 @@ def test_a_run_that_does_not_train_is_no_comparison(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, result) == (2, "", {})
     assert "ValueError: planted" in done.stderr
     assert "compare: the stock run ended with status 1 without finishing a training" in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("script", "least"), [(OURS, 0.5), (SFT, 0.0)], ids=["ours", "SFT"])
-def test_a_script_with_another_trainer_is_compared_with_stock_trl(
-    script: str, least: float, tmp_path: Path
-) -> None:
-    done, result = compare(script, tmp_path, "nothing")
-    assert done.returncode == 0, done.stderr
-    stock, fused = (result["runs"][name]["logs"] for name in ("stock", "fused"))
-    assert "rows/projected" not in stock[0]
-    assert fused[0]["rows/projected"] > 0
-    assert fused[0]["tokens/computed"] > least  # the script's layout="trim" computes more
-    assert max(x["difference"] for x in result["metrics"].values()) <= 1e-5
 
 
 @pytest.mark.parametrize(
