@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_kernels import Run, grpo_loss, linear_logprob
+from grpo_kernels import Run, grpo_loss
 from tests.support.case_builder import PER_TOKEN, Case, make_case
 from tests.support.cases import LOSSES, loss, poison
 from tests.support.reference_terms import TERMS
@@ -64,14 +64,6 @@ def test_garbage_at_masked_positions_changes_no_bit(
             assert same_bits(results(poison(case, name, value)), clean), (name, value)
     for value in ids:
         assert same_bits(results(poison(case, "completion_ids", value)), clean), value
-
-
-def test_scores_of_nothing() -> None:
-    for b, t in ((0, 5), (3, 0), (0, 0)):
-        hidden, weight = (torch.randn(x, requires_grad=True) for x in ((b, t, 4), (6, 4)))
-        scores = linear_logprob(hidden, weight, torch.zeros(b, t, dtype=torch.long))
-        (scores.logps.sum() + scores.entropies.sum()).backward()
-        assert scores.logps.shape == scores.entropies.shape == (b, t) and not weight.grad.any()
 
 
 def test_packed_of_nothing() -> None:

@@ -77,42 +77,30 @@ def ask(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Any:
     return A[index] if entropies is None else (A[index], B[index])
 
 
-def test_right_with_the_same_factor_is_the_same_bits() -> None:
-    """Times a power of two, a right expectation gives the bits of its own gradient."""
-    one = run(A, None, expected=A)[1]
-    for c in (1.0, -0.25, 1024.0):
-        got = run(A * c, None, expected=A)[1]
-        assert all(torch.equal(x, y * c) for x, y in zip(got, one, strict=True))
-
-
 ONES, ROW = torch.ones(N), torch.tensor([5])
 FIRST, HALF = torch.arange(N) < 8, torch.arange(N) % 2
 ANY, OTHER = torch.linspace(-1.0, 2.0, N).roll(5), torch.linspace(1.5, -0.4, N).roll(9)
 WRONG: dict[str, tuple[Any, Tensor | None, Tensor | None]] = {
     "completely": (ANY, OTHER, None),
     "completely, both": ((ANY, OTHER), OTHER, ANY),
-    "the sign of half": (A, torch.where(HALF == 0, A, -A), None),
     "a, but the entropies' gradient comes": (A, None, B),
     "a, but both come": (A, A, B),
     "a and b, but only a comes": ((A, B), A, None),
     "a and b, but only b comes": ((A, B), None, B),
     "a and b of different scale": ((A, 3 * B), A, B),
     **{f"{x} times too large in a row": (ONES.index_fill(0, ROW, x), ONES, None)
-       for x in (1e2, 1e6, 3e38)},
+       for x in (1e2, 3e38)},
     **{f"{x} in a row": (A.index_fill(0, ROW, x), A, None) for x in (float("nan"), float("inf"))},
     "nothing but that half are live": (Expectation(None, HALF), A, B),
     "nothing but that none is live": (Expectation(None, torch.zeros(N)), None, B),
-    "nothing but that all are live": (Expectation(None, ONES), A, None),
-    "tiny": (A * 1e-30, ANY, None),
     "the largest there is": (A.sign() * torch.finfo(torch.float32).max, ANY, None),
     "beyond float32": (A.double() * 1e300, ANY, None),
     "subnormal, of what is tiny": (A * 1e-42, A * 1e-12, None),
     "nothing comes": (A, torch.zeros(N), None),
-    "zero": (torch.zeros(N), A, None),
     "zero, both": ((torch.zeros(N), torch.zeros(N)), A, B),
-    "mostly zero": (A * FIRST, A, None),
     "zero where it comes": (A * (torch.arange(N) < 16), A * (torch.arange(N) >= 16), None),
     "wrongly live": (Expectation(ask, live=HALF), A, B),
+    "otherwise each time": (lambda index, logps, _: torch.rand_like(logps), A, None),
     "live and wrong": (Expectation(lambda *x: x[1] * 0 + 1, live=torch.arange(N) % 3), A, B),
 }  # fmt: skip
 
@@ -147,17 +135,14 @@ COSTS: dict[str, Row] = {
     "of another dtype": (A.double() * 7, 1e-6 * A, None, 3.0),
     "a pair without entropies": ((A, None), 1e4 * A, None, 3.0),
     "an expectation without entropies": (ONLY_A, A, None, 3.0),
-    "a function": (lambda index, logps, entropies: A[index] * 3, A, None, 3.0),
     "both": ((A, B), A, B, 3.0),
     "both, a function": (ask, -0.3 * A, -0.3 * B, 3.0),
-    "both, live": (Expectation(ask, live=ONES > 0), 1e3 * A, 1e3 * B, 3.0),
     # rows that do not fit, and no others, are computed again: 6VH each
     **{f"{a} rows wrong about a, {b} about b": (
         rows_wrong(a, b), 0.5 * A, 0.5 * B, 3 + 3 * multiplied(max(a, b)) / N
     ) for a, b in ((0, 0), (4, 0), (0, 12), (4, 4))},
     "the entropies' gradient was not expected": (A, A, B, 6.0),
     "nothing was expected": (torch.zeros(N), A, None, 4.0),
-    "nothing comes": (A, torch.zeros(N), None, 3.0),
     "half is known to carry none": (A * HALF, A * HALF, None, 2.0),
     "half was wrongly said to carry none": (A * HALF, A, None, 2.0 + 1.5),
     "live: 8 rows": (LIVE, A * FIRST, None, (3 * multiplied(8) + N - 8) / N),
@@ -303,24 +288,3 @@ def test_an_expectation_that_fits_few_tokens_is_said_once() -> None:
     assert message.startswith(
         "grpo_kernels: expected: in most tokens the upstream gradient is no multi"
     )
-
-
-def test_a_function_that_answers_differently_each_time() -> None:
-    """What it said in the forward is what the backward compares: the gradient is exact."""
-    said: list[int] = []
-
-    def drifting(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Tensor:
-        said.append(len(said))
-        return torch.full_like(logps, 1.0 + len(said)) * (index % 3 - 1.0)
-
-    case = torch.Generator().manual_seed(7)
-    hidden, weight = torch.randn(2, 6, 8, generator=case), torch.randn(40, 8, generator=case)
-    ids, upstream = torch.arange(12).view(2, 6), torch.randn(2, 6, generator=case)
-    grads = []
-    for expected in (None, drifting):
-        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-        scores = linear_logprob(*leaves, ids, expected=expected)
-        (scores.logps * upstream).sum().backward()
-        grads.append([x.grad for x in leaves])
-    assert said
-    torch.testing.assert_close(grads[1], grads[0])

@@ -121,19 +121,6 @@ def test_ratio_is_exactly_one_on_policy(
 
 
 @pytest.mark.usefixtures("every_backend")
-def test_rows_are_the_same_in_every_engine() -> None:
-    """Which engine serves a call changes no bit of its log-probabilities and entropies."""
-    case = make_case("engines", b=5, t=9, h=24, v=333, zero_adv=True)
-    outs = [run(case, engine)[0] for engine in ("one_pass", "two_pass", "lean")]
-    outs += [run(case.but(frozen=frozenset(["weight"])), "frozen")[0]]
-    outs += [run(case.but(frozen=frozenset(["hidden", "weight"])), "score")[0]]
-    for out in outs[1:]:
-        assert torch.equal(out.logps, outs[0].logps)
-        assert torch.equal(out.entropies, outs[0].entropies)
-        assert torch.equal(out.loss, outs[0].loss)
-
-
-@pytest.mark.usefixtures("every_backend")
 def test_loss_and_logprob_take_the_same_temperature() -> None:
     """`config.temperature` is `linear_logprob`'s, and that of each row: the same bits."""
     head_options = {"final_logit_softcapping": 4.0, "logit_scale": 1.3}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -29,7 +28,6 @@ from grpo_kernels import (
     linear_divergence,
     linear_logprob,
     objectives,
-    policy_expectation,
     policy_loss_from_logps,
     presets,
     rollouts,
@@ -68,8 +66,6 @@ def given_loss(**changes: Any) -> Any:
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "grpo_loss": lambda hidden, ids: grpo_loss(hidden, WEIGHT, ids, **SHARED),
     "linear_logprob": lambda hidden, ids: linear_logprob(hidden, WEIGHT, ids),
-    "kept sets": lambda hidden, ids: linear_logprob(hidden, WEIGHT, ids, kept_ids=ids[..., None]),
-    "module": lambda hidden, ids: linear_logprob(hidden, HEAD, ids),
 }
 
 
@@ -77,56 +73,34 @@ HINT = AttributeError
 # an ellipsis stands for anything
 GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: GRPOLoss(presets.DR_GRPO), ValueError, "max_completion_length: ..., got None"),
-    (lambda: loss(loss_type="dr_grpo"), ValueError, "max_completion_length: ..., got None"),
     (lambda: loss(advantages=torch.tensor([1.0, torch.nan])), ValueError,
      "advantages: expected finite numbers where the mask counts, got nan"),
-    (lambda: loss(advantages=torch.full((2, 5), torch.inf)), ValueError, "advantages: ... inf"),
     (lambda: loss(advantages=torch.ones(2, 5) > 0), TypeError,
      "advantages: expected numbers, got torch.bool"),
     (lambda: loss(objective=lambda tokens: tokens.ratio), HINT,
      "TokenInputs has no ratio: compute (tokens.logps - tokens.old_per_token_logps).exp"),
-    (lambda: loss(objective=lambda tokens: tokens.old_logps), HINT,
-     "...no attribute 'old_logps'; did you mean old_per_token_logps"),
-    (lambda: loss(objective=lambda tokens: tokens.logps + None), TypeError, "...NoneType"),
     (lambda: loss(objective=lambda tokens: tokens.logps + torch.ones(99)), RuntimeError,
      "The size of tensor a"),
     (lambda: loss(objective=lambda tokens, scale: tokens.logps), TypeError,
      "objective: expected a function of one argument, TokenInputs, got (tokens, scale)"),
     (lambda: loss(objective=LossConfig()), TypeError,
      "objective: ..., got LossConfig; pass it as config="),
-    (lambda: GRPOLoss(objective=GRPOLoss), TypeError,
-     "objective: expected a function ..., got GRPOLoss"),
-    (lambda: GRPOLoss(objective=GRPOLoss()), TypeError,
-     "objective: expected a function of one argument"),
     (lambda: objectives.ipo(eps=0.1), TypeError,  # type: ignore[call-arg]
      "ipo: ... functools.partial(objectives.ipo, ...)"),
-    (lambda: testing.check_token_level(objectives.ipo, tolerances=1.0),  # type: ignore[call-arg]
-     TypeError, "tolerances: ...; did you mean tolerance?"),
     (lambda: loss(completion_mask=torch.ones(2)), ValueError,
      "completion_mask: ... got (2,); ... expand it: completion_mask[:, None]"),
     (lambda: loss(completion_mask=torch.ones(2, 9)), ValueError,
      "completion_mask: ... got (2, 9); take the columns of these tokens"),
     (lambda: grpo_loss(HIDDEN, WEIGHT, IDS, None), TypeError,  # type: ignore[call-arg]
      "advantages: expected by grpo_loss, got none; it requires hidden, head, completion_ids"),
-    (lambda: GRPOLoss()(HIDDEN, WEIGHT, IDS, None), TypeError,  # type: ignore[call-arg]
-     "advantages: expected by a call of GRPOLoss, got none"),
-    (lambda: policy_expectation(LossConfig(), advantages=LOGPS), TypeError,  # type: ignore
-     "completion_mask: expected by policy_expectation, got none"),
     (lambda: loss().metrics["kl"], KeyError, "...got 'kl'; the loss has a KL term only with"),
     (lambda: loss()["loss"], TypeError, "LossOutput: ... by its name, .loss, ... ['loss']"),
-    (lambda: loss().entropy, HINT, "LossOutput has no entropy: read out.metrics["),
-    (lambda: loss().losses, HINT, "...no attribute 'losses'; did you mean loss"),
     (lambda: loss().backward(), HINT, "...call out.loss.backward()"),
     (lambda: loss().metrics.entropy, HINT, "Metrics has no entropy: read metrics["),
     (lambda: scores()[0], TypeError,
      "Scores: expected a result by its name, .logps, .entropies, got [0]"),
-    (lambda: scores().logp, HINT, "...no attribute 'logp'; did you mean logps"),
-    *((lambda name=name: getattr(scores(), name), HINT,
-       f"...no attribute '{name}': it is no tensor, but has some: logps, entropies")
-      for name in ("sum", "mean", "backward")),
     (lambda: scores(extras="is_top1"), TypeError, "extras: ... got 'is_top1'; pass ('is_top1',)"),
     (lambda: linear_logprob(HEAD, WEIGHT, IDS), TypeError, "hidden: ... completion_logprobs"),
-    (lambda: linear_logprob(HIDDEN, lm_head=WEIGHT), TypeError, "lm_head: ... head"),
     (lambda: linear_logprob(HIDDEN, WEIGHT.T, IDS), ValueError,
      "head.weight: expected ...(V, H) ...; it looks transposed"),
     (lambda: linear_logprob(HIDDEN, Model(), IDS), TypeError,
@@ -135,27 +109,13 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "teacher.head: ... call causal_lm_divergence(student"),
     (lambda: linear_divergence(HIDDEN, WEIGHT, (LOGITS, WEIGHT)), ValueError,
      "teacher.hidden: expected ...: these look like logits"),
-    (lambda: linear_divergence(HIDDEN, WEIGHT, (HIDDEN, WEIGHT), kind="jsd"),  # type: ignore
-     TypeError, "kind: ...; it has hidden, head, teacher"),
-    (lambda: linear_divergence(HIDDEN, WEIGHT, (HIDDEN, WEIGHT), divergence="kl"), ValueError,
-     "divergence: ..., got 'kl'; did you mean reverse_kl or forward_kl?"),
-    (lambda: linear_divergence(HIDDEN, WEIGHT, (HIDDEN, 3)), TypeError,  # type: ignore
-     "teacher.head: expected a weight ..., got int"),
     (lambda: GRPOLoss(HIDDEN, WEIGHT, IDS, None, None), TypeError,  # type: ignore
      "GRPOLoss: expected at most config by position, got 5 arguments"),
     (lambda: grpo_loss(HIDDEN, WEIGHT, IDS, response_mask=IDS, advantages=LOGPS), TypeError,
      "completion_mask: expected by grpo_loss, got none; did you mean it by response_mask?"),
-    (lambda: loss(bias=WEIGHT[:, 0]), TypeError, "bias: ...; did you mean head?"),
-    (lambda: scores().loss, HINT, "...no attribute 'loss'; did you mean divergence?"),
-    (lambda: Head(), TypeError, "weight: expected by Head, got none"),  # type: ignore[call-arg]
     (lambda: loss(WEIGHT.numpy()), TypeError, "head: expected a weight ..., got ndarray"),
-    (lambda: loss(nn.Embedding(9, 4)), TypeError,
-     "head: expected an nn.Linear ...Embedding; pass its weight"),
-    (lambda: Head(HEAD.weight.tolist()), TypeError, "weight: ... or a module, got list"),
     (lambda: Head(Head(WEIGHT)), TypeError, "weight: expected a tensor or a module, got Head"),
     (lambda: Head(WEIGHT, bias=30.0), TypeError, "bias: expected a tensor, got float"),
-    (lambda: Head(WEIGHT, lora="x"), TypeError, "lora: expected a LoRA, got str"),
-    (lambda: Head(WEIGHT, softcap=30.0), TypeError, "softcap: ... final_logit_softcapping"),
     (lambda: Head(WEIGHT, vocab_size=0), ValueError, "vocab_size: expected an int > 0, got 0"),
     (lambda: loss(run="lean"), TypeError, "run: expected a Run, got str"),
     (lambda: loss(engine="lean"), TypeError, "engine: ...; did you mean run=Run(engine=...)?"),
@@ -163,37 +123,28 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "old_per_token_logps: expected a tensor, got Scores; pass a tensor of it, such as its logps"),
     (lambda: loss(beta=0.04, reference=(HIDDEN, WEIGHT)), ValueError,
      "ref_per_token_logps: ...got None; `reference` is read only with kl_estimator"),
-    (lambda: loss(beta=0.04), ValueError, "...got None; completion_logprobs or linear_logprob"),
     (lambda: GRPOLoss(kl_estimator="low_var_kl"), ValueError, "kl_estimator: ... is 'k3'"),
     (lambda: GRPOLoss(lambda tokens: tokens.loss), TypeError, "config: ... it as objective"),
     (lambda: GRPOLoss("DAPO"), TypeError,
      "config: expected a LossConfig, got str; GRPOLoss(presets.DAPO) has the paper's settings"),
-    (lambda: GRPOLoss(kl_loss_coef=0.1), TypeError, "kl_loss_coef: ... did you mean beta"),
     (lambda: GRPOLoss(kl_coef=0.1), TypeError, "kl_coef: ...did you mean beta"),
-    (lambda: GRPOLoss(epsilon_hi=0.3), TypeError, "epsilon_hi: ...; did you mean epsilon_high?"),
     (lambda: GRPOLoss(num_items_in_batch=3), TypeError,
      "num_items_in_batch: ...; it is an argument of the module's call"),
-    (lambda: GRPOLoss(old_logps=IDS), TypeError,
-     "old_logps: LossConfig has no such field; ... mean old_per_token_logps? It is an argument"),
-    (lambda: GRPOLoss()(head=WEIGHT, **BATCH, old_logps=IDS), TypeError,
-     "old_logps: ...; did you mean old_per_token_logps?"),
     (lambda: GRPOLoss()(head=WEIGHT, **BATCH, beta=0.1), TypeError,
      "beta: ...; it is a field, as in GRPOLoss"),
     (lambda: group_advantages(torch.ones(4), torch.zeros(4)),  # type: ignore
      TypeError, "num_generations: expected an int, got Tensor; pass group ids as group_ids="),
-    (lambda: group_advantages(torch.ones(4), group_size=2), TypeError, "... num_generations"),
-    (lambda: group_advantages(torch.ones(4), normalize=True), TypeError, "... scale_rewards"),
-    (lambda: advantages.rloo_advantages(torch.ones(4), normalize=True), TypeError,
-     "... normalize_adv"),
-    (lambda: grpo_kernels.transformers.causal_lm_logps, HINT, "... mean completion_logprobs"),
-    (lambda: grpo_kernels.transformers.causal_lm_losses, HINT, "... causal_lm_loss"),
     (lambda: grpo_kernels.GrpoLoss, HINT, "... did you mean GRPOLoss"),
-    (lambda: grpo_kernels.linear_loss, HINT, "module 'grpo_kernels' has no attribute 'linear_l"),
-    *((lambda name=name: getattr(presets, name), HINT, f"... did you mean {meant}?")
-      for name, meant in (("grpo", "GRPO"), ("DrGRPO", "DR_GRPO"))),
+    (lambda: presets.grpo, HINT, "... did you mean GRPO?"),
     (lambda: presets.DAPO(beta=0.1), TypeError,  # type: ignore[operator]
      "config: ... dataclasses.replace(config, beta=0.1), or GRPOLoss(config, beta=0.1)"),
-    (lambda: objectives.IPO, HINT, "... did you mean ipo?"),
+    (lambda: Run("fast"), ValueError, "engine: expected one of auto, score, ..., got 'fast'"),
+    (lambda: Run(backend="cuda"), ValueError, "backend: expected one of ..., got 'cuda'"),
+    (lambda: Run(workspace_bytes="64MB"), TypeError,  # type: ignore[arg-type]
+     "workspace_bytes: expected an int, got '64MB'"),
+    (lambda: Run(workspace_bytes=True), TypeError, "workspace_bytes: expected an int, got True"),
+    (lambda: Run(workspace_bytes=0), ValueError, "workspace_bytes: expected a number of bytes > 0"),
+    (lambda: Run(gather=1), TypeError, "gather: expected"),  # type: ignore[arg-type]
 ]  # fmt: skip
 
 
@@ -233,42 +184,6 @@ def test_logits_in_the_place_of_hidden_states_and_a_shift(name: str) -> None:
         with pytest.raises(ValueError, match=message):
             call(hidden, IDS)
     call(longer[..., :-1, :], IDS)  # as it says
-
-
-LOSSES: dict[str, Callable[..., Any]] = {
-    "grpo_loss": loss,
-    "GRPOLoss": lambda **given: GRPOLoss()(head=WEIGHT, **given),
-    "module": lambda **given: loss(HEAD, **given),
-    "policy_loss_from_logps": lambda hidden, completion_ids, **given: policy_loss_from_logps(
-        -hidden.square().mean(-1), hidden.square().mean(-1), **given
-    ),
-}
-PACKED = {name: x.reshape(10, *x.shape[2:]) for name, x in BATCH.items() if x.shape[:2] == (2, 5)}
-PACKED["advantages"] = BATCH["advantages"]
-PACKED["cu_seqlens"] = torch.tensor([0, 5, 10], dtype=torch.int32)
-COLUMN, FLAT = BATCH["advantages"][:, None], LOGPS.view(1, 10)
-SHAPES: list[tuple[dict[str, Any], str, Tensor, str]] = [
-    (BATCH, "advantages", COLUMN, r"\(B,\) = \(2,\) or \(B, T\) = \(2, 5\), got \(2, 1\)"),
-    (PACKED, "advantages", COLUMN, r"\(B,\) = \(2,\) or \(N,\) = \(10,\), got \(2, 1\)"),
-    (PACKED, "advantages", FLAT, r"\(B,\) = \(2,\) or \(N,\) = \(10,\), got \(1, 10\)"),
-    (PACKED, "completion_mask", FLAT, r".* = \(10,\), got \(1, 10\)"),
-    (PACKED, "old_per_token_logps", FLAT, r"\(N,\) = \(10,\), got \(1, 10\)"),
-]
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_takes_the_same_shapes(name: str) -> None:
-    call = LOSSES[name]
-    for given in (BATCH, PACKED):
-        per_token = LOGPS if given is BATCH else LOGPS.view(10)
-        assert call(**given).loss.isfinite()
-        assert call(**{**given, "advantages": per_token}).loss.isfinite()
-    for given, argument, wrong, message in SHAPES:
-        with pytest.raises(ValueError, match=rf"^{argument}: expected shape {message}$"):
-            call(**{**given, argument: wrong})
-    message = r"expected shape \(N,( H)?\) with cu_seqlens, got \(1, 10(, 4)?\)"
-    with pytest.raises(ValueError, match=message):
-        call(**{**PACKED, "hidden": PACKED["hidden"][None]})
 
 
 def with_kl(tokens: TokenInputs) -> Tensor:
@@ -333,23 +248,19 @@ def test_logits_in_the_place_of_a_teachers_log_probabilities() -> None:
 
 
 def test_a_preset_in_the_place_of_a_loss_type() -> None:
-    for name in ("gspo", "GSPO", "ppo", "dr-grpo", "gsp"):
-        with pytest.raises(ValueError, match=r"^loss_type: expected one of grpo, ") as raised:
+    for name, preset in (("gspo", "GSPO"), ("ppo", "PPO"), ("dr-grpo", "DR_GRPO")):
+        message = rf"^loss_type: expected one of grpo, .*GRPOLoss\(presets.{preset}\)"
+        with pytest.raises(ValueError, match=message):
             GRPOLoss(loss_type=name)  # type: ignore[arg-type]
-        preset = name.upper().replace("-", "_")
-        named = f"; grpo_kernels.presets.{preset} is that loss: GRPOLoss(presets.{preset})"
-        if name == "dr-grpo":  # both a preset and a loss type
-            named = "; GRPOLoss(presets.DR_GRPO) has the paper's settings, "
-            named += "GRPOLoss(loss_type='dr_grpo') the defaults"
-        assert str(raised.value).endswith(named) == (name != "gsp")
 
 
 def test_a_bias_of_another_head_than_the_weight_that_is_cut() -> None:
     longer, bias = torch.ones(40, 4), torch.zeros(20)
     adapter = LoRA(torch.ones(2, 4), torch.ones(20, 2))
-    cut = lambda **options: linear_logprob(  # noqa: E731
-        HIDDEN, Head(longer, vocab_size=20, **options), IDS
-    )
+
+    def cut(**options: Any) -> Any:
+        return linear_logprob(HIDDEN, Head(longer, vocab_size=20, **options), IDS)
+
     for name, shape, call in (
         ("teacher.head.bias", "(20,)",
          lambda: linear_divergence(HIDDEN, longer[:20], (HIDDEN, Head(longer, bias)))),
@@ -366,29 +277,12 @@ def test_the_calls_take_fields_as_the_module_does() -> None:
     """Those of a config that is given are replaced."""
     config, ref = LossConfig(loss_type="grpo", beta=0.04), {"ref_per_token_logps": 2 * LOGPS}
     mask = {"completion_mask": torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])}
-    for call in (loss, lambda **more: loss(HEAD, **more), given_loss):
+    for call in (loss, given_loss):
         want = call(config=config, **ref, **mask).loss
-        for fields, same in (
-            ({"loss_type": "grpo", "beta": 0.04}, True),
-            ({"config": LossConfig(loss_type="dapo", beta=0.04), "loss_type": "grpo"}, True),
-            ({"loss_type": "grpo"}, False),
-        ):
-            assert (call(**fields, **ref, **mask).loss == want) == same
-
-
-MEANT = {
-    "old_logps": "old_per_token_logps", "ref_logprobs": "ref_per_token_logps",
-    "entropy_coeff": "entropy_coef", "loss_typ": "loss_type", "num_items": "num_items_in_batch",
-    "cu_seqlen": "cu_seqlens",
-}  # fmt: skip
-
-
-def test_misspelt_names_are_answered_with_ours() -> None:
-    for call, function in ((loss, "grpo_loss"), (given_loss, "policy_loss_from_logps")):
-        for name, meant in MEANT.items():
-            message = rf"^{name}: {function} has no such argument, .* did you mean {meant}\?"
-            with pytest.raises(TypeError, match=message):
-                call(**{name: 0.1})
+        for given in (None, LossConfig(loss_type="dapo", beta=0.04)):
+            fields = {"loss_type": "grpo", "beta": 0.04, "config": given}
+            assert call(**fields, **ref, **mask).loss == want
+        assert call(loss_type="grpo", **ref, **mask).loss != want
 
 
 def test_swapped_ids_and_mask_are_refused() -> None:
@@ -401,12 +295,6 @@ def test_swapped_ids_and_mask_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"^completion_ids, completion_mask: .* swapped\?$"):
             call()
-
-
-def test_help_on_the_module_says_what_a_call_returns() -> None:
-    signature = inspect.signature(GRPOLoss.forward)
-    assert signature.return_annotation == "LossOutput"
-    assert (GRPOLoss.__init__.__doc__ or "").startswith("Take a config")
 
 
 PUBLIC: dict[str, Any] = {
@@ -435,33 +323,7 @@ def test_a_wrong_argument_names_the_right_one(name: str) -> None:
         call(*given, **{wrong: None})
 
 
-WRONG_RUNS: list[tuple[str, Any, type[Exception], str]] = [
-    ("engine", "fast", ValueError, "expected one of auto, score, .*, got 'fast'"),
-    ("engine", None, ValueError, "expected one of .*, got None"),
-    ("backend", "cuda", ValueError, "expected one of .*, got 'cuda'"),
-    ("workspace_bytes", "64MB", TypeError, "expected an int, got '64MB'"),
-    ("workspace_bytes", 2.0**20, TypeError, "expected an int, got 1048576.0"),
-    ("workspace_bytes", True, TypeError, "expected an int, got True"),
-    ("workspace_bytes", 0, ValueError, "expected a number of bytes > 0, got 0"),
-    ("gather", 1, TypeError, "expected"),
-]
-
-
-@pytest.mark.parametrize(("name", "wrong", "error", "message"), WRONG_RUNS)
-def test_a_run_checks_itself_when_it_is_made(
-    name: str, wrong: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=f"^{name}: {message}"):
-        Run(**{name: wrong})
-
-
 def test_a_config_shows_what_differs_from_the_default() -> None:
     assert repr(LossConfig(beta=0.1)) == "LossConfig(loss_type='dapo', beta=0.1)"
-
-    @dataclass(frozen=True, repr=False)
-    class OfOurRun(LossConfig):
-        run: str = "first"
-
-    assert repr(OfOurRun(run="second")) == "OfOurRun(loss_type='dapo', run='second')"
     assert repr(Scores(logps=torch.zeros(1))) == "Scores(logps=tensor of shape (1,))"
     assert len(str(GRPOLoss(presets.GSPO))) < 200

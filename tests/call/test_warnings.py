@@ -27,16 +27,7 @@ from tests.support.small_batch import small_batch
 
 pytestmark = pytest.mark.usefixtures("forget_warnings")
 
-MASKS = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32)
-ODD_MASKS = (
-    torch.zeros(2, 5) - torch.inf,
-    torch.full((2, 5), torch.finfo(torch.float32).min).triu(),
-    torch.full((2, 5), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16),
-    torch.full((2, 5), 0.5),
-    torch.arange(10).view(2, 5),
-    torch.full((2, 5), 255, dtype=torch.uint8),
-    -torch.ones(2, 5),
-)
+ODD_MASKS = torch.zeros(2, 5) - torch.inf, torch.full((2, 5), 0.5), torch.arange(10).view(2, 5)
 SAMPLING = "vllm_importance_sampling"
 NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
 
@@ -49,8 +40,6 @@ NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
         ({"num_items_in_batch": 7}, {"loss_type": "dapo"}, None),
         ({"sampling_per_token_logps": NORMAL}, {}, "sampling_per_token_logps: used for a metric"),
         ({"sampling_per_token_logps": NORMAL}, {"off_policy_mask_threshold": 1.0}, None),
-        ({"sampling_per_token_logps": NORMAL}, {"vllm_importance_sampling_correction": True}, None),
-        ({"sampling_per_token_logps": NORMAL, "objective": lambda tokens: tokens.logps}, {}, None),
         ({"old_per_token_logps": NORMAL.bfloat16()}, {},
          "old_per_token_logps: rounded to torch.bfloat16"),
         ({"old_per_token_logps": NORMAL}, {}, None),
@@ -58,18 +47,13 @@ NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
           for mask in ODD_MASKS),
         ({"old_per_token_logps": torch.full((2, 5), -25.0)}, {},
          "old_per_token_logps: the mean ratio to them"),
-        ({"old_per_token_logps": torch.full((2, 5), -25.0)}, {"loss_type": "gmpo"},
-         "old_per_token_logps: the mean"),
         ({"ref_per_token_logps": torch.full((2, 5), -25.0)}, {"loss_type": "grpo", "beta": 0.04},
          "ref_per_token_logps: the mean ratio to them"),
         ({}, {"loss_type": "cispo"}, "epsilon_high: in 'cispo' it is the cap on the ratio itself"),
-        ({}, {"loss_type": "cispo", "epsilon": 5.0}, None),  # the cap, if epsilon_high is None
         ({}, {"delta": 1.1}, "delta: 1.1 is below the clip range's bound, 1 + epsilon_high = 1.2"),
         ({}, {"delta": 1.5}, None),
         ({}, {"loss_type": "sapo", "epsilon": 0.3}, "epsilon: not used by loss_type = 'sapo'"),
-        ({}, {"loss_type": "cispo", "epsilon_high": 5.0, "delta": 3.0}, "delta: not used by"),
         ({}, {"vespo_k_pos": 1.0}, "vespo_k_pos: not used by loss_type = 'dapo'"),
-        ({}, {"loss_type": "vespo", "vespo_k_pos": 1.0}, None),
         ({}, {"loss_type": "dr_grpo", "max_completion_length": 4},
          "max_completion_length: loss_type = 'dr_grpo' divides by it, and 4 is less"),
         ({}, {"loss_type": "dr_grpo", "max_completion_length": 5}, None),
@@ -86,23 +70,17 @@ NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
         ({"old_per_token_logps": NORMAL}, {"importance_sampling_level": "sequence"},
          "epsilon: 0.2 with importance_"),
         ({"old_per_token_logps": NORMAL}, presets.GSPO, None),
-        ({"old_per_token_logps": NORMAL}, presets.CISPO, None),
-        ({"old_per_token_logps": NORMAL}, presets.GMPO, None),
         ({}, {"epsilon_high": 1.28}, None),  # nothing is clipped on-policy
         ({"importance_sampling_ratio": torch.full((2, 5), 2.0)}, presets.GMPO,
          "importance_sampling_ratio: not used by loss_type = 'gmpo'"),
         ({}, {"loss_type": "gmpo", "off_policy_mask_threshold": 0.1},
          "off_policy_mask_threshold: not used by loss_type = 'gmpo'"),
-        ({}, {"loss_type": "gmpo", "vllm_importance_sampling_correction": True},
-         "vllm_importance_sampling_correction: not used by loss_type = 'gmpo'"),
         ({"advantages": torch.eye(2, 5)}, presets.GSPO, "advantages: they differ within a seq"),
         ({"advantages": torch.eye(2, 5)}, {}, None),
         ({"ref_per_token_logps": NORMAL}, {}, "ref_per_token_logps: not used with beta = 0"),
         ({"ref_per_token_logps": NORMAL}, {"loss_type": "grpo", "beta": 0.04}, None),
-        ({"ref_per_token_logps": NORMAL, "objective": lambda tokens: tokens.logps}, {}, None),
-        ({}, {"kl_estimator": "full"}, "kl_estimator: 'full' has no effect in a loss with"),
         ({}, {"kl_estimator": "k1"}, "kl_estimator: 'k1' has no effect in a loss with"),
-        *(({"completion_mask": torch.ones(2, 5).triu().to(dtype)}, {}, None) for dtype in MASKS),
+        ({"completion_mask": torch.ones(2, 5).triu().to(torch.uint8)}, {}, None),
     ],
 )  # fmt: skip
 def test_what_is_likely_not_meant_is_warned_of_once(
@@ -172,13 +150,11 @@ def test_a_workspace_of_a_few_bytes_warns_once() -> None:
 def test_a_reference_beside_beta_0_is_warned_of_wherever_it_comes_in(
     forget_warnings: Callable[[], None],
 ) -> None:
-    """Over kept sets, by a module, and where a trainer asks for an expectation."""
+    """By a module, and where a trainer asks for an expectation."""
     given = {**small_batch(), "ref_per_token_logps": NORMAL}
     given["head"] = given.pop("weight")
     tokens = {x: given[x] for x in ("completion_mask", "advantages")}
-    every = torch.arange(len(given["head"])).expand(2, 5, -1)
     calls = (
-        lambda: grpo_loss(**given, kept_ids=every),
         lambda: GRPOLoss(loss_type="grpo")(**given),
         lambda: policy_expectation(LossConfig(), **tokens, ref_per_token_logps=NORMAL),
     )
@@ -197,10 +173,3 @@ def test_ligers_call_which_always_has_a_number_of_items_does_not_warn() -> None:
             warnings.simplefilter("error")
             found, several = (loss(*given, num_items_in_batch=items)[0] for items in (None, 40))
         assert torch.equal(several, found) == (loss_type == "grpo")
-
-
-def test_ligers_call_which_wants_a_reference_for_any_beta_does_not_warn() -> None:
-    loss = LigerFusedLinearGRPOLoss(beta=0.0)  # Liger's asserts that there is one
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loss(*small_batch().values(), ref_per_token_logps=NORMAL)
