@@ -12,8 +12,7 @@ from torch import Tensor
 from grpo_kernels import GRPOLoss, Run, grpo_loss
 from tests.support.case_builder import Case, make_case
 from tests.support.flat import flat
-from tests.support.measure import AllocationWatcher, count_flops
-from tests.support.pretend_gpu import OnGPU, here, pretended
+from tests.support.measure import count_flops
 from tests.support.run_case import arguments, config_of, packed, run
 from tests.support.sampler import PREFIX, candidates, centered_loss
 from tests.support.score_cases import HEADS
@@ -86,10 +85,6 @@ def test_few_and_all_ids(weight: str) -> None:
         check(case_of("few", k, weight, dtype=torch.float64), "auto", "two_pass", "lean")
 
 
-def test_128_ids(every_backend: str) -> None:
-    check(case_of("128", 128, "truncated", v=300, mask="holes", spread=4.0), "auto")
-
-
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_the_gradient_is_that_of_the_whole_expectation(weight: str) -> None:
     """Of the sampler's distribution with a tail in proportion to the policy."""
@@ -118,26 +113,15 @@ def test_the_samplers_tokens_have_no_gradient_in_expectation(weight: str) -> Non
     assert weight == "ratio" or sizes[0] > 1e-5  # of w = p / q the expectation is 0 as it is
 
 
-def test_by_hand() -> None:
-    """p = (0.6, 0.4) and q = (0.5, 0.5), id 0 sampled: e_0 - p less q - p, times -A; and the floor
-    of a tail: of three ids with p = (1 - 2e-9, 1e-9, 1e-9) two are listed, rho is 1e-3 over 1e-6.
-    """
-    for p, q, advantage in (
-        ((0.6, 0.4), (0.5, 0.5), 3.0),
-        ((1 - 2e-9, 1e-9, 1e-9), (0.799, 0.2), 1.0),
-    ):
-        weight = torch.tensor(p).double().log()[:, None].requires_grad_()
-        p, q = torch.tensor(p).double(), torch.tensor(q).double()
-        listed = {"sampling_topk_ids": torch.arange(2)[None, None]}
-        listed["sampling_topk_logps"] = q.log()[None, None]
-        given = torch.zeros(1, 1, dtype=torch.long), None, torch.tensor([advantage])
-        loss = grpo_loss(torch.ones(1, 1, 1).double(), weight, *given, **listed).loss
-        if len(p) == 2:
-            (grad,) = torch.autograd.grad(loss, weight)
-            torch.testing.assert_close(grad[:, 0], torch.tensor([-1.5, 1.5]).double())
-        else:
-            want = -1.0 + ((q - 1e3 * p[:2]) * p[:2].log()).sum()
-            torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)
+def test_the_floor_of_a_tail() -> None:
+    """Of three ids with p = (1 - 2e-9, 1e-9, 1e-9) two are listed: rho is 1e-3 over 1e-6."""
+    p, q = (torch.tensor(x).double() for x in ((1 - 2e-9, 1e-9, 1e-9), (0.799, 0.2)))
+    ids = {"sampling_topk_ids": torch.arange(2)[None, None]}
+    given = torch.zeros(1, 1, dtype=torch.long), None, torch.ones(1)
+    listed = ids | {"sampling_topk_logps": q.log()[None, None]}
+    loss = grpo_loss(torch.ones(1, 1, 1).double(), p.log()[:, None], *given, **listed).loss
+    want = -1.0 + ((q - 1e3 * p[:2]) * p[:2].log()).sum()
+    torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)
 
 
 def test_repetition_padding_and_order_do_not_matter() -> None:
@@ -189,47 +173,13 @@ def test_cost() -> None:
             assert count_flops(lambda x=now: run(x)) == (64 + cost * 16 * graded) * V * H
 
 
-def test_memory_stays_within_the_workspace() -> None:
-    n, vocab, k, budget = 512, 4096, 64, 2**20
-    hidden, weight = torch.randn(1, n, 16, requires_grad=True), torch.randn(vocab, 16)
-    ids, logps = torch.rand(1, n, vocab).topk(k, -1).indices, torch.full((1, n, k), -5.0)
-    given = hidden, weight, torch.zeros(1, n, dtype=torch.long), None, torch.ones(1)
-    call: dict[str, Any] = {"sampling_topk_ids": ids, "sampling_topk_logps": logps}
-    call["run"] = Run(workspace_bytes=budget)
-    grpo_loss(*given, **call)
-    with AllocationWatcher() as watcher:
-        grpo_loss(*given, **call)
-    # d hidden; the ids in order and their places, the log-probabilities of both and coefficients
-    inputs = n * (16 * 4 + 8 * k * 8)
-    assert watcher.peak < budget + inputs
-
-
-def test_what_does_not_exist_is_an_error_here_and_nan_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    case = case_of("outside", mask="full")
-    ids = case.sampling_topk_ids.clone()
-    ids[1, 3, 2] = V
-    named = r"sampling_topk_ids: expected ids in \[0, V\) = \[0, 50\), or -1 .* got 50"
-    with pytest.raises(ValueError, match=named):
-        run(case.but(sampling_topk_ids=ids))
-    given = case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages
-    listed = {"sampling_topk_ids": ids, "sampling_topk_logps": case.sampling_topk_logps}
-    with pretended(monkeypatch):
-        there = {name: OnGPU(x.clone()) for name, x in listed.items()}
-        out = grpo_loss(*(OnGPU(x.clone()) for x in given), **there, run=Run(backend="torch"))
-    assert here(out.loss).isnan()
-    assert here(out.logps).isnan().nonzero().tolist() == [[1, 3]]
-
-
 FLOATS, NONE = torch.zeros(B, T, K), torch.zeros(B, T, 0, dtype=torch.long)
 REFERENCE = torch.zeros(B, T, H), torch.zeros(V, H)
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"sampling_topk_logps": None},
      "sampling_topk_logps: expected a tensor, like its partner, got None"),
-    ({"sampling_topk_ids": None}, "sampling_topk_ids: expected a tensor"),
-    ({"sampling_topk_ids": FLOATS}, "sampling_topk_ids: expected signed integer ids"),
     ({"sampling_topk_ids": NONE}, "sampling_topk_ids: expected shape"),
+    ({"sampling_topk_ids": FLOATS.long() + V}, r"sampling_topk_ids: expected ids in \[0, V\)"),
     ({"sampling_topk_logps": FLOATS[..., 0]}, "sampling_topk_logps: expected shape"),
     ({"sampling_topk_logps": FLOATS},
      "sampling_topk_logps: expected log-probabilities of one distribution"),
@@ -240,8 +190,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"objective": lambda tokens: tokens.logps}, "objective: expected None with sampling_topk_ids"),
     ({"loss_type": "cispo", "epsilon_high": 5.0},
      "loss_type: expected 'grpo', .* got 'cispo' with 'token'"),
-    ({"importance_sampling_level": "sequence"},
-     "loss_type: expected .* with importance_sampling_level = 'token', got 'dapo' with"),
     ({"beta": 0.1, "kl_estimator": "full", "reference": REFERENCE},
      "kl_estimator: expected 'k1', 'k2' or 'k3' with sampling_topk_ids"),
     ({f"{PREFIX}correction": True},

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from grpo_kernels import (
     LossConfig,
@@ -39,9 +38,6 @@ MODES = {
     "seq-mean-token-mean": LossConfig(loss_type="grpo"),
     "seq-mean-token-sum-norm": LossConfig(loss_type="dr_grpo", max_completion_length=FACTOR),
 }
-
-
-# Log-probabilities of three policies, with ratios on both sides of any bound
 
 
 def off_policy(seed: int, *, per_token: bool = True, weighted: bool = False) -> Given:
@@ -108,9 +104,6 @@ def with_gradient(source: Callable[..., Tensor], given: Given, *rest: Any) -> tu
     loss = source(given | {"logps": logps}, *rest)
     (gradient,) = torch.autograd.grad(loss, logps)
     return loss.detach(), gradient[given["mask"]]
-
-
-# Sources
 
 
 def verl_config(options: dict[str, Any], info: dict[str, Any]) -> Any:
@@ -212,7 +205,6 @@ OF_VERL: dict[str, tuple[str, dict[str, Any]]] = {
     "gspo": ("gspo_token", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}),
 }  # fmt: skip
 FORMULAS: dict[str, tuple[Callable[..., Tensor], dict[str, float], tuple[float, ...]]] = {
-    "ipo": (ipo, {}, ()),
     "ipo near": (ipo, {"eps": 0.1, "kl_tau": 1e-3}, (0.1, 1e-3)),
     "ipo capped": (ipo, {"ratio_max": 1.1}, (0.3, 0.0, 1.1)),
     "icepop_prime_rl": (icepop, {}, ()),
@@ -256,20 +248,6 @@ def test_every_objective_is_here_and_picklable() -> None:
     assert not names & ({x.lower() for x in presets.__all__} | {"dapo", "bnpo", "cispo"})
     for name in names:
         assert pickle.loads(pickle.dumps(getattr(objectives, name))) is getattr(objectives, name)
-
-
-def test_a_published_loss_that_is_no_objective_is_a_preset() -> None:
-    for name, hint in (
-        ("ppo", "; grpo_kernels.presets.PPO is that loss"),  # not: did you mean ipo?
-        ("gspo", "; grpo_kernels.presets.GSPO is that loss"),
-        (
-            "dapo",
-            r"; GRPOLoss\(presets.DAPO\) has the paper's settings, GRPOLoss\(loss_type='dapo'",
-        ),
-        ("ipo_", r"; did you mean ipo\?$"),
-    ):
-        with pytest.raises(AttributeError, match=f"has no attribute '{name}'{hint}"):
-            getattr(objectives, name)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -341,11 +319,8 @@ def test_a_sampler_is_asked_for(name: str) -> None:
     ("name", "options", "message"),
     [
         ("ipo", {"eps": -0.1}, "eps: expected a finite number >= 0, got -0.1"),
-        ("ipo", {"ratio_max": 0.0}, "ratio_max: expected a finite number > 0, got 0"),
         ("icepop_prime_rl", {"ratio_low": 0}, "ratio_low: .* > 0, got 0"),
         ("kpop", {"threshold": None}, "threshold: expected a number, got None"),
-        ("fipo", {"decay_rate": 0.0}, "decay_rate: .* > 0, got 0"),
-        ("dppo_tv", {"clip_ratio_c": 0.0}, "clip_ratio_c: .* > 0, got 0"),
         ("clip_cov", {"clip_cov_ub": math.nan}, "clip_cov_ub: expected a finite number, got nan"),
         ("kl_cov", {"kl_cov_ratio": 2}, r"kl_cov_ratio: expected a number in \(0, 1\], got 2"),
     ],
@@ -373,7 +348,6 @@ def test_scores_of_topr_are_by_position() -> None:
 
 
 # verl's other losses, which `LossConfig` has: verl's name and arguments, ours
-
 CLIP, CLIPPED = (
     {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3},
     {"epsilon": 0.1, "epsilon_high": 0.3},
@@ -393,31 +367,21 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any], LossConfig]] = {
                     LossConfig(loss_type="cispo", epsilon_high=1.5)),
     "gpg": ("gpg", "token-mean", {}, presets.REINFORCE),  # without old log-probabilities
     "dro": ("dro", "token-mean", {"dro_beta": 0.3}, DRO),  # the same: they are the reference's
-    "bypass_mode of ppo_clip":
-        ("bypass_mode", "token-mean", {}, LossConfig(loss_type="bnpo", delta=3.0)),
-    "bypass_mode of reinforce": ("bypass_mode", "token-mean", {}, presets.REINFORCE),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("row", CONFIGS)
 def test_what_is_a_config(row: str) -> None:
     name, mode, options, config = CONFIGS[row]
-    if name == "bypass_mode":
-        kind = {"loss_type": row.split()[-1], "rollout_is": "token", "rollout_is_threshold": 2.0}
-        correction = verl_module("trainer.config").RolloutCorrectionConfig(**kind, rollout_rs=None)
-        options = {"rollout_correction": correction}
     for seed in range(3):
         given = off_policy(seed, per_token=mode != SEQUENCES)
         given["old"][1:3, 0] = given["logps"][1:3, 0] + 1.0  # verl clamps log-ratios at 20 or 10
         wanted = with_gradient(partial(verl_loss, name=name, options=options), given, mode)
-        if row == "bypass_mode of reinforce":
-            given["ratio"] = torch.exp(given["logps"] - given["old"]).clamp(max=2.0)
         if config.loss_type == "cispo" and row != "TRL's cispo":
             old = given.pop("old")
             given |= {"ref": old} if row == "dro" else {}
-        # verl's lengths plus 1e-8; its weights in float32
-        loose = mode == SEQUENCES or name == "bypass_mode"
-        agree(ours(given, config=config), wanted, 1e-6 if loose else 1e-11)
+        # verl's lengths plus 1e-8
+        agree(ours(given, config=config), wanted, 1e-6 if mode == SEQUENCES else 1e-11)
 
 
 def test_defaults_are_verls() -> None:
@@ -441,13 +405,9 @@ def test_draws_are_of_the_generator_or_torchs_own() -> None:
     torch.manual_seed(SEED)
     default = partial(objectives.clip_cov, **options)
     assert torch.equal(first, gradient(default))
-    assert not all(torch.equal(first, gradient(default)) for _ in range(8))
     nothing = partial(objectives.clip_cov, **options | {"clip_cov_lb": 1e9, "clip_cov_ub": 1e10})
     drawn = (first == 0) & (gradient(nothing) != 0)
     assert drawn.sum() == int(0.1 * len(first))
-
-
-# Edges of the arithmetic, in float32
 
 
 def per_token(
@@ -499,9 +459,6 @@ def test_probabilities_that_round_above_one() -> None:
     assert losses.isfinite().all()
 
 
-# Presets: a weight w = old / sampler on PPO's loss, or a mask; and what REINFORCE is of 0 and 1
-
-
 def weight(x: Given) -> Tensor:
     return torch.exp(x["old"] - x["sampling"])
 
@@ -544,25 +501,6 @@ def test_presets_are_the_sources(name: str) -> None:
     assert (dropped > 0) == (name != "TIS")
 
 
-def test_reinforce_with_advantages_of_1_or_0_is_the_cross_entropy_of_the_accepted() -> None:
-    """Rejection sampling; what stands at rejected completions is never read."""
-    hidden = torch.randn(6, 9, 12, dtype=FLOAT, requires_grad=True)
-    head, ids = torch.randn(50, 12, dtype=FLOAT, requires_grad=True), torch.randint(50, (6, 9))
-    mask = (torch.arange(9) < torch.tensor([[9], [5], [3], [8], [9], [1]])).long()
-    advantages, right = torch.tensor([1.0, 0, 0, 1, 0, 0]), [0, 3]
-    labels, logits = ids.masked_fill(mask == 0, -100)[right], hidden[right] @ head.T
-    want = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-    expected = torch.autograd.grad(want, (hidden, head))
-    given = hidden.detach().clone()
-    given[advantages == 0] = torch.nan
-    given.requires_grad_()
-    counted = mask * advantages[:, None]
-    out = grpo_loss(given, head, ids, counted, advantages, config=presets.REINFORCE)
-    torch.testing.assert_close(out.loss, want, atol=1e-12, rtol=1e-12)
-    found = torch.autograd.grad(out.loss, (given, head))
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
-
-
 def test_published_estimators_on_policy() -> None:
     """REINFORCE's gradient is A a token over the token count, RLOO's A a token over the batch."""
     advantages = torch.tensor([1.5, -0.7], dtype=FLOAT)
@@ -573,9 +511,6 @@ def test_published_estimators_on_policy() -> None:
             policy_loss_from_logps(logps, *given, config=config).loss, logps
         )
         torch.testing.assert_close(found, -advantages[:, None].expand(2, 5) / divisor)
-
-
-# M2PO
 
 
 def test_m2po_drops_the_largest_until_the_mean_is_below() -> None:
@@ -593,17 +528,3 @@ def test_m2po_drops_the_largest_until_the_mean_is_below() -> None:
         flat = old.flatten(), sampling.flatten(), mask.flatten().long()
         assert torch.equal(objectives.m2po_mask(*flat, threshold).view(B, T), found)
     assert not objectives.m2po_mask(old, sampling, torch.zeros(B, T)).any()
-
-
-def test_m2po_as_a_mask_and_as_a_ratio() -> None:
-    """The tokens that are dropped leave the mean, or stay in it."""
-    given = off_policy(2)
-    keep = objectives.m2po_mask(given["old"], given.pop("sampling"), given["mask"])
-    for changes in ({"mask": keep}, {"ratio": keep.to(FLOAT)}):
-        wanted = with_gradient(partial(mean_of, ppo), given | changes)
-        agree(ours(given | changes, config=LossConfig(loss_type="bnpo")), wanted)
-    zeros = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"threshold: .* > 0, got 0"):
-        objectives.m2po_mask(zeros, zeros, zeros, threshold=0)
-    with pytest.raises(ValueError, match=r"old_per_token_logps: expected shape .* got \(2, 2\)"):
-        objectives.m2po_mask(zeros[:, :2], zeros, zeros)
