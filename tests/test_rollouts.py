@@ -4,9 +4,6 @@ float64."""
 from __future__ import annotations
 
 import math
-import re
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -293,52 +290,23 @@ OLD, SAMPLING = "old_per_token_logps", "sampling_per_token_logps"
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"level": "seq"}, "level: expected one of token, sequence, geometric, got 'seq'"),
-        ({"mode": "clip"}, "mode: expected one of truncate, mask, got 'clip'"),
         ({"clip_max": 0}, "clip_max: expected a finite number > 0, got 0"),
-        ({"clip_min": -1.0}, "clip_min: expected a finite number >= 0, got -1.0"),
         ({"clip_min": 3.0}, "clip_min: expected at most clip_max = 2.0, got 3.0"),
         ({"veto_threshold": NAN}, "veto_threshold: expected a finite number > 0, got nan"),
-        ({"safety_bound": -1.0}, "safety_bound: expected a finite number > 0, got -1.0"),
         ({"batch_normalize": 1}, "batch_normalize: expected True or False, got 1"),
         ({"level": None, "mode": "mask"}, "level: expected a name, .* ask for weights, got None"),
         ({"reject": [("token_k1", 2.0)]}, "reject: expected a mapping .*, or None, got list"),
         ({"reject": {"seq_k1": 2.0}}, "reject: expected one of token_ratio, .* got 'seq_k1'; did "
          "you mean seq_sum_k1, seq_mean_k1 or seq_max_k1"),
-        ({"reject": {"mistake": 2.0}}, "reject: expected one of token_ratio, .* got 'mistake'$"),
-        ({"reject": {"token_k2": "2"}}, r"reject\['token_k2'\]: expected a number, got '2'"),
         ({"reject": {"token_k1": (0.0, 2.0)}}, r"reject\['token_k1'\]: .* number > 0, got 0.0"),
         ({"reject": {"token_ratio": (2, 1)}}, r"reject\['token_ratio'\]: expected a lower bound"),
         ({"process_group": "x"}, "process_group: expected a torch.distributed.ProcessGroup"),
         ({OLD: X[0]}, rf"{OLD}: expected shape \(B, T\), got \(3,\)"),
-        ({SAMPLING: X[:1]}, rf"{SAMPLING}: expected shape that of {OLD} = \(2, 3\), got \(1, 3\)"),
-        ({"completion_mask": M * NAN}, "completion_mask: expected a mask without NaN, got"),
         ({OLD: X / 0}, f"{OLD}: expected finite numbers where the mask counts, got -inf"),
         ({SAMPLING: -X}, f"{SAMPLING}: expected log-probabilities, <= 0 where the mask counts"),
-        ({OLD: None}, f"{OLD}: expected a tensor, got NoneType"),
         ({"cu_seqlens": torch.tensor([0, 6])}, rf"{OLD}: expected shape \(N,\), since there are"),
     ],
 )  # fmt: skip
 def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         correct(**{OLD: X, SAMPLING: X, "completion_mask": M, **options})
-
-
-def test_the_page_shows_how_it_goes_into_trl(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = batch(13)
-    tools = torch.ones_like(data.mask)
-    tools[:, 2] = 0
-    given = {"old_per_token_logps": data.old, "sampling_per_token_logps": data.sampling}
-    given |= {"completion_mask": data.mask, "tool_mask": tools}
-    score = {"_generate_and_score_completions": lambda self, inputs: dict(inputs)}
-    stock = type("GRPOTrainer", (), score)
-    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOTrainer=stock))
-    page = (Path(__file__).parents[1] / "docs" / "samplers.md").read_text()
-    shown = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    (in_trl,) = (block for block in shown if "class CorrectedGRPOTrainer" in block)
-    names: dict[str, Any] = {}
-    exec(in_trl, names)
-    output = names["CorrectedGRPOTrainer"]()._generate_and_score_completions(given)
-    expected = correct(data.old, data.sampling, data.mask * tools, veto_threshold=1e-4)
-    assert torch.equal(output["importance_sampling_ratio"], expected.weights)
-    assert torch.equal(output["completion_mask"] * output["tool_mask"], expected.keep)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 import re
 import signal
 import sys
@@ -77,10 +76,6 @@ def test_kinds_of_returned_values():
         assert not rewards.requires_grad
 
 
-def test_infinite_rewards_are_returned():
-    assert column(lambda **kwargs: [math.inf, -math.inf, 1.0]) == [math.inf, -math.inf, 1.0]
-
-
 def test_none_becomes_nan_and_a_warning_names_the_rows_nobody_scored():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -107,9 +102,6 @@ def test_a_failing_function_is_named_but_a_signal_ends_the_process(error):
     with pytest.raises(error if ends else RuntimeError, match=message) as caught:
         compute_rewards([lengths, judge], PROMPTS, COMPLETIONS)
     assert ends or caught.value.__cause__ is raised
-
-
-# Async functions
 
 
 class AsyncJudge:
@@ -177,21 +169,6 @@ def test_every_end_of_an_async_function_reaches_the_caller(error):
     assert column(async_lengths) == LENGTHS
 
 
-def test_of_several_async_functions_the_first_to_fail_is_named():
-    failed = asyncio.Event()
-
-    async def later(**kwargs):
-        await asyncio.wait_for(failed.wait(), timeout=120)
-        raise ValueError
-
-    async def first(**kwargs):
-        failed.set()
-        raise KeyError("answer")
-
-    with pytest.raises(RuntimeError, match="reward function 'first' raised KeyError: 'answer'"):
-        compute_rewards([later, first], PROMPTS, COMPLETIONS)
-
-
 def test_an_interrupted_caller_cancels_its_functions():
     cancelled, main = threading.Event(), threading.main_thread().ident
 
@@ -223,9 +200,6 @@ def test_nested_async_calls_raise_instead_of_waiting_for_themselves():
 
     with pytest.raises(RuntimeError, match="called inside an async reward function"):
         compute_rewards(outer, PROMPTS, COMPLETIONS)
-
-
-# Reward models
 
 
 @pytest.fixture(scope="module")
@@ -317,9 +291,6 @@ def test_names(model):
     assert reward_names(lengths) == ["lengths"]
 
 
-# Errors
-
-
 @pytest.mark.parametrize(
     ("error", "message", "changes"),
     [
@@ -347,14 +318,8 @@ def test_model_errors(model, tokenizer, monkeypatch, error, message, changes):
     [
         (torch.zeros(4), "expected 3 rewards, one per completion, got 4"),
         (1.0, "expected a list of 3 rewards, got float"),
-        (torch.tensor(1.0), "expected a list of 3 rewards, got Tensor"),
-        ("123", "expected a list of 3 rewards, got str"),
         ([1.0, "2", 3.0], "expected a number .* or None for row 1, got '2'"),
-        (torch.zeros(3, 2), r"expected a number .* or None for row 0, got \[0.0, 0.0\]"),
-        (torch.zeros(3, dtype=torch.complex64), "expected a number .* or None for row 0, got 0j"),
         ([1.0, torch.zeros(2), 1.0], r"expected a number .* for row 1, got tensor\(\[0., 0.\]\)"),
-        ([1.0, 1.0, torch.tensor(1j)], r"expected a number .* for row 2, got tensor\(0.\+1.j\)"),
-        ([1.0, 10**400, 1.0], "expected a number within float32's range .* row 1, got 1000"),
         ([1.0, 1.0, -1e39], r"expected a number within float32's range .* row 2, got -1e\+39"),
     ],
 )
@@ -374,10 +339,8 @@ def test_wrong_returns_name_the_function(returned, message):
         (TypeError, r"reward_funcs\[0\]: .* got int", {"reward_funcs": 3}),
         (ValueError, "reward_funcs: expected at least one function", {"reward_funcs": []}),
         (TypeError, "prompts: expected a list, got str", {"prompts": "abc"}),
-        (ValueError, "completion_ids: expected length 3, .* got 1", {"completion_ids": [[1]]}),
         (ValueError, "answer: expected length 3, .* got 4", {"answer": torch.zeros(4)}),
         (TypeError, "answer: expected a list .* got str", {"answer": "abc"}),
-        (TypeError, "answer: expected a list .* got NoneType", {"answer": None}),
     ],
 )  # fmt: skip
 def test_wrong_arguments(error, message, arguments):
