@@ -108,11 +108,17 @@ def test_calls_are_found_and_wrong_arguments_in_them() -> None:
 
 
 def test_the_code_of_custom_losses_runs_as_it_stands() -> None:
-    names: dict[str, Any] = {"n": 4, "rewards": torch.arange(8.0)}
-    names |= {"completion_mask": torch.ones(8, 6), "group_advantages": group_advantages}
+    names: dict[str, Any] = {}
     for block in blocks("custom-losses.md"):
         exec(block, names)
     assert names["hidden"].grad.abs().sum() > 0
+
+
+def test_the_advantages_on_the_page_of_names_run_as_they_stand() -> None:
+    names: dict[str, Any] = {"n": 4, "rewards": torch.arange(8.0), "torch": torch}
+    names |= {"completion_mask": torch.ones(8, 6), "group_advantages": group_advantages}
+    for block in blocks("names.md"):
+        exec(block, names)
     for advantages in (names["opo"], names["passk"], names["gpg"]):  # of groups of four
         assert advantages.numel() == 8
     assert torch.equal(names["passk"], torch.tensor([[0.0, 0, 0, 1]] * 2))
