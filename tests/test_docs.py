@@ -24,15 +24,16 @@ DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 DOORS = tuple(f"grpo_kernels.{name}" for name in ("liger", "transformers", "trl", "verl"))
 PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+RECIPES = [f"examples/recipes/{path.name}" for path in DOCS.parent.glob("examples/recipes/*.py")]
 
 
 def blocks(page: str) -> list[str]:
     return BLOCK.findall((DOCS / page).read_text())
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, *RECIPES])
 def test_shown_code_is_python_and_imports_what_there_is(page: str) -> None:
-    for block in blocks(page):
+    for block in blocks(page) if page in PAGES else [(DOCS.parent / page).read_text()]:
         for node in ast.walk(ast.parse(block)):
             if not (
                 isinstance(node, ast.ImportFrom)
