@@ -4,36 +4,26 @@ faults are noticed."""
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.aot import __main__ as aot_command
-from benchmarks.aot import roofline
 from benchmarks.aot.checks import broken_by_code, may_spill, narrow_products, spills_in_inner_loops
 from benchmarks.aot.sass import parsed
-from tests.support.sources import ROOT, copy_sources
+from tests.support.sources import ROOT
 
 ROW_KERNELS = ("stats", "grad", "fused", "diverge")
 KERNELS = (*ROW_KERNELS, "scale")
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-EXP = "return tl.exp2(x * LOG2_E)"
-WITH_SELECT = "return tl.where(x > -1000.0, tl.exp2(x * LOG2_E), 0.0)"
 
 
-def run(module: str, *arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """One of the two commands, in a checkout."""
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     plain = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    path = os.pathsep.join([str(folder), plain.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", module, *arguments]
-    env = {**plain, "PYTHONPATH": path}
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=plain)
 
 
 @pytest.mark.slow
@@ -50,44 +40,10 @@ def test_every_kernel_keeps_the_rules_on_every_target() -> None:
 
 
 @pytest.mark.slow
-def test_every_kernel_costs_what_the_document_says_and_a_select_more_is_noticed(
-    tmp_path: Path,
-) -> None:
+def test_every_kernel_costs_what_the_document_says() -> None:
     done = run("benchmarks.aot.roofline")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "BROKEN" not in done.stdout
     assert done.stdout.endswith("0 of 16 kernels are not as in roofline.md\n")
-    copy_sources(tmp_path)
-    file = tmp_path / "grpo_kernels" / "backends" / "triton_rows" / "mathfn.py"
-    text = file.read_text()
-    assert text.count(EXP) == 1
-    file.write_text(text.replace(EXP, WITH_SELECT))
-    (tmp_path / "docs" / "dev").mkdir(parents=True)
-    shutil.copy(ROOT / "docs" / "dev" / "roofline.md", tmp_path / "docs" / "dev")
-    options = ("--case", "stats all extras", "--workers", "1")
-    done = run("benchmarks.aot.roofline", *options, folder=tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "BROKEN: expected | stats | all extras" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("command", "arguments", "message"),
-    [
-        (aot_command, ["--quick"], "error: TRITON_INTERPRET is set"),
-        (aot_command, ["--target", "sm_1"], "error: nothing to compile"),
-        (roofline, [], "error: TRITON_INTERPRET is set"),
-        (roofline, ["--case", "stats", "--update"], "error: --update writes all cases"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_it_refuses_what_it_cannot_do(
-    command: Any, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["command", *arguments])
-    monkeypatch.setenv("TRITON_INTERPRET", "1" if "TRITON_INTERPRET" in message else "0")
-    assert command.main() == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -51,34 +51,14 @@ def test_dry_run(tmp_path: Path) -> None:
     assert smoke["status"] == "passed" and smoke["counts"]["passed"] > 25
     assert all("of what is allowed, in " in x["error"] for x in smoke["said"].values())
     assert together["failed"] == 0
-    for line in (
-        "NOTHING RAN ON A GPU: a dry run",
-        f"not run: together: 'needs a CUDA or ROCm device' ({together['skipped']})",
-        "not run: memcheck: absent, dry run",
-        "not run: flash_attention_2: absent, dry run",
-        "not run: cce in any case: absent, ",
-    ):
-        assert any(x.startswith(line) for x in done.stdout.splitlines()[-25:]), (
-            line,
-            done.stdout[-3000:],
-        )
-    assert {"smoke.log", "smoke.xml", "together.log"} <= {
-        x.name for x in (tmp_path / "results.json.logs").iterdir()
-    }
-    assert list(found["cases"])[:3] == ["main", "frozen", "score"]
+    for line in ("NOTHING RAN ON A GPU: a dry run", "not run: memcheck: absent, dry run"):
+        assert line in done.stdout
     assert sorted(found["cases"]) == sorted(CASES)
     for case in (case for case in gpu_cases() if case.name in CASES):
         providers = found["cases"][case.name]["providers"]
         assert set(providers) == set(case.providers)
         ours = [x["status"] for name, x in providers.items() if name.startswith("ours")]
         assert set(ours) == {"ok"}, providers
-        timed = {name: x for name, x in providers.items() if x["status"] == "ok" and case.rounds}
-        mode = "score" if case.score else "full"
-        assert all(x["ms"][mode]["samples"] >= 1 for x in timed.values())
-        # the products are absent from a CPU, where in bf16 they are no limit
-        anchors = [[*x["anchors"]] for name, x in timed.items() if name != "ours"]
-        assert anchors == [["ours"]] * len(anchors), case.name
-        assert providers.get("products", {"status": "absent"})["status"] == "absent"
         wrong = providers["ours"]["errors"]
         assert wrong.get("logp_mean", 0.0) < 1e-5
         # Triton's interpreter cuts d logits off to bf16, where it should round
@@ -101,13 +81,10 @@ def test_layouts_of_a_training_step(tmp_path: Path) -> None:
     assert len(layouts["sdpa"]) == len(layouts["hybrid"]) == 2
     every = [x for name in ("sdpa", "hybrid") for x in layouts[name].values()]
     assert all(x["status"] == "ok" for found in every for x in found.values())
-    for i, (shape, found) in enumerate(layouts["sdpa"].items()):
+    for shape, found in layouts["sdpa"].items():
         computed = [found[x]["computed"] for x in ("padded", "trim", "tree")]
         assert computed[0] == 1 > computed[1] > computed[2]
-        for layout, x in found.items():
-            assert ("errors" in x) is (i == 0)
-            line = f"sdpa, {shape}, {layout}: {x['ms']['median']} ms, "
-            assert any(text.startswith(line) for text in said)
+        assert any(text.startswith(f"sdpa, {shape}, tree: ") for text in said)
 
 
 def test_what_did_not_run_is_said_and_is_no_failure() -> None:
@@ -138,14 +115,6 @@ def test_what_did_not_run_is_said_and_is_no_failure() -> None:
         "not run: no time for case score, rows",
         "not run: cce in any case: absent, no wheel",
     ]
-
-
-def test_without_a_gpu_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main([]) == 2
-    assert "--dry-run" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -187,8 +156,6 @@ def test_goals_come_first() -> None:
         of_case = [x.providers for x in items if x.kind == "case" and x.case == case.name]
         assert sorted({name for names in of_case for name in names}) == sorted(case.providers)
         assert case.rounds == 0 or all(names[:2] == ("ours", "products") for names in of_case)
-    chosen = gpu.plan(["main"], ["cce"], parts=False)
-    assert [x.providers for x in chosen] == [("ours", "products"), ("ours", "products", "cce")]
 
 
 def times(**ms: float) -> dict[str, Any]:

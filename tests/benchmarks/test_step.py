@@ -18,7 +18,6 @@ from benchmarks import groups, step, tables
 from benchmarks.memory import saved_bytes
 from benchmarks.run import Results
 from benchmarks.step import SCENES, VARIANTS, Scene
-from tests.support.bench_results import parsed, results
 
 OTHER_ORDER = {"one group a micro-batch"}  # of sums
 
@@ -53,12 +52,6 @@ def test_each_saving_computes_and_saves_less(measured: dict[str, Any]) -> None:
     names = ("stock TRL", "trim", "TRL's micro-batches")
     saved = [variants[name]["saved_mib"]["mean"] for name in names]
     assert saved[0] > saved[1] > saved[2]
-    by_two = measured["scenes"]["two per micro-batch"]["variants"]
-    names = ("one group a micro-batch", "TRL's micro-batches")
-    computed = [by_two[x]["shares"]["tokens/computed"] for x in names]
-    assert computed[0] < computed[1]
-    checkpointed = measured["scenes"]["activation checkpointing"]["variants"]["stock TRL"]
-    assert checkpointed["saved_mib"]["mean"] < saved[0] / 2
 
 
 def test_a_tree_computes_what_is_necessary(measured: dict[str, Any]) -> None:
@@ -71,14 +64,8 @@ def test_a_tree_computes_what_is_necessary(measured: dict[str, Any]) -> None:
         assert x["computed"] == pytest.approx((p + g * (c - 1)) / (g * (p + c)))
         assert x["speed"] == x["seconds"]["padded"] / x["seconds"]["tree"]
         assert x["reached"] == x["speed"] / shape.allowed(groups.TOY_SIZE)
-    of_hybrid = measured["hybrid_groups"]["shapes"]
-    (shape,) = groups.TOY_SHAPES[1:]
-    assert of_hybrid[shape.name]["status"] == "ok"
-    assert of_hybrid[shape.name]["computed"] == shapes[shape.name]["computed"]
-    assert {*of_hybrid[shape.name]["seconds"]} == {"padded", "trim", "tree"}
-    tables_of = parsed(["", "## A", *tables.step_lines(measured)], "A")
-    for rows, expected in zip(tables_of[-2:], (shapes, of_hybrid), strict=True):
-        assert [row["shape"] for row in rows] == list(expected)
+    of_hybrid = measured["hybrid_groups"]["shapes"][groups.TOY_SHAPES[1].name]
+    assert of_hybrid["status"] == "ok" and {*of_hybrid["seconds"]} == {"padded", "trim", "tree"}
     allowed = [shape.allowed(groups.Size()) for shape in groups.SHAPES]  # docs/dev/design.md
     assert allowed == pytest.approx([1.19, 1.68, 1.62, 2.93], abs=0.005)
 
@@ -184,16 +171,3 @@ def test_a_variant_that_fails_costs_no_other_one(
         assert variants[name]["seconds"] == (2.0 + 5.0) / 2
         assert variants[name]["saved_mib"] == {"mean": 2.0, "max": 3.0}
     assert command.is_wrong(found.data)
-    del variants["trim"]
-    assert not command.is_wrong(found.data)
-
-
-def test_a_variant_that_failed_has_its_reason_in_the_table() -> None:
-    data = results()
-    scenes = data["step"]["scenes"]
-    failed = {"options": {}, "status": "error", "reason": "in /opt/me/a.py | no"}
-    scenes["long prompts"]["variants"]["trim"] = failed
-    assert tables.step_is_wrong(data)
-    rows = parsed(tables.lines(data), "A whole training step")[[*scenes].index("long prompts")]
-    (row,) = (row for row in rows if row["variant"] == "trim")
-    assert row["seconds"] == row["times as fast"] == "" and row["failed"] == "error: in a.py / no"
