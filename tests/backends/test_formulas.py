@@ -90,12 +90,6 @@ def test_on_policy_a_gradient_does_not_depend_on_the_log_probability(loss) -> No
     assert loss.is_linear == bool((in_ratio == 0).all())
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
-def test_a_loss_has_the_constants_that_its_surrogate_takes(loss) -> None:
-    takes = list(inspect.signature(formulas.SURROGATES[loss.surrogate]).parameters)[3:]
-    assert len(loss.constants(LossConfig())) == len(takes)
-
-
 def test_a_number_that_is_no_float_is_refused() -> None:
     """It would be an int in C++, and divide like one."""
     with pytest.raises(AssertionError, match="expected floats only, got 2"):

@@ -54,11 +54,6 @@ def test_an_expectation_that_does_not_come_true_costs_a_second_pass_of_the_rows_
     assert nvh("frozen", half) == 6
 
 
-def test_only_the_rows_that_count_are_projected() -> None:
-    mask = torch.arange(N) % 4 != 0
-    assert nvh("trainable", completion_mask=mask) == 8 * 3 / 4
-
-
 def paired(given: Any) -> tuple[Any, ...]:
     """Both heads' tensors as `linear_divergence` takes them."""
     hidden, weight, *teacher = given
@@ -153,14 +148,6 @@ def test_without_a_mask_it_can_be_captured(
             torch.autograd.backward(found.sum())
         assert not waits
         torch.testing.assert_close(here(found.detach()), plain, rtol=1e-5, atol=1e-6)
-
-
-def test_a_loss_with_the_exact_kl_waits_no_more_and_can_be_captured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pretended(monkeypatch, capturing=True) as waits:
-        torch.autograd.backward(with_exact_kl(on_gpu((True, True)), OnGPU, run=ON_TORCH))
-    assert not waits
 
 
 def test_gradients_of_16_bits_are_scaled_into_their_range(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkProcess
@@ -219,14 +218,6 @@ def test_why_there_is_none(
     assert not list(world.cache.glob("building*")), "something was left"
 
 
-def test_without_sources_nothing_is_made(world: World) -> None:
-    (world.sources / "ops.cpp").unlink()
-    world.put_prebuilt(BAD)
-    refusal = world.find().refusal
-    assert "does not load (invalid ELF header); its sources are not in" in refusal
-    assert not world.cache.exists()
-
-
 def fork(work: Callable[[], object]) -> ForkProcess:
     process = multiprocessing.get_context("fork").Process(target=work, daemon=True)
     process.start()
@@ -270,29 +261,6 @@ def test_file_system_without_locks(world: World) -> None:
 
     world.patch.setattr(fcntl, "flock", refuse)
     assert world.find().origin.startswith("built in ")
-
-
-def test_fork_during_the_first_build(world: World) -> None:
-    """The child neither waits for a thread that it lacks, nor removes what is being built."""
-    world.compiler(
-        f'while [ ! -e "{world.folder}/go" ]; do sleep 0.05; done; printf "{GOOD}" > "$out"'
-    )
-    found: list[build.Library] = []
-    thread = threading.Thread(target=lambda: found.append(world.find()))
-    thread.start()
-
-    def reads_from_the_compiler() -> bool:  # before that a child would have its pipes
-        frames = traceback.walk_stack(sys._current_frames()[thread.ident])
-        return any(frame.f_code.co_name == "communicate" for frame, _ in frames)
-
-    wait_until(reads_from_the_compiler)
-    child = fork(lambda: (world.folder / "origin").write_text(world.find().origin))
-    (world.folder / "go").touch()
-    child.join(120)
-    child.kill()
-    thread.join()
-    assert (world.folder / "origin").read_text() == "cached"
-    assert found[0].origin.startswith("built in ")
 
 
 @pytest.mark.slow
@@ -382,11 +350,6 @@ def test_report_of_a_refusal_warns_of_nothing(refused: None) -> None:
         said = report.collect()["backend"]
     assert said["cpu"] == "torch (not cpp: no C++ compiler; install one)"
     assert said["C++ library"] == "none"
-
-
-def test_library_that_someone_else_loaded_is_taken() -> None:
-    assert build.load().refusal is None
-    assert build.load.__wrapped__() == build.Library("loaded before")
 
 
 def test_command_says_where_or_why_not(world: World, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,8 +42,3 @@ def test_a_thread_reads_16_bytes_at_a_time(name: str) -> None:
         for config in row_configs(kernel, name):
             threads = config.num_warps * (64 if name.startswith("gfx") else 32)
             assert config.block_v // 4 >= 4 * threads, (name, kernel)
-
-
-def test_unknown() -> None:
-    with pytest.raises(LookupError, match="no tile of kernel 'nothing'"):
-        row_config("nothing", 100, "cpu")
