@@ -4,7 +4,7 @@
 one's place:
 
 - the tests of the row kernels, on every instruction set that the processor has,
-- 2,000 random cases (`test_random_rows`), each on all of them,
+- 2,000 random cases (`test_random_rows`) on each of them,
 - the suites of the whole engine on the "cpp" backend.
 
 `--quick` runs 200 random cases and some of the row tests. A finding ends its process, with a
@@ -145,7 +145,7 @@ def suites(best: str, *, quick: bool) -> list[tuple[str, list[str]]]:
     ]
     if quick:
         return [("auto", [*rows, RANDOM, *SOME])]
-    others = [(isa, [*rows, *OTHERS]) for isa in ISAS[: ISAS.index(best)]]
+    others = [(isa, [*rows, RANDOM, *OTHERS]) for isa in ISAS[: ISAS.index(best)]]
     return [("auto", [*rows, RANDOM]), *others, ("auto", [*engine, "-k", "cpp"])]
 
 

@@ -1,14 +1,9 @@
-"""Arithmetic, bits and comparisons.
-
-``ex2`` and ``rsqrt`` are exact up to their one rounding, where a GPU's are off by a few units in
-the last place, and so is ``div.full``. ``fma`` rounds once, as a GPU does.
-"""
+"""Arithmetic, bits and comparisons. ``ex2``, ``rsqrt`` and ``div.full`` are rounded once, where a
+GPU's are off by a few units in the last place."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +26,8 @@ def flushed(x: Floats, flush: str | None) -> Floats:
 @known(r"(add|sub|mul)(?:\.rn)?(\.ftz)?\.f32")
 def _float(lanes: Lanes, name: str, flush: str | None, d: str, a: str, b: str) -> None:
     x, y = (flushed(lanes.get(operand, "f32"), flush) for operand in (a, b))
-    lanes.put(
-        d,
-        flushed({"add": operator.add, "sub": operator.sub, "mul": operator.mul}[name](x, y), flush),
-    )
+    functions = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
+    lanes.put(d, flushed(functions[name](x, y), flush))
 
 
 @known(r"fma\.rn(\.ftz)?\.f32")
@@ -75,15 +68,12 @@ def _float_extreme(
     lanes.put(d, keep[name](x, y))
 
 
-@known(r"(ex2\.approx|rsqrt\.approx|rcp\.(?:approx|rn)|sqrt\.(?:approx|rn)|abs|neg)(\.ftz)?\.f32")
+@known(r"(ex2\.approx|rsqrt\.approx|abs|neg)(\.ftz)?\.f32")
 def _of_one(lanes: Lanes, name: str, flush: str | None, d: str, a: str) -> None:
-    functions: dict[str, Callable[[Any], Any]] = {
-        "ex2": np.exp2, "rsqrt": lambda x: 1 / np.sqrt(x), "rcp": lambda x: 1 / x, "sqrt": np.sqrt,
-        "abs": np.abs,
-        "neg": np.negative,
-    }  # fmt: skip
+    functions = {"ex2.approx": np.exp2, "abs": np.abs, "neg": np.negative}
     x = flushed(lanes.get(a, "f32"), flush).astype(np.float64)
-    lanes.put(d, flushed(functions[name.split(".")[0]](x).astype(np.float32), flush))
+    found = 1 / np.sqrt(x) if name == "rsqrt.approx" else functions[name](x)
+    lanes.put(d, flushed(found.astype(np.float32), flush))
 
 
 @known(r"div\.(?:full|approx|rn)(\.ftz)?\.f32")
@@ -95,21 +85,9 @@ def _divide(lanes: Lanes, flush: str | None, d: str, a: str, b: str) -> None:
 @known(rf"(add|sub|min|max)\.{INTEGER}")
 @known(rf"(mul)\.lo\.{INTEGER}")
 def _integer(lanes: Lanes, name: str, kind: str, d: str, a: str, b: str) -> None:
-    functions = {
-        "add": np.add,
-        "sub": np.subtract,
-        "mul": np.multiply,
-        "min": np.minimum,
-        "max": np.maximum,
-    }
+    functions = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+    functions |= {"min": np.minimum, "max": np.maximum}
     lanes.put(d, functions[name](lanes.get(a, kind), lanes.get(b, kind)))
-
-
-@known(r"mul\.hi\.([su]32)")
-def _high_product(lanes: Lanes, kind: str, d: str, a: str, b: str) -> None:
-    wide = TYPES[WIDE[kind]]
-    product = lanes.get(a, kind).astype(wide) * lanes.get(b, kind).astype(wide)
-    lanes.put(d, (product >> wide.type(32)).astype(TYPES[kind]))
 
 
 @known(r"mul\.wide\.([su](?:16|32))")
@@ -125,12 +103,11 @@ def _product_and_sum(lanes: Lanes, name: str, kind: str, d: str, a: str, b: str,
     lanes.put(d, x * y + lanes.get(c, wide))
 
 
-@known(r"(div|rem)\.([su](?:32|64))")
-def _integer_division(lanes: Lanes, name: str, kind: str, d: str, a: str, b: str) -> None:
+@known(r"div\.([su](?:32|64))")
+def _integer_division(lanes: Lanes, kind: str, d: str, a: str, b: str) -> None:
     x, y = lanes.get(a, kind), lanes.get(b, kind)
     y = np.where(y == 0, TYPES[kind].type(1), y)  # of no meaning on a GPU
-    rest = np.fmod(x, y)
-    lanes.put(d, rest if name == "rem" else (x - rest) // y)
+    lanes.put(d, (x - np.fmod(x, y)) // y)
 
 
 @known(rf"(neg|abs)\.{INTEGER}")
@@ -161,28 +138,11 @@ def _shift(lanes: Lanes, name: str, kind: str, d: str, a: str, b: str) -> None:
     lanes.put(d, found)
 
 
-@known(r"bfe\.([su]32)")
-def _bit_field(lanes: Lanes, kind: str, d: str, a: str, start: str, length: str) -> None:
-    x, start_at, bits = lanes.get(a, "u32"), lanes.get(start, "u32"), lanes.get(length, "u32")
-    if kind == "s32":
-        up = (32 - start_at - bits).astype(np.uint32)
-        lanes.put(d, (x << up).view(np.int32) >> (32 - bits).astype(np.int32))
-    else:
-        lanes.put(
-            d,
-            (x >> start_at)
-            & ((np.uint64(1) << bits.astype(np.uint64)) - np.uint64(1)).astype(np.uint32),
-        )
-
-
-@known(r"lop3\.b32")
-def _table(lanes: Lanes, d: str, a: str, b: str, c: str, table: str) -> None:
-    x, y, z = (lanes.get(operand, "b32") for operand in (a, b, c))
-    found = np.zeros(lanes.count, np.uint32)
-    for row in range(8):
-        if int(table, 0) >> row & 1:
-            found |= (x if row & 4 else ~x) & (y if row & 2 else ~y) & (z if row & 1 else ~z)
-    lanes.put(d, found)
+@known(r"bfe\.u32")
+def _bit_field(lanes: Lanes, d: str, a: str, start: str, length: str) -> None:
+    x, at, bits = (lanes.get(operand, "u32").astype(np.uint64) for operand in (a, start, length))
+    one = np.uint64(1)
+    lanes.put(d, (x >> at & ((one << bits) - one)).astype(np.uint32))
 
 
 COMPARISONS = {
@@ -192,34 +152,14 @@ COMPARISONS = {
 }  # fmt: skip
 
 
-@known(r"setp\.(eq|ne|lt|le|gt|ge|lo|ls|hi|hs)(?:\.(and|or|xor))?\.([sub](?:16|32|64))")
-def _compare(
-    lanes: Lanes, name: str, join: str | None, kind: str, d: str, a: str, b: str, c: str = "1"
-) -> None:
-    _put_joined(lanes, d, COMPARISONS[name](lanes.get(a, kind), lanes.get(b, kind)), join, c)
+@known(r"setp\.(eq|ne|lt|le|gt|ge|lo|ls|hi|hs)\.([sub](?:16|32|64))")
+def _compare(lanes: Lanes, name: str, kind: str, d: str, a: str, b: str) -> None:
+    lanes.put(d, COMPARISONS[name](lanes.get(a, kind), lanes.get(b, kind)))
 
 
-@known(r"setp\.(eq|ne|lt|le|gt|ge)(u?)(?:\.(and|or|xor))?(\.ftz)?\.f32")
-def _compare_floats(
-    lanes: Lanes, name: str, unordered: str, join: str | None, flush: str | None,
-    d: str, a: str, b: str, c: str = "1",
-) -> None:  # fmt: skip
+@known(r"setp\.(eq|ne|lt|le|gt|ge|num|nan)(\.ftz)?\.f32")
+def _compare_floats(lanes: Lanes, name: str, flush: str | None, d: str, a: str, b: str) -> None:
     x, y = (flushed(lanes.get(operand, "f32"), flush) for operand in (a, b))
     odd = np.isnan(x) | np.isnan(y)
-    found = COMPARISONS[name](x, y)
-    _put_joined(lanes, d, found | odd if unordered else found & ~odd, join, c)
-
-
-@known(r"setp\.(num|nan)(?:\.(and|or|xor))?(?:\.ftz)?\.f32")
-def _compare_with_nan(
-    lanes: Lanes, name: str, join: str | None, d: str, a: str, b: str, c: str = "1"
-) -> None:
-    odd = np.isnan(lanes.get(a, "f32")) | np.isnan(lanes.get(b, "f32"))
-    _put_joined(lanes, d, odd if name == "nan" else ~odd, join, c)
-
-
-def _put_joined(
-    lanes: Lanes, d: str, found: NDArray[np.bool_], join: str | None, other: str
-) -> None:
-    functions = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
-    lanes.put(d, functions[join](found, lanes.predicate(other)) if join else found)
+    found = odd if name == "nan" else ~odd
+    lanes.put(d, found & COMPARISONS[name](x, y) if name in COMPARISONS else found)

@@ -41,7 +41,7 @@ class Lanes:
         self.count = n = count * threads
         self.shared = Shared(count, shared_bytes, _smallest(kernel), threads)
         self.lane = np.arange(n)
-        self.program, self.warp = self.lane // threads, self.lane // WARP
+        self.program = self.lane // threads
         self.threads = threads
         zero = np.zeros(n, np.uint32)
         self.special = {
@@ -55,7 +55,7 @@ class Lanes:
         self.registers: dict[str, Values] = {}
         self.active: NDArray[np.bool_] | None = None  # who takes the current instruction; None: all
         self.numbers = (self.lane + number).astype(np.int32)
-        self.epoch, self.warp_epoch = np.zeros(count, np.int32), np.zeros(n // WARP, np.int32)
+        self.epoch = np.zeros(count, np.int32)
         self._at = np.zeros(n, np.int32)
         self._waits, self._gone = np.zeros(n, bool), np.zeros(n, bool)
 
@@ -103,8 +103,7 @@ class Lanes:
 
     def who(self, lanes: NDArray[np.int64]) -> Who:
         """What races are found by."""
-        epoch, warp_epoch = self.epoch[self.program[lanes]], self.warp_epoch[self.warp[lanes]]
-        return Who(self.numbers[lanes, None], epoch[:, None], warp_epoch[:, None])
+        return Who(self.numbers[lanes, None], self.epoch[self.program[lanes], None])
 
     def whole_warps(self) -> None:
         """Raise unless the lanes of a warp are active together."""
@@ -203,5 +202,5 @@ def _smallest(kernel: Kernel) -> int:
         for step in kernel.code
         if step.opcode.startswith(("ld.shared", "st.shared"))
     ]
-    matrices = [2 for step in kernel.code if step.opcode.startswith(("ldmatrix", "stmatrix"))]
+    matrices = [2 for step in kernel.code if step.opcode.startswith("ldmatrix")]
     return min([16, *matrices, *(TYPES[kind].itemsize for kind in kinds)])

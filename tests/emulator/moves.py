@@ -11,7 +11,7 @@ from tests.emulator.lanes import Lanes
 from tests.emulator.memory import Space
 from tests.emulator.ptx import TYPES, address, elements
 
-ROUNDINGS = {"rmi": np.floor, "rpi": np.ceil, "rzi": np.trunc, "rni": np.rint}
+ROUNDINGS = {"rmi": np.floor, "rni": np.rint}
 
 
 def to_bfloat16(x: NDArray[np.float32]) -> NDArray[np.uint16]:
@@ -49,20 +49,6 @@ def _select(lanes: Lanes, kind: str, d: str, a: str, b: str, p: str) -> None:
     lanes.put(d, np.where(lanes.predicate(p), lanes.get(a, kind), lanes.get(b, kind)))
 
 
-@known(r"prmt\.b32")
-def _permute_bytes(lanes: Lanes, d: str, a: str, b: str, selector: str) -> None:
-    low, high, places = (
-        lanes.get(operand, "b32").astype(np.uint64) for operand in (a, b, selector)
-    )
-    both, found = low | high << np.uint64(32), np.zeros(lanes.count, np.uint64)
-    for i in range(4):
-        place = places >> np.uint64(4 * i)
-        byte = both >> ((place & np.uint64(7)) * np.uint64(8)) & np.uint64(255)
-        sign = np.where(byte & np.uint64(128), np.uint64(255), np.uint64(0))
-        found |= np.where(place & np.uint64(8), sign, byte) << np.uint64(8 * i)
-    lanes.put(d, found.astype(np.uint32))
-
-
 @known(r"cvt\.rn\.(bf16|f16)\.f32")
 def _to_16_bits(lanes: Lanes, kind: str, d: str, a: str) -> None:
     x = lanes.get(a, "f32")
@@ -86,20 +72,9 @@ def _from_16_bits(lanes: Lanes, kind: str, d: str, a: str) -> None:
         lanes.put(d, lanes.get(a, "f16").astype(np.float32))
 
 
-@known(r"cvt\.(rmi|rpi|rzi|rni)(\.ftz)?\.f32\.f32")
+@known(r"cvt\.(rmi|rni)(\.ftz)?\.f32\.f32")
 def _to_whole(lanes: Lanes, rounding: str, flush: str | None, d: str, a: str) -> None:
     lanes.put(d, flushed(ROUNDINGS[rounding](flushed(lanes.get(a, "f32"), flush)), flush))
-
-
-@known(r"cvt\.(rmi|rpi|rzi|rni)(\.ftz)?\.([su](?:32|64))\.f32")
-def _to_integer(lanes: Lanes, rounding: str, flush: str | None, kind: str, d: str, a: str) -> None:
-    """The nearest number that there is, and 0 of NaN."""
-    limits = np.iinfo(TYPES[kind])
-    x = np.nan_to_num(
-        ROUNDINGS[rounding](flushed(lanes.get(a, "f32"), flush).astype(np.float64)), nan=0.0
-    )
-    inside = np.maximum(np.where(x < limits.max, x, 0.0), limits.min).astype(TYPES[kind])
-    lanes.put(d, np.where(x < limits.max, inside, TYPES[kind].type(limits.max)))
 
 
 @known(r"cvt\.rn\.(f32)\.([su](?:16|32|64))")
@@ -142,11 +117,10 @@ def _store(lanes: Lanes, space: str, kind: str, place: str, registers: str) -> N
     memory.store(addresses, values, programs, lanes.who(chosen))
 
 
-@known(r"(ld|st)matrix\.sync\.aligned\.m8n8\.x([124])\.shared\.b16")
-def _matrix(lanes: Lanes, name: str, count: str, first: str, second: str) -> None:
+@known(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])\.shared\.b16")
+def _matrix(lanes: Lanes, count: str, registers: str, place: str) -> None:
     """Lane 8 i + j has the address of row j of matrix i, and gets two elements of row lane / 4."""
     lanes.whole_warps()
-    registers, place = (first, second) if name == "ld" else (second, first)
     chosen = lanes.chosen()
     memory, addresses, programs = _place(lanes, "shared", place, lanes.lane)
     for i, register in enumerate(elements(registers)):
@@ -154,14 +128,9 @@ def _matrix(lanes: Lanes, name: str, count: str, first: str, second: str) -> Non
         at = addresses[of_row] + chosen % 4 * 4
         if (addresses[of_row] % 16).any():
             at = addresses[of_row] + 1  # rows must begin at multiples of 16: refused as misaligned
-        if name == "ld":
-            values = np.zeros(lanes.count, np.uint32)
-            values[chosen] = memory.load(at, 4, 1, programs[chosen], lanes.who(chosen))[:, 0]
-            lanes.put(register, values)
-        else:
-            memory.store(
-                at, lanes.get(register, "b32")[chosen, None], programs[chosen], lanes.who(chosen)
-            )
+        values = np.zeros(lanes.count, np.uint32)
+        values[chosen] = memory.load(at, 4, 1, programs[chosen], lanes.who(chosen))[:, 0]
+        lanes.put(register, values)
 
 
 def _place(

@@ -1,8 +1,7 @@
 """Races: two lanes at one place in memory, one of them writing, with nothing that orders them.
 
-Two lanes of a warp are ordered by ``bar.warp.sync`` between them, two lanes of a program by
-``bar.sync``, and lanes of two programs by nothing. A cell remembers its last writer and its last
-readers. An epoch counts a program's barriers, a warp's epoch those of the warp.
+Two lanes of a program are ordered by ``bar.sync`` between them, lanes of two programs by nothing.
+A cell remembers its last writer and its last readers; an epoch counts a program's barriers.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from tests.emulator.ptx import Fault
 
 NOBODY = -1
 WARP = 32
-LANE, OF_WARP, OF_PROGRAM, OF_ALL = range(1, 5)  # among whom several readers are found
+LANE, OF_PROGRAM, OF_ALL = range(1, 4)  # among whom several readers are found
 Numbers = NDArray[np.int32]
 
 
@@ -26,7 +25,6 @@ class Who:
 
     lane: Numbers
     epoch: Numbers
-    warp_epoch: Numbers
 
 
 class Seen:
@@ -34,13 +32,10 @@ class Seen:
 
     def __init__(self, cells: int) -> None:
         self.lane = np.full(cells, NOBODY, np.int32)
-        self.epoch, self.warp_epoch = np.zeros(cells, np.int32), np.zeros(cells, np.int32)
-        self.breadth = np.zeros(cells, np.int8)
+        self.epoch, self.breadth = np.zeros(cells, np.int32), np.zeros(cells, np.int8)
 
     def put(self, cells: Numbers, who: Who, breadth: NDArray[np.int8] | int) -> None:
-        """`who` was at `cells` (k, w) last."""
-        self.lane[cells], self.breadth[cells] = who.lane, breadth
-        self.epoch[cells], self.warp_epoch[cells] = who.epoch, who.warp_epoch
+        self.lane[cells], self.epoch[cells], self.breadth[cells] = who.lane, who.epoch, breadth
 
 
 class Trace:
@@ -53,16 +48,11 @@ class Trace:
     def read(self, cells: Numbers, who: Who) -> None:
         """Lanes read their `cells` (k, w)."""
         self._refuse(self._written, cells, who, "reads what {} wrote")
-        seen, breadth = self._read, np.full(cells.shape, LANE, np.int8)
-        before = seen.lane[cells]
-        if (before != NOBODY).any():  # those that a barrier separates from now on can be forgotten
-            forgotten = (before == NOBODY) | self._ordered(seen, cells, who, before)
-            breadth = np.where(
-                forgotten,
-                breadth,
-                np.maximum(seen.breadth[cells], self._relation(before, who.lane)),
-            ).astype(np.int8)
-        seen.put(cells, who, breadth)
+        seen, before = self._read, self._read.lane[cells]
+        # those that a barrier separates from now on can be forgotten
+        forgotten = (before == NOBODY) | self._ordered(seen, cells, who, before)
+        known = np.maximum(seen.breadth[cells], self._relation(before, who.lane))
+        seen.put(cells, who, np.where(forgotten, np.int8(LANE), known))
         last = seen.lane[cells]
         several = last != who.lane  # in this instruction
         if several.any():
@@ -91,23 +81,12 @@ class Trace:
 
     def _ordered(self, seen: Seen, cells: Numbers, who: Who, before: Numbers) -> NDArray[np.bool_]:
         """Whether a barrier lies between who was there `before` and `who`."""
-        breadth = seen.breadth[cells]
-        by_program = (before // self._threads == who.lane // self._threads) & (
-            breadth <= OF_PROGRAM
-        )
-        by_warp = (before // WARP == who.lane // WARP) & (breadth <= OF_WARP)
-        return (by_program & (seen.epoch[cells] < who.epoch)) | (
-            by_warp & (seen.warp_epoch[cells] < who.warp_epoch)
-        )
+        one_program = before // self._threads == who.lane // self._threads
+        return one_program & (seen.breadth[cells] <= OF_PROGRAM) & (seen.epoch[cells] < who.epoch)
 
     def _relation(self, x: Numbers, y: Numbers) -> NDArray[np.int8]:
         """The smallest of `LANE` to `OF_ALL` that holds both lanes."""
-        apart = (
-            (x != y).astype(np.int8)
-            + (x // WARP != y // WARP)
-            + (x // self._threads != y // self._threads)
-        )
-        return (LANE + apart).astype(np.int8)
+        return LANE + (x != y).astype(np.int8) + (x // self._threads != y // self._threads)
 
     def _name(self, lane: int) -> str:
         return f"thread {lane % self._threads} of program {lane // self._threads}"

@@ -37,7 +37,7 @@ TEXT = """
 
 def execute(
     body: str, *tensors: Tensor, threads: int = WARP, programs: int = 1, shared: int = 0
-) -> Lanes:
+) -> None:
     """Run `body`; %r0 is the thread, %r1 the program, and %rd0, %rd1, ... point to `tensors`."""
     names = [f"written_param_{i}" for i in range(len(tensors))]
     text = TEXT.format(
@@ -48,19 +48,9 @@ def execute(
     )
     memory = Global(dict(zip(names, tensors, strict=True)), threads)
     pointers = {name: memory.pointer(name) for name in names}
-    lanes = Lanes(
-        parse(text),
-        pointers,
-        memory,
-        shared,
-        programs=programs,
-        threads=threads,
-        first=0,
-        count=programs,
-    )
-    lanes.run()
+    grid = {"programs": programs, "threads": threads, "first": 0, "count": programs}
+    Lanes(parse(text), pointers, memory, shared, **grid).run()
     memory.copy_back()
-    return lanes
 
 
 # the thread's element of the first argument, and its own of shared memory
@@ -133,23 +123,19 @@ def test_memory_is_written_before_it_is_read() -> None:
     refused("reads shared memory that nobody wrote", SHARED_LOAD + SHARED_STORE, shared=128)
 
 
-@pytest.mark.parametrize(
-    ("threads", "other", "barrier"), [(32, 4, "bar.warp.sync -1;"), (64, 128, BARRIER)]
-)
-def test_races_of_threads(threads: int, other: int, barrier: str) -> None:
-    """Of a warp, ordered by a barrier of warps, and of two warps, for which that is not enough;
-    nor is a fence."""
+@pytest.mark.parametrize(("threads", "other"), [(32, 4), (64, 128)])
+def test_races_of_threads(threads: int, other: int) -> None:
+    """Of a warp, and of two."""
     options = {"threads": threads, "shared": 256}
     store, load, next_of = SHARED_STORE, "ld.shared.b32 %r2, [%r12];", NEXT.format(other)
-    for barriers in ("", "fence.acq_rel.cta;" if threads == 32 else "bar.warp.sync -1;"):
-        body = store + barriers + next_of + load
-        refused(r"race: .* reads what thread \d+ of program 0 wrote", body, **options)
-    execute(store + barrier + next_of + load, **options)
-    read, write = f"{store} {barrier} {next_of} {load}", "st.shared.b32 [%r10], %r2;"
-    refused(r"race: .* writes what thread \d+ of program 0 read", read + write, **options)
-    execute(read + barrier + write, **options)
+    of_other = r"thread \d+ of program 0"
+    refused(f"race: .* reads what {of_other} wrote", store + next_of + load, **options)
+    execute(store + BARRIER + next_of + load, **options)
+    read, write = f"{store} {BARRIER} {next_of} {load}", "st.shared.b32 [%r10], %r2;"
+    refused(f"race: .* writes what {of_other} read", read + write, **options)
+    execute(read + BARRIER + write, **options)
     body = f"{store} {next_of} st.shared.b32 [%r12], %r0;"
-    refused(r"race: .* writes where thread \d+ of program 0 wrote", body, **options)
+    refused(f"race: .* writes where {of_other} wrote", body, **options)
 
 
 def test_many_readers_are_all_remembered() -> None:
@@ -199,21 +185,12 @@ def test_what_threads_do_together() -> None:
     execute(f"{some} bra $A; add.s32 %r2, %r0, 1; $A: bar.sync 0;", threads=64)
     refused("a part of a warp", f"setp.gt.u32 %p1, %r0, 3; @%p1 bra $A; {SHUFFLE} $A:")
     refused("expected all lanes of a warp to be members", SHUFFLE.replace("-1", "65535"))
-    refused("trap", f"setp.gt.u32 %p1, %r0, 30; @%p1 trap; {LOAD}", numbers())
 
 
-@pytest.mark.parametrize(
-    "opcode",
-    [
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
-        "add.sat.s32",
-        "fence.proxy.async",
-        "frob.b32",
-    ],
-)
-def test_unknown_instructions_are_named(opcode: str) -> None:
-    with pytest.raises(UnknownInstruction, match=f"got {opcode}"):
-        execute(f"{opcode} %r2, %r0, %r0;")
+def test_unknown_instructions_are_named() -> None:
+    for opcode in ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", "add.sat.s32", "trap"):
+        with pytest.raises(UnknownInstruction, match=f"got {opcode}"):
+            execute(f"{opcode} %r2, %r0, %r0;")
     with pytest.raises(UnknownInstruction, match="expected a statement of PTX, got '%r2 = 3"):
         execute("%r2 = 3")
 
@@ -234,43 +211,23 @@ def result(code: str, kind: str = "b32") -> int:
     return int(out.numpy().view(f"u{size // 8}")[0])
 
 
-ONE_OF_A_WARP = "setp.eq.u32 %p1, %r0, 7;"
-
-
 @pytest.mark.parametrize(
     ("code", "want"),
     [
         ("shl.b32 %r2, 1, 32;", 0),
         ("shr.u32 %r2, -1, 40;", 0),
         ("shr.s32 %r2, -8, 40;", 0xFFFFFFFF),
-        ("prmt.b32 %r2, 0x33221180, 0x77665544, 0x8765;", 0xFF776655),
-        ("prmt.b32 %r2, 0x33221180, 0x77665544, 0x0008;", 0x808080FF),
         ("bfe.u32 %r2, 0xABCD1234, 8, 12;", 0xD12),
-        ("bfe.s32 %r2, 0xABCD1234, 12, 8;", 0xFFFFFFD1),
-        ("lop3.b32 %r2, 0xF0F0, 0xFF00, 0x3333, 0xCA;", (0xF0F0 & 0xFF00) | (~0xF0F0 & 0x3333)),
         ("div.s32 %r2, -7, 2;", 0xFFFFFFFD),
-        ("rem.s32 %r2, -7, 2;", 0xFFFFFFFF),
-        ("mul.hi.u32 %r2, 0xFFFFFFFF, 3;", 2),
-        ("mul.hi.s32 %r2, -1, 3;", 0xFFFFFFFF),
         ("min.s32 %r2, -1, 1;", 0xFFFFFFFF),
         ("min.u32 %r2, -1, 1;", 1),
         ("setp.lt.u32 %p1, -1, 1; selp.b32 %r2, 5, 6, %p1;", 6),
         (f"setp.lt.f32 %p1, {bits(NAN)}, {bits(1)}; selp.b32 %r2, 5, 6, %p1;", 6),
-        (f"setp.ltu.f32 %p1, {bits(NAN)}, {bits(1)}; selp.b32 %r2, 5, 6, %p1;", 5),
         (f"setp.ne.f32 %p1, {bits(NAN)}, {bits(1)}; selp.b32 %r2, 5, 6, %p1;", 6),
-        (f"setp.neu.f32 %p1, {bits(NAN)}, {bits(1)}; selp.b32 %r2, 5, 6, %p1;", 5),
-        ("setp.eq.s32 %p1, 1, 1; setp.eq.and.s32 %p2, 2, 2, !%p1; selp.b32 %r2, 5, 6, %p2;", 6),
         (f"max.f32 %r2, {bits(NAN)}, {bits(2)};", int(bits(2)[2:], 16)),
         (f"ex2.approx.ftz.f32 %r2, {bits(-127)};", 0),
         (f"ex2.approx.f32 %r2, {bits(-127)};", 1 << 22),
         (f"mul.ftz.f32 %r2, {bits(-1e-30)}, {bits(1e-10)};", 0x80000000),
-        (f"rsqrt.approx.ftz.f32 %r2, {bits(4)};", int(bits(0.5)[2:], 16)),
-        (f"rcp.approx.ftz.f32 %r2, {bits(4)};", int(bits(0.25)[2:], 16)),
-        (f"sqrt.rn.f32 %r2, {bits(9)};", int(bits(3)[2:], 16)),
-        (f"cvt.rni.s32.f32 %r2, {bits(2.5)};", 2),
-        (f"cvt.rzi.s32.f32 %r2, {bits(-3e9)};", 0x80000000),
-        (f"cvt.rzi.s32.f32 %r2, {bits(INF)};", 0x7FFFFFFF),
-        (f"cvt.rzi.s32.f32 %r2, {bits(NAN)};", 0),
         (f"cvt.rmi.ftz.f32.f32 %r2, {bits(-1.5)};", int(bits(-2)[2:], 16)),
         (f"cvt.rn.bf16x2.f32 %r2, {bits(1)}, {bits(2)};", 0x3F804000),
         (
@@ -279,16 +236,7 @@ ONE_OF_A_WARP = "setp.eq.u32 %p1, %r0, 7;"
         ),
         ("redux.sync.min.s32 %r2, %r0, -1;", 0),
         ("redux.sync.max.s32 %r2, %r0, -1;", 31),
-        ("redux.sync.add.s32 %r2, %r0, -1;", 496),
-        ("or.b32 %r3, %r0, 64; redux.sync.and.b32 %r2, %r3, -1;", 64),
-        ("redux.sync.or.b32 %r2, %r0, -1;", 31),
-        ("min.u32 %r3, %r0, 1; redux.sync.xor.b32 %r2, %r3, -1;", 1),
         ("shfl.sync.bfly.b32 %r2, %r0, 16, 31, -1;", 16),
-        ("shfl.sync.idx.b32 %r2, %r0, 7, 31, -1;", 7),
-        ("shfl.sync.down.b32 %r2, %r0, 3, 31, -1;", 3),
-        ("shfl.sync.up.b32 %r2|%p1, %r0, 3, 0, -1; selp.b32 %r2, 1, 9, %p1;", 9),
-        (f"{ONE_OF_A_WARP} vote.sync.any.pred %p2, %p1, -1; selp.b32 %r2, 5, 6, %p2;", 5),
-        (f"{ONE_OF_A_WARP} vote.sync.all.pred %p2, %p1, -1; selp.b32 %r2, 5, 6, %p2;", 6),
     ],
 )  # fmt: skip
 def test_results(code: str, want: int) -> None:
@@ -326,15 +274,10 @@ def test_one_rounding_of_a_product_and_a_sum() -> None:
 
 
 def test_bfloat16_is_rounded_to_the_nearest() -> None:
-    x = torch.cat(
-        [
-            torch.randn(10_000),
-            torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, INF, -INF, 3.4e38, 0.0, -0.0]),
-        ]
-    )
-    assert np.array_equal(
-        to_bfloat16(x.numpy()), x.bfloat16().view(torch.int16).numpy().view(np.uint16)
-    )
+    special = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, INF, -INF, 3.4e38, 0.0, -0.0])
+    x = torch.cat([torch.randn(10_000), special])
+    want = x.bfloat16().view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(to_bfloat16(x.numpy()), want)
 
 
 def test_text_is_read_as_written() -> None:
@@ -348,10 +291,8 @@ def test_text_is_read_as_written() -> None:
     $L__BB0_2: ld.global.v2.b32 { %r2, %r3 }, [%rd0+16];
     """
     head = '.file 1 "/somewhere/steps.py"\n'
-    kernel = parse(
-        head
-        + TEXT.format(parameters=".param .u64 written_param_0", threads=32, loads="", body=body)
-    )
+    given = {"parameters": ".param .u64 written_param_0", "threads": 32, "loads": ""}
+    kernel = parse(head + TEXT.format(**given, body=body))
     assert kernel.parameters == ("written_param_0",)
     compare, branch, load, _ret = kernel.code[-4:]
     assert (compare.opcode, compare.line) == ("setp.eq.s32", "steps.py:12")

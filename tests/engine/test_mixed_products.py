@@ -19,7 +19,6 @@ from tests.support.on_device import relative
 from tests.support.pretend_gpu import OnGPU, autocast, here, pretended
 from tests.support.reference import reference_loss
 from tests.support.run_case import allowed_engines, run
-from tests.support.sampler import candidates, centered_loss
 from tests.support.tolerance import assert_matches, bounds_of
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:.*CUDA is not available")]
@@ -112,17 +111,6 @@ def test_fp16_gradients_of_more_ids_stay_in_range(gpu: Tape, scale: float) -> No
     (d_logits,) = torch.autograd.grad(scale * logps.sum(), exact)
     (got,) = torch.autograd.grad(scale * found.topk_logps.sum(), there)
     assert relative(here(got), d_logits.t() @ hidden.double()) < 2e-3
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
-def test_candidates_of_a_sampler(gpu: Tape, engine: str, dtype: torch.dtype) -> None:
-    case = make_case("fp16 candidates", b=4, t=9, h=24, v=90, dtype=dtype, old=False)
-    case = candidates(case, 8).but(weight=case.weight.float(), workspace_bytes=8 * KILOBYTE)
-    _, want = centered_loss(case)
-    with autocast(dtype):
-        _, grads = run_there(case, engine)
-    assert relative(grads["weight"], want["weight"]) < 16 * torch.finfo(dtype).eps
 
 
 def test_an_adapter_beside_a_float64_head(gpu: Tape) -> None:

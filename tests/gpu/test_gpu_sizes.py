@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from torch import Tensor
 
 from grpo_kernels import Run, linear_logprob
-from grpo_kernels.backends import LogitTransform, choose_backend
-from grpo_kernels.backends.fused_loss import FusedLoss
-from grpo_kernels.backends.interface import Chunk, Coefficients, RowStats
-from grpo_kernels.base.tensors import take
+from grpo_kernels.backends import choose_backend
 from tests.support.on_device import BACKENDS, leaves, relative, same_bits, truth
 
 pytestmark = pytest.mark.unit
@@ -24,41 +18,6 @@ BF16_GRADIENT = 6e-3  # of d logits rounded to bf16 once, and of the result
 def needs(device: torch.device, gigabytes: float) -> None:
     if device.type == "cuda" and torch.cuda.mem_get_info()[0] < gigabytes * 1e9:
         pytest.skip(f"needs {gigabytes:g} GB of free device memory")
-
-
-@pytest.mark.parametrize("kernel", ["stats", "grad", "fused"])
-def test_row_kernels_beyond_2_to_the_31_logits(
-    device: torch.device, kernel: str, as_in_use: None
-) -> None:
-    """Rows on both sides of the element 2^31 have the bits that they have in a small tensor."""
-    n, v = (14_200, 151_936) if device.type == "cuda" else (9, 70)
-    needs(device, 30)
-    backend, few = choose_backend("triton", device)[0], min(64, n)
-    g = torch.Generator(device).manual_seed(0)
-    some = torch.randn(few, v, generator=g, device=device) * 3
-    some_ids = torch.randint(v, (few,), generator=g, device=device)
-    rows = torch.arange(n, device=device) % few
-    loss = FusedLoss(
-        surrogate="clipped", kl=None, corrects_kl=False, advantages=some_ids / v, d_policy=None,
-        weights=torch.ones(few, device=device), old=-some_ids / v, ref=None, gate=None,
-        constants=(0.8, 1.2, math.inf), beta=0.0, d_entropy=0.0,
-    )  # fmt: skip
-
-    def run(logits: Tensor, at: Tensor) -> tuple[RowStats, Tensor]:
-        chunk, out = Chunk(logits, some_ids[at], LogitTransform()), torch.empty_like(logits)
-        if kernel == "fused":
-            return backend.fused(chunk, take(loss, at), out), out
-        stats = backend.stats(chunk, entropy=True)
-        if kernel == "grad":
-            backend.grad(chunk, stats, Coefficients(some_ids[at] / v, some_ids[at] * 0.1 / v), out)
-        return stats, out
-
-    want, gradient = run(some.clone(), rows[:few])
-    found, out = run(some[rows], rows)
-    assert same_bits((found.logps, found.entropies), (want.logps[rows], want.entropies[rows]))
-    for start in range(0, n if kernel != "stats" else 0, few):
-        here = out[start : start + few]
-        assert torch.equal(here, gradient[: len(here)]), f"rows from {start}"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

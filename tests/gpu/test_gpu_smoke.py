@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +29,6 @@ pytest.importorskip("triton")
 from benchmarks.timing import Clock
 from grpo_kernels.backends import choose_backend, triton_rows
 from grpo_kernels.backends.interface import Chunk, Coefficients, ReferenceLogits
-from grpo_kernels.backends.triton_rows import rows as row_work
 from tests.support.case_builder import make_case
 from tests.support.on_device import run_on
 from tests.support.reference import reference_loss
@@ -195,26 +193,6 @@ def kernel_functions() -> set[str]:
         for x in pkgutil.iter_modules(triton_rows.__path__)
     ]
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
-
-
-def test_a_wrong_kernel_is_noticed() -> None:
-    """An element in a row's tail that is off by a hundredth; one that is written past its end."""
-    launch, cpu = row_work.launch_grad, torch.device("cpu")
-
-    def wrong(place: int) -> Any:
-        def launched(chunk: Any, *args: Any, **kwargs: Any) -> Any:
-            out = args[3]
-            launch(chunk, *args, **kwargs)
-            if place < out.shape[1]:
-                out[-1, place] *= 1.01
-            else:
-                out.as_strided((1,), (1,), place)[:] = 0.0
-
-        return launched
-
-    for place in (1099, 1100):
-        with mock.patch.object(row_work, "launch_grad", wrong(place)):
-            assert worst(compared("grad", cpu, 1100, FP32, False))[0] > 1, place
 
 
 PRETENDED = """

@@ -99,8 +99,7 @@ def read(path: Path) -> tuple[dict[str, str], Stored]:
 def difference(old: Any, new: Any) -> float:
     """Distance of two results in units in the last place of the largest number; inf: not alike."""
     if isinstance(old, str) or isinstance(new, str):
-        same = isinstance(old, str) and isinstance(new, str) and old == new
-        return 0.0 if same else torch.inf
+        return 0.0 if type(old) is type(new) and old == new else torch.inf
     if old.dtype != new.dtype or old.shape != new.shape:
         return torch.inf
     if not old.is_floating_point():
@@ -109,9 +108,8 @@ def difference(old: Any, new: Any) -> float:
         return 0.0
     x, y = old.double(), new.double()
     finite = x.isfinite()
-    if not torch.equal(finite, y.isfinite()) or not torch.equal(
-        x[~finite].nan_to_num(), y[~finite].nan_to_num()
-    ):
+    others = (z[~finite].nan_to_num() for z in (x, y))
+    if not torch.equal(finite, y.isfinite()) or not torch.equal(*others):
         return torch.inf
     largest = x[finite].abs().max().clamp(min=torch.finfo(old.dtype).tiny)
     off = float((x[finite] - y[finite]).abs().max() / (largest * torch.finfo(old.dtype).eps))
@@ -158,10 +156,9 @@ def compare(
 
 def lines(table: dict[str, Counter[str]], near: str) -> list[str]:
     """The table in words, its sums last."""
-    total: Counter[str] = sum(table.values(), Counter())
     columns = {"cases": "cases", "equal": "equal by bits", "near": near, "off": "off"}
     rows = [f"{'group':12}" + "".join(f"{title:>16}" for title in columns.values())]
-    for group, counts in [*sorted(table.items()), ("all", total)]:
+    for group, counts in [*sorted(table.items()), ("all", sum(table.values(), Counter()))]:
         rows.append(f"{group:12}" + "".join(f"{counts[name]:16}" for name in columns))
     return rows
 

@@ -87,14 +87,8 @@ class Calls:
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
         **run: Any,
     ) -> None:
-        """Draw them.
-
-        Args:
-            plain: a weight alone, in fewer combinations.
-            mixed: each tensor has a dtype of its own.
-            around: makes the context of the call.
-            run: fields of `Run`.
-        """
+        """`plain`: a weight alone, in fewer combinations; `mixed`: each tensor has a dtype of its
+        own; `around` makes the call's context; `run`: fields of `Run`."""
         self.d, self.around = d, around
         self.dtype = d.choice(DTYPES) if dtype is None else dtype
         self.h, rows = d.choice((3, 5, 8)), d.choice((7, 11, 19, 24, 40))
@@ -183,7 +177,6 @@ class Calls:
         return results | {f"d_{k}": x.grad for k, x in self.leaves.items() if x.grad is not None}
 
     def score(self, **given: Any) -> Results:
-        """`call` of `linear_logprob`."""
         score = partial(grpo_kernels.linear_logprob, self.hidden, self.head, self.ids, **given)
         return self.call(lambda run: score(run=run))
 
@@ -208,7 +201,6 @@ HEAD = ("weight", "bias", "lora_a", "lora_b")
 
 
 def drawn_constants(d: Draw) -> dict[str, Any]:
-    """Fields of a `Head`."""
     constants: dict[str, Any] = {}
     if d.random() < 0.25:
         constants["final_logit_softcapping"] = d.choice((1.0, 5.0, 30.0))
@@ -220,7 +212,6 @@ def drawn_constants(d: Draw) -> dict[str, Any]:
 
 
 def read(out: Any) -> Results:
-    """The results of a call by name, detached."""
     if isinstance(out, Tensor):
         return {"result": out.detach()}
     if hasattr(out, "metrics") and hasattr(out, "loss"):
@@ -243,7 +234,6 @@ def entries(x: Any) -> list[tuple[str, Any]]:
 
 
 def loss_fields(d: Draw, kind: str | None = None, level: str | None = None) -> dict[str, Any]:
-    """Fields of a `LossConfig`."""
     kind = kind or d.choice(LOSS_TYPES)
     fields: dict[str, Any] = {
         "loss_type": kind,
@@ -328,7 +318,6 @@ def packed(x: Any) -> Any:
 
 
 def packed_call(d: Draw, tokens: list[Any], inputs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Both packed; without ratios of sequences, whose shape would be ambiguous."""
     inputs = {name: packed(x) for name, x in inputs.items()} | {"cu_seqlens": bounds(d)}
     ratio = inputs.get("importance_sampling_ratio")
     if ratio is not None and ratio.shape != (N,):
@@ -391,7 +380,6 @@ def loss_case(
 
 
 def merged_case(d: Draw) -> Results:
-    """The metrics of two micro-batches."""
     config = loss_config(**loss_fields(d) | {"kl_estimator": "k3", "top_entropy_quantile": 1.0})
     parts = []
     for _ in range(2):
@@ -406,7 +394,6 @@ def merged_case(d: Draw) -> Results:
 
 
 def of_module(d: Draw) -> Results:
-    """The loss and scores of a head module."""
     c = Calls(d, plain=True)
     linear = torch.nn.Linear(c.h, c.v, bias=d.random() < 0.5, dtype=c.dtype)
     with torch.no_grad():
@@ -431,13 +418,13 @@ def temperature_of(d: Draw) -> Any:
     return d.choice((1.0, 1.0, 0.7, 1.6))
 
 
+def scored_with(d: Draw, c: Calls) -> dict[str, Any]:
+    return {"completion_mask": masked_as(d, c.mask), "temperature": temperature_of(d)}
+
+
 def logprob_case(d: Draw, **options: Any) -> Results:
-    """One `linear_logprob`."""
     c = Calls(d, **options)
-    given: dict[str, Any] = {
-        "completion_mask": masked_as(d, c.mask),
-        "temperature": temperature_of(d),
-    }
+    given = scored_with(d, c)
     given["entropy"] = d.random() < 0.7
     if d.random() < 0.2:
         on_missing_set = d.choice(("error", "full"))
@@ -474,7 +461,6 @@ def policy_expectation_case(d: Draw, **options: Any) -> Results:
 
 
 def divergence_case(d: Draw, **options: Any) -> Results:
-    """One `linear_divergence`."""
     c = Calls(d, **options)
     h, rows = d.choice((2, c.h)), c.v + d.choice((0, 0, 0, 3))
     teacher = Head(
@@ -482,10 +468,7 @@ def divergence_case(d: Draw, **options: Any) -> Results:
         d.sometimes(0.3, d.normal(rows, step=1 / 16, dtype=c.dtype)),
         **drawn_constants(d),
     )
-    given: dict[str, Any] = {
-        "completion_mask": masked_as(d, c.mask),
-        "temperature": temperature_of(d),
-    }
+    given = scored_with(d, c)
     given["divergence"] = d.choice(("reverse_kl", "forward_kl", "jsd"))
     if given["divergence"] == "jsd":
         given["beta"] = d.choice((None, 0.0, 0.1, 0.5, 0.9, 1.0))
@@ -501,17 +484,13 @@ def divergence_case(d: Draw, **options: Any) -> Results:
 
 
 def top_k_case(d: Draw, **options: Any) -> Results:
-    """One `topk_divergence`."""
     c = Calls(d, **options)
     k = d.choice((1, 3, 4))
     rows = [d.sample(range(c.v), k) for _ in range(N)]
     listed = torch.tensor(rows).view(B, T, k).masked_fill(d.integers(5, B, T, k) == 0, -1)
     raw = d.normal(B, T, k + 1, dtype=torch.float64).log_softmax(-1)[..., :k]
     logps = ((raw * 2**10).round() / 2**10).float()
-    given: dict[str, Any] = {
-        "completion_mask": masked_as(d, c.mask),
-        "temperature": temperature_of(d),
-    }
+    given = scored_with(d, c)
     given["divergence"] = d.choice(("forward_kl", "reverse_kl"))
     if given["divergence"] == "forward_kl":
         given["tail"] = d.choice((None, True, False))
@@ -526,7 +505,6 @@ def top_k_case(d: Draw, **options: Any) -> Results:
 def from_logps_case(
     d: Draw, *, objective: Callable[..., Any] | None = None, **fields: Any
 ) -> Results:
-    """One `policy_loss_from_logps`."""
     if objective is None:
         fields = loss_fields(d) | fields
         fields["kl_estimator"] = d.choice(("k1", "k2", "k3"))
@@ -575,7 +553,6 @@ CUSTOM = {x.__name__: x for x in (reinforce, with_entropy, centred, placed)}
 
 
 def custom_case(d: Draw, name: str, declared: bool, **options: Any) -> Results:
-    """The loss of a function of the user's own."""
     function = CUSTOM[name]
     if declared:
         function = grpo_kernels.token_level(function)
@@ -607,7 +584,6 @@ OF_SAMPLER = ("icepop", "ipo", "kpop", "rollout_is")
 
 
 def objective_case(d: Draw, name: str, options: dict[str, Any]) -> Results:
-    """A published loss of `grpo_kernels.objectives`."""
     function = getattr(grpo_kernels.objectives, RENAMED.get(name, name))
     if name == "clip_cov":
         options = {**options, "generator": torch.Generator().manual_seed(5)}
@@ -650,7 +626,6 @@ def batch_mask(d: Draw) -> Tensor:
 
 
 def advantage_arguments(d: Draw, name: str) -> dict[str, Any]:
-    """Arguments of one of `grpo_kernels.advantages`."""
     functions = d.choice((0, 0, 2))
     rewards: dict[str, Any] = {"rewards": rewards_of(d, functions)}
     if functions:  # stated, since groups may have as many rows as there are functions
@@ -690,18 +665,15 @@ ADVANTAGES = (
 
 
 def every_field(config: LossConfig) -> str:
-    """The fields of a config, defaults too."""
     values = (f"{x.name}={getattr(config, x.name)!r}" for x in fields(config))
     return f"LossConfig({', '.join(values)})"
 
 
 def advantage_case(d: Draw, name: str) -> Results:
-    """One of `grpo_kernels.advantages`."""
     return read(getattr(grpo_kernels.advantages, name)(**advantage_arguments(d, name)))
 
 
 def rollout_case(d: Draw) -> Results:
-    """One `rollouts.correct`."""
     mask, old = d.mask(), -d.normal(B, T).abs()
     sampling = (old + d.normal(B, T, scale=0.4)).clamp(max=-(2.0**-10))
     if d.random() < 0.3:
@@ -727,8 +699,6 @@ def rollout_case(d: Draw) -> Results:
 
 
 def rewards_case(d: Draw) -> Results:
-    """`rewards.compute_rewards` of functions of both kinds."""
-
     def lengths(completions: list[str], **_: Any) -> list[float]:
         return [len(x) / 3 for x in completions]
 
@@ -753,7 +723,6 @@ PRESETS = (
 
 
 def preset_case(d: Draw, name: str, **options: Any) -> Results:
-    """The loss of a preset, whose fields are compared, too."""
     config = replace(getattr(grpo_kernels.presets, name), max_completion_length=512)
     return loss_case(d, config=config, **options) | {"config": every_field(config)}
 
@@ -763,7 +732,6 @@ def default_case(d: Draw) -> Results:
 
 
 def exact_kl(d: Draw, **options: Any) -> Results:
-    """A loss whose KL term is the one over the vocabulary."""
     return loss_case(d, fields=loss_fields(d) | {"beta": 0.2, "kl_estimator": "full"}, **options)
 
 
@@ -821,7 +789,6 @@ def cases() -> Iterator[tuple[str, Callable[[Draw], Results]]]:
 
 
 def interpreted_cases() -> Iterator[tuple[str, Callable[[Draw], Results]]]:
-    """Those of Triton's kernels, in its interpreter."""
     options = {"backend": "triton", "dtype": torch.float32}
     numbered = {"loss": (30, loss_case), "exact-kl": (8, exact_kl), "logprob": (14, logprob_case)}
     numbered |= {"divergence": (12, divergence_case), "top-k": (6, top_k_case)}
@@ -842,8 +809,6 @@ def compute(groups: list[str]) -> dict[str, Results]:
             found[name] = function(Draw(name))
         except Exception as error:
             found[name] = {"raises": type(error).__name__}
-            if "STORED_VERBOSE" in os.environ:
-                print(name, type(error).__name__, str(error)[:200], file=sys.stderr)
     return found
 
 

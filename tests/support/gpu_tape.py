@@ -1,10 +1,6 @@
-"""What a call would do on a GPU, in order, and the bytes that each step moves.
-
-The call runs on tensors that say they are on a GPU (`pretend_gpu.py`). Large ones have no data
-(torch's "meta" device), so that the real sizes fit any machine; small ones do, so that what depends
-on their values is as it would be. In the place of the row kernels stands a backend that notes them
-down.
-"""
+"""What a call would do on a GPU, in order, and the bytes that each step moves: on tensors that say
+they are on a GPU (`pretend_gpu.py`). Large ones have no data, so that real sizes fit any machine;
+a backend that notes row kernels down stands in their place."""
 
 from __future__ import annotations
 
@@ -38,25 +34,15 @@ NOTHING = {
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happens.
-
-    Attributes:
-        kind: "product", "rows" (a row kernel), "launch" (any other), "view" (host work alone),
-            "wait", or "asks" (the driver or the allocator, for its free memory).
-        name: of the operation or kernel.
-        flops: of a product.
-        shape: (m, n, k) of a product, (rows, V) of a row kernel; of others that of the result.
-        read, written: bytes.
-        aligned: whether the rows of all matrices of a product start at multiples of 16 bytes.
-    """
-
+    # "product", "rows" (a row kernel), "launch" (any other), "view" (host work alone), "wait", or
+    # "asks" (the driver or the allocator, for its free memory)
     kind: str
     name: str
     flops: int = 0
-    shape: tuple[int, ...] = ()
-    read: int = 0
+    shape: tuple[int, ...] = ()  # (m, n, k) of a product, else of rows or of the result
+    read: int = 0  # bytes, as the next
     written: int = 0
-    aligned: bool = True
+    aligned: bool = True  # rows of all matrices start at multiples of 16 bytes
 
     @property
     def moved(self) -> int:
@@ -74,18 +60,6 @@ class Tape:
     def of(self, kind: str, name: str = "") -> list[Event]:
         """Those of a kind, and if given with `name` in their name."""
         return [x for x in self.events if x.kind == kind and name in x.name]
-
-    @property
-    def launches(self) -> int:
-        """All that the device does."""
-        return sum(x.kind in ("product", "rows", "launch") for x in self.events)
-
-    def after_last_wait(self) -> list[Event]:
-        """What the host does between the last wait and the first product after it."""
-        places = [i for i, x in enumerate(self.events) if x.kind == "wait"]
-        rest = self.events[places[-1] + 1 :] if places else self.events
-        first = next(i for i, x in enumerate(rest) if x.kind == "product")
-        return rest[:first]
 
     def made(self, name: str, result: Tensor) -> None:
         """A tensor was made on the device."""

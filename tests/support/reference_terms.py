@@ -20,18 +20,15 @@ Options = SimpleNamespace  # a case's configuration, with all defaults
 # purpose.
 DEFAULTS = {
     "loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None,
-    "delta": None,
-    "beta": 0.0, "use_bias_correction_kl": True, "temperature": 1.0, "top_entropy_quantile": 1.0,
-    "entropy_coef": 0.0,
-    "off_policy_mask_threshold": None, "max_completion_length": 512, "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0,
+    "delta": None, "beta": 0.0, "use_bias_correction_kl": True, "temperature": 1.0,
+    "top_entropy_quantile": 1.0, "entropy_coef": 0.0, "off_policy_mask_threshold": None,
+    "max_completion_length": 512, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
     "kl_estimator": "k3", "final_logit_softcapping": None, "logit_scale": 1.0,
-    "logits_dtype": "float32",
-    "teacher_final_logit_softcapping": None, "teacher_logit_scale": 1.0, "beta_of_divergence": 1.0,
-    "lora_scaling": 1.0, "on_missing_set": "error", "entropy_of": "the set", "arrives": "same",
-    "more": False,
-    "divergence": "forward_kl", "tail": None, "log_prob_min_clamp": None, "loss_max_clamp": None,
+    "logits_dtype": "float32", "teacher_final_logit_softcapping": None, "teacher_logit_scale": 1.0,
+    "beta_of_divergence": 1.0, "lora_scaling": 1.0, "on_missing_set": "error",
+    "entropy_of": "the set", "arrives": "same", "more": False, "divergence": "forward_kl",
+    "tail": None, "log_prob_min_clamp": None, "loss_max_clamp": None,
 }  # fmt: skip
 # exp() of a log-ratio is cut here, far above all that float32 can hold, so that float64 never meets
 # inf * 0.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import logging
 import multiprocessing
 import os
 import shlex
@@ -293,24 +292,6 @@ def test_where_the_cache_is(
     monkeypatch.setenv("XDG_CACHE_HOME", xdg)
     monkeypatch.setenv("HOME", "/c")
     assert build.cache_folder() == Path(torch_extensions or xdg or "/c/.cache") / "grpo_kernels"
-
-
-def test_stderr_and_the_log_say_what_is_done(
-    world: World, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
-    world.find()
-    world.find()  # now it is cached, and nothing is said
-    assert capfd.readouterr().err == (
-        "grpo_kernels: compiling the C++ kernels for the CPU, up to half a minute; once, then they "
-        "are cached\n"
-    )
-    (world.sources / "ops.cpp").write_text("// new")
-    world.compiler("echo first words >&2; printf '\\377\\376' >&2; exit 3")
-    with caplog.at_level(logging.DEBUG, "grpo_kernels"):
-        world.find()
-    command, said = [record.getMessage() for record in caplog.records]
-    assert command.startswith(f"the command: {world.folder / 'cxx'} -std=c++17 ")
-    assert said.startswith("the compiler said:\nfirst words\n")
 
 
 def test_torch_builds_nothing_and_auto_warns_once_and_goes_on_with_it(tmp_path: Path) -> None:

@@ -135,26 +135,18 @@ def test_refusals_of_references() -> None:
             kernels.diverge(replace(chunk, reference=reference), stats, stats)
 
     refused(r"reference_logits: expected \(4, 33\)", raw[:, :-1])
-    refused(r"reference_logits: expected \(4, 33\)", raw[:-1])
     refused("reference_logits: expected contiguous rows", raw.T.contiguous().T)
     refused("reference_logits: float64 goes with float64 alone", raw.double())
     refused("reference_bias: expected", bias=torch.zeros(V - 1))
     refused("reference_inv_temperatures: expected", inv_temperature=torch.ones(N + 1, 1))
-    refused("reference_rounded_to: expected", rounded_to=torch.float32)
-    refused(r"jsd_beta: expected a number in \[0, 1\], got 1.5", beta=1.5)
     refused(r"jsd_beta: expected a number in \[0, 1\], got nan", beta=float("nan"))
     with pytest.raises(RuntimeError, match="reference_logits: expected"):
         kernels.diverge(plain, stats, stats)
-    without = replace(stats, divergence=None)
-    for some, known, c in ((chunk, without, a), (plain, stats, a), (plain, without, a)):
-        with pytest.raises(
-            RuntimeError,
-            match="d_divergence, sum_k, reference_max_logit, reference_log_sum: expected",
-        ):
-            kernels.grad(some, known, Coefficients(a, None, c), out)
-    with pytest.raises(RuntimeError, match="kl: expected"):
-        kernels.fused(plain, full_loss(a, 0), out)
-    with pytest.raises(RuntimeError, match="estimator: expected none with a reference"):
-        kernels.fused(chunk, make_loss(a, 1), out)
-    with pytest.raises(RuntimeError, match="ref, kl: expected"):
-        kernels.fused(chunk, make_loss(a, 0), out)
+    with pytest.raises(RuntimeError, match=r"d_divergence, sum_k, .*: expected"):
+        kernels.grad(chunk, replace(stats, divergence=None), Coefficients(a, None, a), out)
+    for some, loss, message in (
+        (plain, full_loss(a, 0), "kl: expected"),
+        (chunk, make_loss(a, 1), "estimator: expected none with a reference"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            kernels.fused(some, loss, out)
