@@ -34,7 +34,7 @@ def distilling(data: Any, **fields: Any) -> tuple[Any, Any]:
     data["teacher_logprobs"] = torch.nested.nested_tensor_from_jagged(logps.values, offsets)
     data["teacher_ids"] = torch.nested.nested_tensor_from_jagged(logps.indices, offsets)
     off = ("use_chunked_topk", "use_task_rewards", "use_policy_gradient")
-    defaults = {"loss_mode": "forward_kl_topk", "log_prob_min_clamp": -9.0, "loss_max_clamp": None}
+    defaults = {"loss_mode": "forward_kl_topk", "log_prob_min_clamp": -5.3, "loss_max_clamp": None}
     defaults |= {**dict.fromkeys(off, False), "distillation_loss_coef": 0.5, "topk": K}
     config = SimpleNamespace(distillation_loss=SimpleNamespace(**{**defaults, **fields}))
     loss = verl_module("trainer.distillation.losses").distillation_ppo_loss

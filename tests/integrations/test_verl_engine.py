@@ -38,6 +38,7 @@ pytestmark = pytest.mark.unit
 
 BYPASS = {"rollout_is": "token", "rollout_is_threshold": 1.1, "loss_type": "reinforce"}
 CLIPPED = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.9_1.1"}
+OF_SEQUENCES = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2.0"}
 SEQ_MEAN = {"loss_agg_mode": "seq-mean-token-mean"}
 BY_WIDTH = {"loss_agg_mode": "seq-mean-token-sum-norm"}
 ENTROPY = {"calculate_entropy": True}
@@ -140,6 +141,7 @@ SCENES = {
         )
         for name, value in (("rollout_is", "sequence"), ("rollout_is_batch_normalize", True))
     },
+    "bypass, rollout_rs": Scene(mode("bypass_mode", correction=OF_SEQUENCES), {}, "2 + 6s"),
     # responses of a prompt come together: in micro-batches, dynamic ones
     "micro-batches, jagged": Scene(flags=MICRO, jagged=True),
     "micro-batches, kl": Scene({"use_kl_loss": True, "kl_loss_coef": 0.01}, MICRO, "6"),
