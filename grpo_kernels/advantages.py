@@ -534,7 +534,7 @@ def _reward_table(
     if rewards.dim() not in (1, 2) or rewards.shape[1:] == (0,):
         raise ValueError(f"rewards: expected shape (B,) or (B, F), got {tuple(rewards.shape)}")
     # a wrong kind of num_generations is refused by `_groups`
-    columns = num_generations if isinstance(num_generations, int) else 1
+    columns = num_generations if isinstance(num_generations, Integral) else 1
     if reward_weights is None and rewards.shape[1:] == (columns,) != (1,):
         raise ValueError(
             "rewards: expected (B,), or (B, F) with a column per reward function, got shape "
@@ -562,7 +562,7 @@ def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
     """Return rewards and ends as (B, S) tensors, ragged lists padded with NaN and -1."""
     rewards, ends = _lists("step_rewards", step_rewards), _lists("step_ends", step_ends)
     if not isinstance(ends, Tensor):
-        odd = [x for row in ends for x in row if not isinstance(x, Integral)]
+        odd = [x for row in ends for x in row if isinstance(x, bool) or not isinstance(x, Integral)]
         if odd:
             raise TypeError(
                 "step_ends: expected integers, the column of each step's last token, got "
@@ -575,6 +575,10 @@ def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
             raise ValueError(f"step_ends: {expected}, got {got}")
     if not isinstance(rewards, Tensor):
         rewards = [[math.nan if x is None else x for x in row] for row in rewards]
+        kinds = {type(x).__name__ for row in rewards for x in row if not hasattr(x, "__float__")}
+        if kinds:
+            expected = "expected numbers or None in the lists"
+            raise TypeError(f"step_rewards: {expected}, got {', '.join(sorted(kinds))}")
     rewards, ends = _padded(rewards, math.nan, torch.float64), _padded(ends, -1, torch.int64)
     check_tensor("step_rewards", rewards)
     if rewards.dim() != 2:
@@ -589,6 +593,8 @@ def _lists(name: str, given: Any) -> Any:
     """Return a tensor as it is; anything else as lists, one per completion."""
     if isinstance(given, Tensor):
         return given
+    if hasattr(given, "tolist"):  # of numpy
+        given = given.tolist()
     several = isinstance(given, Sequence)
     rows = [x.tolist() if hasattr(x, "tolist") else x for x in (given if several else [given])]
     for row in rows:
@@ -650,7 +656,7 @@ def _check_one_of(names: str, first: Any, second: Any, hint: str) -> None:
 
 
 def _check_int(name: str, value: Any, lowest: int, why: str = "", hint: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}{hint}")
     if value < lowest:
         raise ValueError(f"{name}: expected at least {lowest}{why}, got {value}")

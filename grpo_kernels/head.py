@@ -255,7 +255,7 @@ def read_reference(reference: Any, head: Head, prefix: str) -> Reference:
     hidden, other = reference if is_pair else (reference, None)
     if other is None:
         got = type(reference).__name__
-        raise TypeError(f"{prefix.rstrip('.')}: expected (hidden, head), got {got}")
+        raise TypeError(f"{prefix.rstrip('.')}: expected a tuple (hidden, head), got {got}")
     for name in () if isinstance(other, Head) else CONSTANTS:
         if getattr(head, name) != getattr(Head, name):
             raise ValueError(

@@ -100,10 +100,16 @@ class KeptIds:
             TypeError, ValueError: as in `from_rows`.
         """
 
-        def kept(token: Mapping[int, Any] | None) -> list[int] | None:
+        def kept(token: Any) -> list[int] | None:
             if token is None:
                 return None
-            return [i for i, x in token.items() if getattr(x, "logprob", x) > -math.inf]
+            if not isinstance(token, Mapping):
+                raise TypeError(
+                    "rows: expected, for each sequence, a list of mappings from ids to "
+                    f"log-probabilities, got {type(token).__name__} in one"
+                )
+            numbers: dict[int, Any] = {i: getattr(x, "logprob", x) for i, x in token.items()}
+            return [i for i, x in numbers.items() if x > -math.inf]
 
         return KeptIds.from_rows([[kept(token) for token in row] for row in rows], completion_mask)
 

@@ -41,7 +41,13 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.formulas import times
-from grpo_kernels.base.checks import check_number, check_shape, check_tensor, only_public
+from grpo_kernels.base.checks import (
+    check_logps,
+    check_number,
+    check_shape,
+    check_tensor,
+    only_public,
+)
 from grpo_kernels.base.tensors import discounted_sums, scored_difference, sequence_means
 from grpo_kernels.objective.config import preset_hint
 from grpo_kernels.objective.custom import TokenInputs
@@ -182,7 +188,12 @@ def topr(
     the advantage serves as the score; in the paper, the reward is advantage and score.
     Source: equation 8 of https://arxiv.org/abs/2503.14286; ROLL's ``topr``, with its defaults.
     """
-    score = tokens.advantages if scores is None else scores.flatten()[tokens.index]
+    if scores is None:
+        score = tokens.advantages
+    else:
+        check_tensor("scores", scores, like=tokens.logps)
+        _check_reaches("scores", scores, tokens.index)
+        score = scores.flatten()[tokens.index]
     log_ratio = tokens.logps.detach() - tokens.old_per_token_logps
     tapered = negative_weight * torch.exp(log_ratio.clamp(max=0.0))
     weight = torch.where(score > 0, torch.full_like(tapered, positive_weight), tapered)
@@ -383,6 +394,8 @@ def m2po_mask(
         check_tensor(name, x, like=completion_mask, floating=True)
         check_shape(name, x, ("completion_mask.shape", tuple(completion_mask.shape)))
     counts = completion_mask != 0
+    check_logps("old_per_token_logps", old[counts])
+    check_logps("sampling_per_token_logps", sampling[counts])
     wide = old.to(torch.promote_types(old.dtype, torch.float32))
     moved = scored_difference(wide, sampling)[counts].square()
     places = moved.argsort(descending=True)
@@ -392,6 +405,15 @@ def m2po_mask(
     kept = torch.empty_like(counts[counts])
     kept[places] = (rest < threshold) | (number == 1)
     return counts.masked_scatter(counts, kept)
+
+
+def _check_reaches(name: str, x: Tensor, index: Tensor) -> None:
+    """Require an entry of `x` for each position in `index`, on a CPU."""
+    if index.device.type == "cpu" and index.numel() and x.numel() <= int(index.max()):
+        raise ValueError(
+            f"{name}: expected the shape of completion_ids, got {tuple(x.shape)}; of one value per "
+            f"sequence, pass {name}[:, None].expand_as(completion_ids)"
+        )
 
 
 def _clipped(

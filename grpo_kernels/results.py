@@ -77,10 +77,15 @@ class Metrics(Mapping[str, Tensor]):
             TypeError, ValueError: `parts` is empty, contains objects that are not `Metrics`, or
                 mixes metrics of different losses.
         """
-        parts = list(parts)
-        for part in parts:
+        given: Any = parts
+        if isinstance(given, Metrics):
+            raise TypeError("parts: expected a list of the metrics of calls, got Metrics alone")
+        parts = given = [*given]
+        for part in given:
             if not isinstance(part, Metrics):
-                raise TypeError(f"parts: expected the metrics of calls, got {type(part).__name__}")
+                hint = "; pass its metrics" if hasattr(part, "metrics") else ""
+                got = f"{type(part).__name__}{hint}"
+                raise TypeError(f"parts: expected the metrics of calls, got {got}")
         kinds = {(*part, part.loss_over) for part in parts}
         if len(kinds) != 1:
             raise ValueError(f"parts: expected the metrics of one loss, got those of {len(kinds)}")

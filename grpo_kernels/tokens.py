@@ -187,7 +187,8 @@ def read_tokens(
     check_tensor("advantages", advantages, like=ids)
     if advantages.dtype == torch.bool:
         raise TypeError("advantages: expected numbers, got torch.bool")
-    check_shape("advantages", advantages, ("(B,)", (batch,)), per_token)
+    hint = "; pass advantages[:, 0]" if advantages.shape == (batch, 1) else ""
+    check_shape("advantages", advantages, ("(B,)", (batch,)), per_token, hint=hint)
     ratio = importance_sampling_ratio
     if ratio is not None:
         name = "importance_sampling_ratio"

@@ -118,7 +118,10 @@ def hints_names(function: F, name: str = "") -> F:
             raise TypeError(f"{unknown[0]}: {name} has no such argument{hint}")
         if count > len(by_position) and not takes_any:
             most = ", ".join(by_position) or "nothing"
-            raise TypeError(f"{name}: expected at most {most} by position, got {count} arguments")
+            others = "; pass the others by name" if len(names) > len(by_position) else ""
+            raise TypeError(
+                f"{name}: expected at most {most} by position, got {count} arguments{others}"
+            )
         absent = [x for x in needed if x not in options and x not in by_position[:count]]
         if absent:
             meant = [x for x in unknown if did_you_mean(x, absent[:1])]
@@ -159,6 +162,11 @@ def only_public(module: str, hint: Callable[[str], str] = lambda name: "") -> No
 
 def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bool = False) -> None:
     """Require a finite number above `lowest`, or equal to it if `inclusive`."""
+    if isinstance(value, Tensor):
+        got = f"a tensor of shape {tuple(value.shape)}"
+        if value.numel() == 1:
+            got = f"{value!r}; pass its .item()"
+        raise TypeError(f"{name}: expected a number, got {got}")
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {value!r}")
     if not math.isfinite(value) or value < lowest or (value == lowest and not inclusive):
@@ -183,6 +191,8 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
             hint += "completion_logprobs and causal_lm_divergence"
         if isinstance(x, list) and not any(isinstance(part, Tensor) for part in x):
             hint = "; pass torch.tensor(...)"
+        if hasattr(x, "__array__"):
+            hint = "; pass torch.as_tensor(...)"
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}{hint}")
     if is_dtensor(x):
         raise ValueError(
@@ -202,11 +212,11 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
         raise ValueError(f"{name}: expected a tensor on {like.device}, got one on {x.device}")
 
 
-def check_shape(name: str, x: Tensor, *shapes: tuple[str, tuple[int, ...]]) -> None:
-    """Require one of `shapes`, each given as (text, sizes)."""
+def check_shape(name: str, x: Tensor, *shapes: tuple[str, tuple[int, ...]], hint: str = "") -> None:
+    """Require one of `shapes`, each given as (text, sizes); else raise, with `hint`."""
     if not any(tuple(x.shape) == sizes for _, sizes in shapes):
         wanted = " or ".join(f"{text} = {sizes}" for text, sizes in shapes)
-        raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}")
+        raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}{hint}")
 
 
 def check_head(hidden: Any, weight: Any, bias: Any, *, dims: tuple[int, ...] | None = None) -> None:

@@ -139,7 +139,8 @@ def sequences_of(
     bounds, n = cu_seqlens.tolist(), of_tokens.shape[0]
     lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
     if bounds[0] != 0 or bounds[-1] != n or min(lengths, default=0) < 0:
-        raise ValueError(f"cu_seqlens: expected to rise from 0 to N = {n}, got {bounds}")
+        hint = "; of lengths, pass the sums, beginning with 0" if sum(bounds) == n else ""
+        raise ValueError(f"cu_seqlens: expected to rise from 0 to N = {n}, got {bounds}{hint}")
     on_device = cu_seqlens.to(of_tokens.device, torch.long, non_blocking=True)
 
     def locate(positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -232,6 +232,13 @@ class LossConfig:
                 f"dataclasses.replace(config, {changes}), or GRPOLoss(config, {changes})"
             )
 
+        def __getattr__(self, name: str) -> Any:
+            hint = did_you_mean(name, FIELDS)
+            if name in ("replace", "_replace", "copy", "update"):
+                hint = "; to change fields of it: dataclasses.replace(config, ...)"
+            message = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
+            raise AttributeError(message, name=name, obj=self)
+
     @property
     def clip_high(self) -> float:
         """The upper width of the clip range: `epsilon_high`, or `epsilon` if that is None."""
@@ -348,6 +355,8 @@ def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
     if get_origin(kind) is Literal:
         allowed = get_args(kind)
         hint = preset_hint(value) if name == "loss_type" else ""
+        if name == "loss_type" and isinstance(value, LossConfig):
+            hint = "; pass it as config="
         if name == "kl_estimator" and value in ("low_var_kl", "low_var_kl+"):
             hint = "; verl's low_var_kl is 'k3'"
         check_choice(name, value, allowed, hint)
@@ -381,6 +390,10 @@ def check_kind(config: Any) -> None:
     """Require a LossConfig, not the name of a preset."""
     if not isinstance(config, LossConfig):
         hint = "; pass it as objective=" if inspect.isfunction(config) else preset_hint(config)
+        if isinstance(config, Mapping):
+            hint = "; pass LossConfig(**config)"
+        if isinstance(getattr(config, "config", None), LossConfig):  # a GRPOLoss
+            hint = "; pass its config"
         got = f"{type(config).__name__}{hint}"
         raise TypeError(f"config: expected a LossConfig, got {got}")
 

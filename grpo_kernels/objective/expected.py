@@ -14,6 +14,7 @@ from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import Coefficients, RowStats
 from grpo_kernels.base.checks import check_shape, check_tensor, hints_names
 from grpo_kernels.base.tensors import take
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import CustomObjective
 from grpo_kernels.objective.policy import PolicyObjective, stats_of_logps
 from grpo_kernels.tokens import Tokens
@@ -39,6 +40,13 @@ class Expectation:
     coefficients: Callable[[Tensor, Tensor, Tensor | None], Any] | None
     live: Tensor | None = None
     has_entropy_gradient: bool = True
+
+    def __post_init__(self) -> None:
+        function: Any = self.coefficients
+        if function is not None and not callable(function):
+            hint = "; pass the tensor itself as expected=" if isinstance(function, Tensor) else ""
+            got = f"{type(function).__name__}{hint}"
+            raise TypeError(f"coefficients: expected a function or None, got {got}")
 
 
 def expectation_of(objective: PolicyObjective | CustomObjective, tokens: Tokens) -> Expectation:
@@ -203,6 +211,10 @@ def read_expected(
         check_shape(name, x, ("of the tokens", tuple(ids.shape)))
         return x.detach().reshape(-1)[positions]
 
+    if isinstance(expected, LossConfig):
+        raise TypeError(
+            "expected: expected a gradient, got a LossConfig; pass policy_expectation(config, ...)"
+        )
     if callable(expected):
         expected = Expectation(cast(Any, expected))
     if not isinstance(expected, Expectation):

@@ -277,6 +277,7 @@ def check_num_items(num_items_in_batch: Any) -> None:
     if isinstance(num_items_in_batch, Tensor):
         if num_items_in_batch.numel() != 1:
             got = f"a tensor of shape {tuple(num_items_in_batch.shape)}"
+            got += "; pass completion_mask.sum()" if num_items_in_batch.dim() == 2 else ""
             raise ValueError(f"num_items_in_batch: expected one number, got {got}")
         check_tensor("num_items_in_batch", num_items_in_batch)
         if num_items_in_batch.device.type != "cpu":

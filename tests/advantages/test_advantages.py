@@ -235,6 +235,14 @@ def test_process_steps_that_cancel_give_exactly_0(dtype):
     assert found[0, 4:].tolist() == pytest.approx([0.99975] * 4)
 
 
+def test_numpys_arrays_and_integers_are_taken():
+    rewards, ends = np.array([[0.1, 0.9], [0.5, 0.2]]), np.array([[1, 3], [0, 2]])
+    want = adv.process_advantages(rewards.tolist(), ends.tolist(), 2, length=4)
+    assert torch.equal(adv.process_advantages(rewards, ends, np.int64(2), length=4), want)
+    total = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    assert torch.equal(adv.group_advantages(total, np.int64(2)), adv.group_advantages(total, 2))
+
+
 def test_process_lists_follow_the_mask_to_its_device(monkeypatch):
     lists, mask = ([[0.1, 0.9], [0.5]], [[3, 7], [5]], 2), torch.ones(2, 8)
     expected = adv.process_advantages(*lists, completion_mask=mask)

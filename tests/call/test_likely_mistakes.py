@@ -5,17 +5,21 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import grpo_kernels
 from grpo_kernels import (
+    Expectation,
     GRPOLoss,
     Head,
+    KeptIds,
     LoRA,
     LossConfig,
     LossOutput,
@@ -136,6 +140,37 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
      TypeError, "num_generations: expected an int, got Tensor; pass group ids as group_ids="),
     (lambda: grpo_kernels.GrpoLoss, HINT, "... did you mean GRPOLoss"),
     (lambda: presets.grpo, HINT, "... did you mean GRPO?"),
+    (lambda: loss(advantages=torch.ones(2, 1)), ValueError,
+     "advantages: ..., got (2, 1); pass advantages[:, 0]"),
+    (lambda: loss(completion_mask=np.ones((2, 5))), TypeError,
+     "completion_mask: ..., got ndarray; pass torch.as_tensor"),
+    (lambda: loss(num_items_in_batch=torch.ones(2, 5)), ValueError,
+     "num_items_in_batch: ..., got a tensor of shape (2, 5); pass completion_mask.sum()"),
+    (lambda: loss(beta=torch.tensor(0.1)), TypeError, "beta: ... tensor(0.1000); pass its .item()"),
+    (lambda: loss(loss_type=presets.DAPO), ValueError, "loss_type: ...; pass it as config="),
+    (lambda: loss(config={"beta": 0.1}), TypeError, "config: ... dict; pass LossConfig(**config)"),
+    (lambda: loss(config=GRPOLoss()), TypeError, "config: ... GRPOLoss; pass its config"),
+    (lambda: grpo_loss(*[IDS] * 6), TypeError, "grpo_loss: ...; pass the others by name"),
+    (lambda: given_loss(logps=LOGPS[0], entropies=-LOGPS[0], completion_mask=None, advantages=
+                        LOGPS[0], cu_seqlens=torch.tensor([2, 3])), ValueError,
+     "cu_seqlens: ..., got [2, 3]; of lengths, pass the sums, beginning with 0"),
+    (lambda: linear_divergence(HIDDEN, WEIGHT, [HIDDEN, WEIGHT]), TypeError,  # type: ignore
+     "teacher: expected a tuple (hidden, head), got list"),
+    (lambda: scores(expected=LossConfig()), TypeError, "expected: ... policy_expectation(config,"),
+    (lambda: Expectation(LOGPS), TypeError,  # type: ignore[arg-type]
+     "coefficients: expected a function ...; pass the tensor itself as expected="),
+    (lambda: Metrics.merge([loss()]), TypeError, "parts: ... LossOutput; pass its metrics"),
+    (lambda: Metrics.merge(loss().metrics), TypeError, "parts: expected a list ..., got Metrics"),
+    (lambda: KeptIds.from_logprobs([{1: -0.1}, {}], torch.ones(2, 1)), TypeError,
+     "rows: expected, for each sequence, a list of mappings ..., got int in one"),
+    (lambda: loss(objective=partial(objectives.topr, scores=torch.ones(2))), ValueError,
+     "scores: ..., got (2,); ..., pass scores[:, None].expand_as(completion_ids)"),
+    (lambda: objectives.m2po_mask(LOGPS, -LOGPS, torch.ones(2, 5)), ValueError,
+     "sampling_per_token_logps: expected log-probabilities"),
+    (lambda: advantages.process_advantages([["x"]], [[1]], 1, length=2), TypeError,  # type: ignore
+     "step_rewards: expected numbers or None in the lists, got str"),
+    (lambda: LossConfig().kl_coef, HINT, "... 'kl_coef'; did you mean beta?"),
+    (lambda: presets.DAPO.replace(beta=0.1), HINT, "... dataclasses.replace(config, ...)"),
     (lambda: presets.DAPO(beta=0.1), TypeError,  # type: ignore[operator]
      "config: ... dataclasses.replace(config, beta=0.1), or GRPOLoss(config, beta=0.1)"),
     (lambda: Run("fast"), ValueError, "engine: expected one of auto, score, ..., got 'fast'"),
