@@ -1,9 +1,9 @@
-"""What the examples share: a small Qwen3 model, a tokenizer, and sums whose answers can be checked.
+"""Shared by the examples: a small Qwen3 model, a tokenizer, and sums with checkable answers.
 
-The prompt is a sum of digits ("3+4+5=") and the completion its working: "7+5=12" (the first two
-terms added, then the rest). Everything is built here; nothing is downloaded. The warm start teaches
-the working from *noisy* demonstrations: the model knows the format and gets a sum wrong about as
-often as the demonstrations do. The rest is GRPO's work.
+The prompt is a sum of digits ("3+4+5="). The completion is its working, "7+5=12": the first two
+terms added, then the next. Everything is built here, and nothing is downloaded. The warm start
+teaches the working from *noisy* demonstrations. The model then knows the format, and gets a sum
+wrong about as often as the demonstrations do. GRPO has to improve on that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every example does first: says what it is, and leaves busy cores to others."""
+"""Called first by every example: prints what the example is, and leaves busy cores to others."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """One training loop for any causal language model of transformers, whatever it does to its logits.
 
-Three small random models: Gemma 2 (soft-cap), Granite (logits divided), Cohere (logits multiplied,
-tied head). The loop knows nothing of that: `causal_lm_loss` runs the model and finds out. The
-reward is the share of tokens with a low id. The claims at the end: the log-probabilities are those
-of the models' own logits, and every model's reward rises.
+It trains three small random models: Gemma 2 (soft-cap), Granite (divides its logits) and Cohere
+(multiplies its logits, tied head). The loop contains nothing about these differences, because
+`causal_lm_loss` measures them. The reward is the share of tokens with a low id. At the end, the
+script asserts that log-probabilities match the models' own logits, and that every reward rises.
 """
 
 from __future__ import annotations

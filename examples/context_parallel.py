@@ -1,10 +1,10 @@
-"""Sequences split over two processes, GSPO: ratios and lengths are those of whole sequences.
+"""GSPO on sequences that are split over two processes; ratios and lengths are of whole sequences.
 
-Each process has its part of the tokens of every sequence, and the whole head. It scores its own
-tokens, gathers the other processes' log-probabilities and entropies (two numbers per token), and
-computes the loss of the whole sequences. The claims at the end: the loss is that of one process
-which has all tokens; the gradients of the head add up to its gradient; d hidden is that of the
-process's own tokens.
+Each process has a part of every sequence's tokens, and the whole head. It scores its own tokens and
+gathers the other processes' log-probabilities and entropies, two numbers per token. Then it
+computes the loss of the whole sequences. At the end, the script asserts that the loss equals that
+of one process with all tokens, that the gradients of the head add up to that process's gradient,
+and that each process has the gradient of its own hidden states.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A loss of one's own: a torch function of per-token numbers, on the engines of the built-in ones.
+"""A loss of your own: a torch function of per-token numbers, as fast as the built-in losses.
 
-The function below is a policy gradient whose ratio is a constant weight, cut at 2 for rewarded
-tokens and at 1 for the others, with a small bonus for entropy. Declared `token_level`, it gets the
-one-pass engine: three matrix products. The claims at the end: its gradients are those of autograd
-through full logits, and training with it works.
+The loss is a policy gradient. Its ratio is a constant weight, at most 2 for rewarded tokens and at
+most 1 for others, and it has a small entropy bonus. With `token_level`, it takes one pass, that is,
+three matrix products. At the end, the script asserts that gradients match autograd through full
+logits, and that training works.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""GRPO in TRL's trainer, twice from one seed: with TRL's own head and with ours. `make demo` runs
-it.
+"""GRPO in TRL's trainer, twice from one seed: with TRL's own head and with ours (`make demo`).
 
-A small Qwen3 model learns sums from noisy demonstrations, then GRPO trains it on a reward that can
-be checked. Printed: the reward of both runs, how far their losses are apart, and what the whole
-training step cost in each. Written: summary.json. Exit code 1 if the reward does not rise clearly
-or the two runs do not agree.
+A small Qwen3 model learns sums from noisy demonstrations. GRPO then trains it on a reward that can
+be checked. The script prints the rewards of both runs, how much their losses differ, and the time
+of a whole training step in each. It writes summary.json. The exit code is 1 if the reward does not
+rise clearly, or if the two runs disagree.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""FSDP2: a model divided over two processes, the GRPO loss computed by its head.
+"""FSDP2: the GRPO loss of a model that is sharded over two processes, computed with its head.
 
-The loss takes the head's module, not its weight: FSDP2 then makes the weight whole and reduces its
-gradient, as for a forward. The claims at the end: the gradients are those of one process that has
-the whole batch, although the ranks hold different numbers of tokens; and the loss falls. On GPUs,
-torchrun starts the processes.
+The loss takes the head's module, not its weight. FSDP2 then gathers the weight and reduces its
+gradient, as in any forward. The ranks hold different numbers of tokens. At the end, the script
+asserts that the gradients equal those of one process with the whole batch, and that the loss falls.
+On GPUs, torchrun starts the processes.
 """
 
 from __future__ import annotations

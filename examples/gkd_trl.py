@@ -1,11 +1,10 @@
-"""GKD with TRL's experimental trainer and no logits: a subclass that replaces the loss.
+"""GKD with TRL's experimental trainer, but without logits: a subclass that replaces the loss.
 
-TRL's GKDTrainer makes the logits (B, L, V) of student and teacher. `causal_lm_divergence` makes
-none, and projects only tokens that have a label. The same lines serve other trainers that make all
-logits. TRL's IWOPDTrainer reads log-probabilities of the sampled tokens only: `completion_logprobs`
-gives those, for student and teacher. `topk_divergence` is for a teacher of which only the top
-logits are known.
-The claims at the end: both trainers log the same losses, and the student comes nearer.
+TRL's GKDTrainer computes the logits (B, L, V) of student and teacher. `causal_lm_divergence` never
+stores them, and projects only tokens that have a label. The same lines work in other trainers that
+compute all logits. For TRL's IWOPDTrainer, which reads only log-probabilities of sampled tokens,
+use `completion_logprobs`. If you have only a teacher's top logits, use `topk_divergence`. At the
+end, the script asserts that both trainers log the same losses, and that the student gets closer.
 """
 
 from __future__ import annotations

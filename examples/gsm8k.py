@@ -1,4 +1,4 @@
-"""Options, problems, reward, evaluation and models of --smoke, for gsm8k_trl.py and distill.py."""
+"""Options, problems, reward, evaluation and --smoke models, for gsm8k_trl.py and distill.py."""
 
 from __future__ import annotations
 

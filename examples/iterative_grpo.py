@@ -1,10 +1,10 @@
-"""Iterative GRPO with a learnt reward model (https://arxiv.org/abs/2402.03300, algorithm 1).
+"""Iterative GRPO with a reward model that learns (https://arxiv.org/abs/2402.03300, algorithm 1).
 
-Each iteration refreshes the reference model from the policy. Each of its steps samples from the
-current policy, keeps that policy's log-probabilities as the old ones, scores with the reward model
-and takes mu optimizer steps on the GRPO loss with its KL penalty; then the reward model trains on,
-on these samples (labeled) and 10% replayed history. The claim at the end: answers get right by a
-reward that is learnt, which still tells right answers from wrong ones.
+Each iteration copies the policy into the reference model. Each of its steps does the following:
+sample from the current policy, keep its log-probabilities as the old ones, score with the reward
+model, and take mu optimizer steps on the GRPO loss with its KL term. Then the reward model trains
+on these samples, with labels, and on 10% of earlier ones. At the end, the script asserts that
+answers improve, and that the reward model still tells right answers from wrong ones.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""GRPO where the sampler truncates: log-probabilities over the ids that top-k and top-p kept.
+"""GRPO with a truncating sampler: log-probabilities over the ids that top-k and top-p kept.
 
-A sampler with top-k or top-p draws from a renormalized part of the distribution. Scored over the
-whole vocabulary, its own tokens look off-policy before a single step was taken; scored over the
-kept sets, they are exactly on-policy. The sampler says which ids it kept, and the loss takes them
-as `kept_ids`. The claims at the end: the ratio to the sampler is 1, the share of right answers
-rises.
+A sampler with top-k or top-p draws from a part of the vocabulary, renormalized. Scored over the
+whole vocabulary, its tokens look off-policy before the first step. Scored over the kept sets, they
+are exactly on-policy. The sampler returns the ids that it kept, and the loss takes them as
+`kept_ids`. At the end, the script asserts that the ratio to the sampler is 1, and that the share of
+right answers rises.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Liger's GRPO loss call, served by our engines: one import changes, and fewer products are made.
+"""Liger's GRPO loss class, computed by this library: change one import, save matrix products.
 
-`LigerFusedLinearGRPOLoss` has Liger's constructor, call and metrics. Here it is held against
-Liger's own class (and skipped there if liger-kernel is not installed) on a dapo loss with a KL term
-and on GSPO, and the products of both are counted. Trainers that construct Liger's class themselves
-(TRL up to 1.12, ms-swift, Axolotl) need one call of `patch_liger()` before. The claims at the end:
-the same loss and gradients, with less than three products for its four.
+`LigerFusedLinearGRPOLoss` has Liger's constructor, call and metrics. The script compares it with
+Liger's own class, if liger-kernel is installed, on dapo with a KL term and on GSPO, and counts the
+matrix products of both. If a trainer constructs Liger's class itself (TRL up to 1.12, ms-swift,
+Axolotl), call `patch_liger()` first. At the end, the script asserts equal losses and gradients, and
+fewer than three products where Liger needs four.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""LoRA on the head itself, in its low-rank form: a policy gradient that trains the adapter alone.
+"""LoRA on the head, in low-rank form: a policy gradient that trains only the adapter.
 
-A bandit of many prompts: the hidden state says which tokens are right. The head is frozen; the
-adapter's two factors learn. The claims at the end: gradients are those of the merged head by
-autograd, no product of the two factors was ever made (counted operations), and the reward rises.
+The task is a bandit with many prompts: the hidden state says which tokens are right. The head is
+frozen, and the adapter's two factors learn. At the end, the script asserts that gradients match
+autograd through the merged head, that the two factors are never multiplied together (it counts
+operations), and that the reward rises.
 """
 
 from __future__ import annotations

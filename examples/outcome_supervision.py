@@ -1,8 +1,8 @@
-"""Outcome supervision: one score a completion, from three reward functions of different weight.
+"""Outcome supervision: one score per completion, from three reward functions with weights.
 
-Rewards (B, 3) become group-relative advantages (B,), and those the loss (DeepSeekMath, section
-4.1.2, https://arxiv.org/abs/2402.03300). The claim at the end: the weighted reward and the share of
-right answers rise.
+Rewards (B, 3) become group-relative advantages (B,) for the loss (DeepSeekMath, section 4.1.2,
+https://arxiv.org/abs/2402.03300). At the end, the script asserts that the weighted reward and the
+share of right answers rise.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""GRPO in a plain PyTorch loop: no trainer, the loss straight from the model's hidden states.
+"""GRPO in a plain PyTorch loop: no trainer, and the loss straight from the model's hidden states.
 
-Each round samples groups of completions, scores them, and takes two optimizer steps on them: the
-first on-policy, the second against the log-probabilities of the policy that sampled (kept from
-`linear_logprob` without gradient). The claim at the end: the share of right answers rises.
+Each round samples groups of completions, scores them, and takes two optimizer steps on them. The
+first step is on-policy. The second uses the log-probabilities of the policy that sampled, from
+`linear_logprob` without a gradient. At the end, the script asserts that the share of right answers
+rises.
 """
 
 from __future__ import annotations

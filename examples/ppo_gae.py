@@ -1,9 +1,9 @@
 """PPO with a value head: advantages from GAE, two epochs on each batch.
 
-The policy's loss is `grpo_loss` with `presets.PPO` (https://arxiv.org/abs/1707.06347) and
-advantages (B, T) from `gae` (https://arxiv.org/abs/1506.02438); the value head reads the same
-hidden states and is trained by plain torch. The claims at the end: the share of right answers rises
-and the error of the values falls.
+The policy's loss is `grpo_loss` with `presets.PPO` (https://arxiv.org/abs/1707.06347). Advantages
+(B, T) come from `gae` (https://arxiv.org/abs/1506.02438). The value head reads the same hidden
+states, and plain torch trains it. At the end, the script asserts that the share of right answers
+rises and that the error of the values falls.
 """
 
 from __future__ import annotations

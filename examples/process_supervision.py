@@ -1,10 +1,10 @@
-"""Process supervision: every step is scored; a token's advantage is what is still to come.
+"""Process supervision: every step has a score, and a token's advantage sums the scores to come.
 
-For "3+4+1=" the working "7+1=8" has two steps: "7+1=" (is the partial sum right?) and "8" with the
-end of the sequence (is the last addition right, whatever it starts from?). The step rewards are
-normalized over all steps of a group and a token gets the sum over the steps that end at or after it
-(DeepSeekMath, section 4.1.3, https://arxiv.org/abs/2402.03300). The claims at the end: both steps
-improve, and the final answer with them.
+For "3+4+1=", the working "7+1=8" has two steps: "7+1=" (is the partial sum right?), and "8" with
+the end of the sequence (is the last addition right, whatever it starts from?). Step rewards are
+normalized over all steps of a group. A token gets the sum over the steps that end at or after it
+(DeepSeekMath, section 4.1.3, https://arxiv.org/abs/2402.03300). At the end, the script asserts that
+both steps and the final answer improve.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Log-probabilities by a sampler's own product with the head, so that their bits are the sampler's.
+"""Log-probabilities by a sampler's own product with the head, with the sampler's bits.
 
-A sampler with batch-invariant kernels registers one for ``aten::mm``, or calls its own by name;
-this library does neither. Here `product` multiplies some rows at a time with the whole head, and
-the logits go the way of a sampler's: fp32, division by the temperature, ``torch.log_softmax``. The
-backward makes them again. The claim at the end: every token has the bits that such a sampler would
-report.
+A sampler with batch-invariant kernels replaces ``aten::mm``, or calls its kernel by name. This
+library does neither. Here, `product` multiplies a few rows at a time with the whole head. The
+logits then take the sampler's path: fp32, division by the temperature, ``torch.log_softmax``. The
+backward computes them again. At the end, the script asserts that every token has the bits that such
+a sampler would report.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A head divided by rows of the vocabulary over two processes: loss and gradients of the whole.
+"""A head whose vocabulary is split over two processes: loss and gradients of the whole head.
 
-Each process holds half of the head, and so half of its gradient; the ranks tell each other four
-numbers a token and sum d hidden. The claims at the end: loss and gradients are those of the whole
-head, and no rank saw more than its half.
+Each process holds half of the head, and so half of its gradient. The ranks exchange four numbers
+per token, and sum the gradient of the hidden states. At the end, the script asserts that loss and
+gradients equal those of the whole head, and that no rank held more than its half.
 """
 
 from __future__ import annotations

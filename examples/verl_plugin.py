@@ -1,13 +1,13 @@
 """`impl_backend=grpo_kernels` in verl: its FSDP engine with verl's torch head and with ours.
 
-A run of verl needs two lines more in its configuration, and no code:
+For a run of verl, you need two more lines of configuration, and no code:
 
     actor_rollout_ref.model.use_fused_kernels=True
     actor_rollout_ref.model.fused_kernel_options.impl_backend=grpo_kernels
 
-This is what they do, on a small random Qwen3 and a CPU: the same steps of a clipped policy gradient
-with an entropy bonus twice, on packed sequences and with a temperature, as verl has them. The claim
-at the end: the losses and the trained weights agree.
+The script shows their effect with a small random Qwen3 on a CPU. It runs the same steps twice: a
+clipped policy gradient with an entropy bonus and a temperature, on packed sequences. At the end, it
+asserts that the losses and the trained weights agree.
 """
 
 from __future__ import annotations
