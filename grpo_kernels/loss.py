@@ -345,12 +345,17 @@ class GRPOLoss(nn.Module):
         out = loss_fn(hidden, model.lm_head, completion_ids, completion_mask, advantages)
         out.loss.backward()
 
-    Calling the module runs `grpo_loss` with the module's config.
+    A call takes the arguments of `grpo_loss`, except `config`, `objective`, `run` and the fields,
+    which the module has, and returns a `LossOutput`. ``help(grpo_loss)`` describes the arguments,
+    ``help(LossConfig)`` the fields. The module has no parameters and no buffers.
 
     Args:
         config: the loss; default `LossConfig()`.
         fields: overrides for fields of `config`.
         objective, run: as in `grpo_loss`.
+
+    Attributes:
+        config: the `LossConfig`. To change it: ``loss_fn.config = replace(loss_fn.config, ...)``.
 
     Raises:
         TypeError, ValueError: an unknown field, or a wrong value. Fields that an `objective`
@@ -423,6 +428,7 @@ class GRPOLoss(nn.Module):
         ) -> LossOutput: ...
 
     def extra_repr(self) -> str:
+        """The config, as ``print(loss_fn)`` shows it."""
         return repr(self.config)
 
 

@@ -140,9 +140,9 @@ def linear_logprob(
             an error. None: every position counts.
         temperature: a number, or a tensor shaped like `completion_ids` with one temperature per
             position. The temperature gets no gradient.
-        entropy: False skips the entropy. With `kept_ids`, True gives the entropy over the set, and
-            ``"full"`` the entropy over the whole vocabulary, which costs one more product with the
-            head.
+        entropy: False skips the entropy; the default is True, unlike in `linear_divergence`. With
+            `kept_ids`, True gives the entropy over the set, and ``"full"`` the entropy over the
+            whole vocabulary, which costs one more product with the head.
         extras: names of further results to compute in the same pass, without gradient:
             ``"log_sum_sq_probs"``, ``"mean_logits"``, ``"is_top1"``; see `Scores`. Not available
             with `kept_ids`.
@@ -280,7 +280,8 @@ def linear_divergence(
         beta: TRL's beta in [0, 1]; the default is 0.5. 0 gives the forward KL and 1 the reverse KL.
             Only for ``"jsd"``; otherwise an error.
         temperature: a number, or a tensor with one temperature per position.
-        entropy: True to compute the entropy of the student's distribution.
+        entropy: True to compute the entropy of the student's distribution; the default is False,
+            unlike in `linear_logprob`.
         completion_ids: (...) tokens; the call also returns their log-probabilities under the
             student. None: no log-probabilities.
         expected: the upstream gradient that you expect for each divergence, up to one common

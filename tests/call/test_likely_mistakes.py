@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
 import re
 from collections.abc import Callable
 from functools import partial
@@ -362,3 +363,15 @@ def test_a_config_shows_what_differs_from_the_default() -> None:
     assert repr(LossConfig(beta=0.1)) == "LossConfig(loss_type='dapo', beta=0.1)"
     assert repr(Scores(logps=torch.zeros(1))) == "Scores(logps=tensor of shape (1,))"
     assert len(str(GRPOLoss(presets.GSPO))) < 200
+
+
+def test_help_begins_with_what_is_our_own() -> None:
+    """Of the module before `nn.Module`'s methods; of a config without anything internal."""
+    ours = pydoc.plaintext.document(GRPOLoss).split("Methods inherited from")[0]
+    assert len(ours.splitlines()) < 60
+    assert "forward(self, hidden" in ours and "importance_sampling_ratio" in ours
+    told = {x for x in vars(LossConfig) if not x.startswith("_")} - {*LossConfig().__match_args__}
+    own = {"clip_high", "corrects_sampling", "estimates_kl", "from_trl", "needs_reference_head"}
+    assert told == own
+    for name in told:
+        assert inspect.getdoc(getattr(LossConfig, name))
