@@ -19,7 +19,7 @@ from grpo_kernels.base.checks import check_ids, check_mask, check_tensor
 from grpo_kernels.base.choices import BackendName, EngineName, ImportanceSamplingLevel, LossTypeName
 from grpo_kernels.base.distributed import all_reduce
 from grpo_kernels.base.tensors import sequence_means
-from grpo_kernels.engine.plan import Run, check_run
+from grpo_kernels.engine.plan import Run
 from grpo_kernels.head import Head
 from grpo_kernels.loss import grpo_loss
 from grpo_kernels.module import gather_of
@@ -71,7 +71,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
     def __post_init__(self) -> None:
         super().__init__()
-        check_run(Run(self.engine, self.backend, self.workspace_bytes))
+        Run(self.engine, self.backend, self.workspace_bytes)  # raises for a wrong option
         self.loss_config()
 
     def loss_config(self) -> LossConfig:

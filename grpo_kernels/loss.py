@@ -80,7 +80,15 @@ from grpo_kernels.base.checks import (
 from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.engine.autograd import LossWithGradient, first_order
 from grpo_kernels.engine.kept import score_kept
-from grpo_kernels.engine.plan import Job, Rows, Run, begin, check_run, checked_on_all_ranks, plan
+from grpo_kernels.engine.plan import (
+    Job,
+    Rows,
+    Run,
+    accumulator_dtype_of,
+    check_run,
+    checked_on_all_ranks,
+    plan,
+)
 from grpo_kernels.engine.sweep import first_pass, scale_frozen_
 from grpo_kernels.engine.top_k import TopKLogps, check_listed
 from grpo_kernels.engine.workspace import accumulator_of
@@ -292,22 +300,20 @@ def grpo_loss(
         sets = None
         if kept_ids is not None:
             sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
-        # its dtypes are needed to read the tokens; `plan` completes it
-        job = begin(hidden, head, run, reference, backend=None if sets is None else "torch")
-
         # the tokens that count, and their loss
-        dtype = job.accumulator_dtype
+        dtype = accumulator_dtype_of(hidden, head)
         tokens = _tokens(completion_ids, completion_mask, advantages, dtype, arguments)
         rows = Rows(tokens.layout.positions, tokens.ids, 1.0 / config.temperature)
         if sampling_topk_ids is not None:
             rows, tokens = _with_candidates(rows, tokens, sampling_topk_ids, sampling_topk_logps)
-            job = replace(job, extras=(TOPK_LOGPS,))
-        row_objective = _row_objective(config, arguments, tokens)  # `objective` is the caller's
+        # of each row; `objective` is the caller's function
+        row_objective = _row_objective(config, objective, tokens, num_items_in_batch)
 
         # which engine; over kept sets there is none
         job, head_tensors, reference_tensors = plan(
-            job, hidden, head, rows, run, ranks, row_objective if sets is None else None,
-            reference=reference, names=("completion_ids", "sampling_topk_ids"),
+            hidden, head, rows, run, ranks, row_objective if sets is None else None,
+            reference=reference, extras=() if sampling_topk_ids is None else (TOPK_LOGPS,),
+            names=("completion_ids", "sampling_topk_ids"),
         )  # fmt: skip
     if sets is not None:
         return _loss_over_sets(row_objective, tokens, arguments, job, head_tensors, sets)
@@ -322,8 +328,8 @@ def grpo_loss(
         if job.when == "later":
             first = first._replace(coefficients=evaluation.coefficients)
         results = first.stats.logps, first.entropies
-        has_gradient = _tokens_with_gradient(job, row_objective, evaluation)
-        metrics = _metrics(arguments, tokens, *results, evaluation, has_gradient)
+        count = _gradient_count(job, row_objective, evaluation)
+        metrics = _metrics(config, tokens, *results, evaluation, count, num_items_in_batch)
         logps, entropies = map(tokens.layout.scatter, results)
     loss = LossWithGradient.apply(job, evaluation.loss, first, reference_tensors, *head_tensors)
     return LossOutput(loss, logps, entropies, metrics, job.engine, job.backend.name)
@@ -379,7 +385,7 @@ class GRPOLoss(nn.Module):
         self.config = replace(config, **fields)
         check_config(self.config)
         check_objective(self.config, objective)
-        check_run(Run() if run is None else run)
+        check_run(run)
         self.objective, self.run = objective, run
 
     @partial(hints_names, name="a call of GRPOLoss")
@@ -487,8 +493,10 @@ def policy_loss_from_logps(
     check_shape("entropies", entropies, ("logps.shape", tuple(logps.shape)))
     no_ids, dtype = torch.zeros_like(logps, dtype=torch.long), accumulator_of(logps.dtype)
     tokens = _tokens(no_ids, completion_mask, advantages, dtype, arguments)
-    row_objective = _row_objective(config, arguments, tokens)
-    return _loss_of_logps(row_objective, tokens, arguments, logps, entropies, "given")
+    row_objective = _row_objective(config, objective, tokens, num_items_in_batch)
+    return _loss_of_logps(
+        config, row_objective, tokens, logps, entropies, num_items_in_batch, "given"
+    )
 
 
 _LOGPS_ARGUMENTS = [
@@ -539,12 +547,13 @@ def policy_expectation(
     no_ids = torch.zeros_like(completion_mask, dtype=torch.long)
     inputs = {name: arguments[name] for name in _TOKEN_INPUTS if name in arguments}
     tokens = read_tokens(no_ids, completion_mask, advantages, torch.float32, **inputs)
-    return expectation_of(_row_objective(config, arguments, tokens), tokens)
+    row_objective = _row_objective(config, None, tokens, num_items_in_batch)
+    return expectation_of(row_objective, tokens)
 
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
 _TOKEN_INPUTS = (*LOGPS, "importance_sampling_ratio", "sampling_topk_logps", "cu_seqlens")
-# In the helpers below, `arguments` holds those of a public call by name, as passed; some calls lack
+# In the helpers below, `arguments` are those of a public call by name, as passed; some calls lack
 # some of them.
 
 
@@ -597,15 +606,15 @@ def _tokens(
 
 
 def _row_objective(
-    config: LossConfig, arguments: Mapping[str, Any], tokens: Tokens
+    config: LossConfig,
+    objective: PerTokenLoss | None,
+    tokens: Tokens,
+    num_items_in_batch: float | Tensor | None,
 ) -> PolicyObjective | CustomObjective:
     """The loss that `config` describes, or the custom one."""
-    items = arguments["num_items_in_batch"]
-    w = token_weights(config, tokens.layout, items, tokens.advantages.dtype)
+    w = token_weights(config, tokens.layout, num_items_in_batch, tokens.advantages.dtype)
     of_config = PolicyObjective(config, tokens, w)
-    if arguments.get("objective") is None:
-        return of_config
-    return CustomObjective(arguments["objective"], tokens, of_config)
+    return of_config if objective is None else CustomObjective(objective, tokens, of_config)
 
 
 def _with_candidates(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tuple[Rows, Tokens]:
@@ -616,53 +625,55 @@ def _with_candidates(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tup
     return replace(rows, top_k=top_k), tokens.without_candidates(padding)
 
 
-def _tokens_with_gradient(
+def _gradient_count(
     job: Job, row_objective: PolicyObjective | CustomObjective, evaluation: Evaluation
 ) -> Tensor:
-    """Return (n,) bool: the tokens whose gradient is, or will be, computed."""
+    """Return how many tokens get their gradient computed, now or later, ()."""
     if job.when == "later":
-        return evaluation.has_gradient
-    if job.when == "never":
-        return torch.zeros_like(job.rows.ids, dtype=torch.bool)
+        return evaluation.has_gradient.sum()
     live = row_objective.live
-    return torch.ones_like(job.rows.ids, dtype=torch.bool) if live is None else live
+    if job.when == "never" or live is None:
+        return job.rows.ids.new_full((), len(job.rows) if job.when == "now" else 0)
+    return live.sum()
 
 
 def _metrics(
-    arguments: Mapping[str, Any],
+    config: LossConfig,
     tokens: Tokens,
     logps: Tensor,
     entropies: Tensor,
     evaluation: Evaluation,
-    has_gradient: Tensor,
+    gradient_count: Tensor,
+    num_items_in_batch: float | Tensor | None,
 ) -> Metrics:
     """Return the metrics of a loss; warn of ratios that are far from 1."""
     if tokens.old_per_token_logps is not None and evaluation.metric_inputs is not None:
         warn_of_ratio(evaluation.metric_inputs.token_log_ratio)
-    if tokens.ref_per_token_logps is not None and arguments["config"].estimates_kl:
+    if tokens.ref_per_token_logps is not None and config.estimates_kl:
         warn_of_ratio(logps - tokens.ref_per_token_logps, "ref_per_token_logps")
-    config, has_items = arguments["config"], arguments["num_items_in_batch"] is not None
-    return loss_metrics(
-        config, tokens, entropies, evaluation, has_gradient.sum(), num_items=has_items
-    )
+    has_items = num_items_in_batch is not None
+    return loss_metrics(config, tokens, entropies, evaluation, gradient_count, num_items=has_items)
 
 
 def _loss_of_logps(
+    config: LossConfig,
     row_objective: PolicyObjective | CustomObjective,
     tokens: Tokens,
-    arguments: Mapping[str, Any],
     logps: Tensor,
     entropies: Tensor,
+    num_items_in_batch: float | Tensor | None,
     engine: str,
 ) -> LossOutput:
     """The loss, differentiable in `logps` and `entropies`, both (B, T) or (N,)."""
     layout, dtype = tokens.layout, tokens.advantages.dtype
-    rows = [x.detach().reshape(-1)[layout.positions].to(dtype) for x in (logps, entropies)]
-    evaluation = row_objective.evaluate(stats_of_logps(*rows))
-    loss = _LossOfLogps.apply(logps, entropies, evaluation, layout)
-    metrics = _metrics(arguments, tokens, rows[0], rows[1], evaluation, evaluation.has_gradient)
-    per_token, per_entropy = map(layout.scatter, rows)
-    return LossOutput(loss, per_token, per_entropy, metrics, engine, "torch")
+    results = (logps, entropies)
+    logps, entropies = (x.detach().reshape(-1)[layout.positions].to(dtype) for x in results)
+    evaluation = row_objective.evaluate(stats_of_logps(logps, entropies))
+    loss = _LossOfLogps.apply(*results, evaluation, layout)
+    count = evaluation.has_gradient.sum()
+    metrics = _metrics(config, tokens, logps, entropies, evaluation, count, num_items_in_batch)
+    logps, entropies = map(layout.scatter, (logps, entropies))
+    return LossOutput(loss, logps, entropies, metrics, engine, "torch")
 
 
 def _loss_over_sets(
@@ -681,9 +692,9 @@ def _loss_over_sets(
         lambda at: read_expected(expected, ids, at, job.accumulator_dtype, entropy=True),
         others={name: arguments[name] for name in LOGPS},
     )  # fmt: skip
-    out = _loss_of_logps(
-        row_objective, tokens, arguments, scores.logps, scores.entropies, "kept_sets"
-    )
+    config, items = arguments["config"], arguments["num_items_in_batch"]
+    of_tokens = scores.logps, scores.entropies
+    out = _loss_of_logps(config, row_objective, tokens, *of_tokens, items, "kept_sets")
     return replace(out, metrics=out.metrics.joined(metrics))
 
 

@@ -78,7 +78,7 @@ from grpo_kernels.base.choices import (
 )
 from grpo_kernels.engine.autograd import scored
 from grpo_kernels.engine.kept import score_kept
-from grpo_kernels.engine.plan import Job, Rows, Run, begin, checked_on_all_ranks, plan
+from grpo_kernels.engine.plan import Rows, Run, accumulator_dtype_of, checked_on_all_ranks, plan
 from grpo_kernels.engine.top_k import TopKLogps, TopKTeacher, check_listed
 from grpo_kernels.head import (
     Head,
@@ -209,26 +209,27 @@ def linear_logprob(
         if unknown := {*extras} - {*EXTRAS}:
             named = ", ".join(EXTRAS)
             raise ValueError(f"extras: expected some of {named}, got {sorted(unknown)}")
-        job = begin(hidden, head, run, backend=None if kept_ids is None else "torch")
-        job = replace(job, entropy=bool(entropy), extras=tuple(extras))
-        rows = _read_rows(job, completion_ids, completion_mask, temperature)
+        dtype = accumulator_dtype_of(hidden, head)
+        rows = _read_rows(dtype, completion_ids, completion_mask, temperature)
 
         def expected_at(positions: Tensor) -> ExpectedGradient:
-            at = positions, job.accumulator_dtype
-            return read_expected(expected, completion_ids, *at, entropy=bool(entropy))
+            return read_expected(expected, completion_ids, positions, dtype, entropy=bool(entropy))
 
         gradient = expected_at(rows.positions)  # even if few rows, or none, will need it
+        names: tuple[str, ...] = tuple(extras)
+        sets = None
         if kept_ids is not None:
             sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
-            job, tensors, _ = plan(job, hidden, head, rows, run, ranks)
-        else:
-            if topk_ids is not None:
-                check_listed("topk_ids", topk_ids, hidden)
-                listed = topk_ids.detach().flatten(0, -2)[rows.positions]
-                rows = replace(rows, top_k=TopKLogps.of(listed, rows.ids)[0])
-                job = replace(job, extras=(*extras, TOPK_LOGPS))
-            job, tensors, _ = plan(job, hidden, head, rows, run, ranks, gradient)
-    if kept_ids is None:
+        if topk_ids is not None:
+            check_listed("topk_ids", topk_ids, hidden)
+            listed = topk_ids.detach().flatten(0, -2)[rows.positions]
+            rows = replace(rows, top_k=TopKLogps.of(listed, rows.ids)[0])
+            names = (*names, TOPK_LOGPS)
+        job, tensors, _ = plan(
+            hidden, head, rows, run, ranks, gradient if sets is None else None,
+            entropy=bool(entropy), extras=names,
+        )  # fmt: skip
+    if sets is None:
         return scored(job, tensors, None, gradient, completion_ids.shape)
     of_sets = sets, completion_ids, on_missing_set, expected_at
     return score_kept(job, tensors, run, *of_sets, entropy=entropy)[0]
@@ -314,16 +315,16 @@ def linear_divergence(
         hidden, head, both = read_heads(hidden, head, both, prefix="teacher.")
         if completion_ids is not None:
             check_ids("completion_ids", completion_ids, hidden)
-        job = begin(hidden, head, run, both, "teacher.")
-        job = replace(job, entropy=entropy, jsd_beta=jsd_beta)
+        dtype = accumulator_dtype_of(hidden, head)
         ids = _no_ids(hidden) if completion_ids is None else completion_ids
-        rows = _read_rows(job, ids, completion_mask, temperature)
+        rows = _read_rows(dtype, ids, completion_mask, temperature)
         gradient = expected_divergence(
-            expected, hidden, completion_ids, rows.positions, job.accumulator_dtype, entropy=entropy
+            expected, hidden, completion_ids, rows.positions, dtype, entropy=entropy
         )
         job, tensors, reference = plan(
-            job, hidden, head, rows, run, ranks, gradient, reference=both, prefix="teacher."
-        )
+            hidden, head, rows, run, ranks, gradient,
+            reference=both, prefix="teacher.", jsd_beta=jsd_beta, entropy=entropy,
+        )  # fmt: skip
     has_ids = completion_ids is not None
     return scored(job, tensors, reference, gradient, hidden.shape[:-1], has_ids=has_ids)
 
@@ -394,9 +395,8 @@ def topk_divergence(
     with checked_on_all_ranks("topk_divergence", head.process_group, arguments) as ranks:
         hidden, head, _ = read_heads(hidden, head)
         check_listed("teacher_ids", teacher_ids, hidden, teacher_logps)
-        job = replace(begin(hidden, head, run), entropy=False, extras=("student_mass",))
-        rows = _read_rows(job, _no_ids(hidden), completion_mask, temperature)
-        dtype = job.accumulator_dtype
+        dtype = accumulator_dtype_of(hidden, head)
+        rows = _read_rows(dtype, _no_ids(hidden), completion_mask, temperature)
         weights = divergence_weights("expected", expected, hidden, rows.positions, dtype)
         measure = _measure_of(*measured, dtype, teacher_logps.dtype)
         listed, logps = (
@@ -406,8 +406,10 @@ def topk_divergence(
         top_k = TopKTeacher.of(listed, logps, measure)
         check_masses("teacher_logps", top_k.logps)
         rows = replace(rows, top_k=top_k)
-        names = ("completion_ids", "teacher_ids")
-        job, tensors, _ = plan(job, hidden, head, rows, run, ranks, gradient, names=names)
+        job, tensors, _ = plan(
+            hidden, head, rows, run, ranks, gradient,
+            names=("completion_ids", "teacher_ids"), entropy=False, extras=("student_mass",),
+        )  # fmt: skip
     return scored(job, tensors, None, gradient, hidden.shape[:-1], has_ids=False)
 
 
@@ -416,7 +418,9 @@ def _no_ids(hidden: Tensor) -> Tensor:
     return hidden.new_zeros((), dtype=torch.long).expand(hidden.shape[:-1])
 
 
-def _read_rows(job: Job, ids: Tensor, mask: Tensor | None, temperature: float | Tensor) -> Rows:
+def _read_rows(
+    dtype: torch.dtype, ids: Tensor, mask: Tensor | None, temperature: float | Tensor
+) -> Rows:
     """The rows where the mask counts, with ids not yet checked for range."""
     if mask is not None:
         check_mask("completion_mask", mask, ids)
@@ -428,7 +432,7 @@ def _read_rows(job: Job, ids: Tensor, mask: Tensor | None, temperature: float | 
     else:
         check_tensor("temperature", temperature, like=ids, floating=True)
         check_shape("temperature", temperature, ("of the tokens", tuple(ids.shape)))
-        rows = temperature.detach().reshape(-1)[positions].to(job.accumulator_dtype)
+        rows = temperature.detach().reshape(-1)[positions].to(dtype)
         bad = ~((rows > 0) & torch.isfinite(rows))
         if rows.device.type == "cpu" and bool(bad.any()):
             got = rows[bad][0].item()

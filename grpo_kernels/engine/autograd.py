@@ -148,7 +148,7 @@ class LossWithGradient(torch.autograd.Function):
 
 
 @first_order
-class LinearLogprob(torch.autograd.Function):
+class LinearScores(torch.autograd.Function):
     """Log-probabilities, entropies and divergences from a second head, all differentiable.
 
     ``forward(ctx, job, first, reference, *tensors)`` -> logps (N,), entropies (N,) or None,
@@ -204,8 +204,26 @@ def scored(
     has_ids: bool = True,
 ) -> Scores:
     """Run one forward, and return its results in the shape of the positions."""
-    first = first_pass(job, tensors, reference, objective)
-    logps, entropies, divergence, *extras = LinearLogprob.apply(job, first, reference, *tensors)
+    n = len(job.rows)
+    expected: dict[str, Tensor] = {}  # noted, since a caller's function may answer otherwise later
+
+    def noted(rows: Tensor, stats: RowStats) -> Coefficients:
+        coefficients = objective.coefficients_at(rows, stats)
+        for name, x in coefficients._asdict().items():
+            if x is not None:
+                expected.setdefault(name, x.new_zeros(n))[rows] = x
+        return coefficients
+
+    first = first_pass(job, tensors, reference, objective, noted)
+    if job.engine == "one_pass":
+        coefficients = Coefficients(**expected)
+        if job.fuses and objective.fused_loss() is not None:  # known beforehand, and never asked
+            every = torch.arange(n, device=job.rows.positions.device)
+            coefficients = objective.coefficients_at(every, first.stats)
+        if job.d_result(coefficients) is None:
+            coefficients = job.with_d_result(first.stats.logps.new_zeros(n), coefficients)
+        first = first._replace(coefficients=coefficients)
+    logps, entropies, divergence, *extras = LinearScores.apply(job, first, reference, *tensors)
     results = {
         "logps": logps if has_ids else None,
         "entropies": entropies,
@@ -257,7 +275,7 @@ def second_pass(
     Waits for the device once, to count these rows. At least one coefficient is not None.
     """
     indices, coefficients = _nonzero(coefficients)
-    job = job.at(indices)
+    job = job.of_rows(indices)
     if coefficients.d_divergence is None:  # then the reference has no part in it
         job, reference = replace(job, reference_dtype=None), None
     stats, coefficients = take((stats, coefficients), indices)

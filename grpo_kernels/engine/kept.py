@@ -127,7 +127,7 @@ def score_kept(
         objective = objective_at(rows.positions)
         whole_vocab = replace(
             job,
-            rows=in_range(rows, ("completion_ids", ""), vocab, job.first_id),
+            rows=in_range(rows, ("completion_ids", ""), vocab, job.shard_start),
             backend=choose_backend(run.backend, ids.device, job.operand_dtype)[0],
             entropy=bool(entropy),
         )
@@ -162,7 +162,7 @@ def survey_sets(
         others: other policies' log-probabilities, (...) each, which must be over the same sets.
     """
     rows, sampled = job.rows, ids.detach().reshape(-1)
-    vocab, first = rows_here if job.shard is None else job.shard.vocab, job.first_id
+    vocab, first = rows_here if job.shard is None else job.shard.vocab, job.shard_start
     # per position: ids, ids among this rank's rows, ids that do not exist, the sampled id
     counts = kept_ids.offsets.new_zeros(4, sampled.shape[0])
     step = max(1, job.workspace_bytes // ENTRY_BYTES)
@@ -246,7 +246,7 @@ def plan_sets(
     row_bytes = 2 * job.accumulator_dtype.itemsize * sum(x.shape[1] for _, x in tensors.factors())
     budget, head_bytes = job.workspace_bytes, entry_bytes(tensors, job)
     spans = plan_spans(sizes[:count], lists[:count], budget, head_bytes, row_bytes)
-    own = replace(rows, ids=rows.ids - job.first_id, invalid=survey.invalid)
+    own = replace(rows, ids=rows.ids - job.shard_start, invalid=survey.invalid)
     planned = KeptSets(replace(job, rows=own), kept_ids, projected, order[:count], spans)
     return planned, any(without)
 
@@ -375,7 +375,7 @@ def _in_order(planned: KeptSets, at: Tensor, span: Span, vocab: int) -> tuple[Te
         longest, device=positions.device
     )
     inside = place < planned.kept_ids.offsets[positions + 1][:, None]
-    kept = planned.kept_ids.ids[torch.where(inside, place, 0)].long() - planned.job.first_id
+    kept = planned.kept_ids.ids[torch.where(inside, place, 0)].long() - planned.job.shard_start
     kept = torch.where(inside & (kept >= 0) & (kept < vocab), kept, -1).to(torch.int32)
     kept = kept.sort(dim=1, descending=True).values[:, :width]
     padding = kept < 0

@@ -138,8 +138,8 @@ class Run:
 
 
 def check_run(run: Any) -> None:
-    """Raise unless `run` is a `Run`; its engine may still be unable to serve."""
-    if not isinstance(run, Run):
+    """Raise unless `run` is a `Run` or None; its engine may still be unable to serve."""
+    if not isinstance(run, Run | None):
         raise TypeError(f"run: expected a Run, got {type(run).__name__}")
 
 
@@ -183,7 +183,6 @@ class Rows:
             shard's ids are out of range.
         inv_temperature: a number, or (n, 1).
         invalid: (n,) bool, rows whose log-probability is NaN; None if there are none.
-        marked: (n,) the ids, -1 where invalid; None if all are valid.
         top_k: K more ids of each row, to score, or with a teacher's log-probabilities.
     """
 
@@ -191,14 +190,10 @@ class Rows:
     ids: Tensor
     inv_temperature: float | Tensor = 1.0
     invalid: Tensor | None = None
-    marked: Tensor | None = None
     top_k: TopKTeacher | TopKLogps | None = None
 
     def __len__(self) -> int:
         return self.positions.shape[0]
-
-
-_NO_ROWS = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
 
 
 @dataclass(frozen=True)
@@ -206,7 +201,7 @@ class Job:
     """A planned call, without the tensors of its heads.
 
     Attributes:
-        rows: n rows (none until `plan`); all other positions are 0 in all results.
+        rows: n rows; all other positions are 0 in all results.
         needs_grad: which of the head's tensors need a gradient.
         operand_dtype: dtype of the products' operands; `reference_dtype` is the second head's, None
             without one.
@@ -242,11 +237,11 @@ class Job:
         return ENGINES[self.engine][1]
 
     @property
-    def first_id(self) -> int:
+    def shard_start(self) -> int:
         """The id of this rank's first row of the head."""
         return 0 if self.shard is None else self.shard.start
 
-    def at(self, index: Tensor) -> Job:
+    def of_rows(self, index: Tensor) -> Job:
         """Return the same call for some of its rows."""
         return replace(self, rows=take(self.rows, index))
 
@@ -336,71 +331,59 @@ def checked_on_all_ranks(
         raise
 
 
-def begin(
-    hidden: Tensor,
-    head: Head,
-    run: Run | None,
-    reference: Reference | None = None,
-    prefix: str = "reference.",
-    *,
-    backend: BackendName | None = None,
-) -> Job:
-    """Begin a call: how any rows of checked heads are projected. Does not wait for the device.
-
-    `backend` overrides `run.backend`, unless it is None.
-    """
-    run = Run() if run is None else run
-    check_run(run)
-    dtype, needs_grad = operand_dtype_of(hidden, head.weight), gradients_wanted(hidden, head)
-    weights = [(head.weight, dtype)]
-    _warn_if_promoted("hidden", hidden, "head.weight", *weights[0])
-    reference_options: dict[str, Any] = {}
-    if reference is not None:
-        states, other = reference
-        weights.append((other.weight, operand_dtype_of(states, other.weight, dtype)))
-        _warn_if_promoted(f"{prefix}hidden", states, f"{prefix}head.weight", *weights[1])
-        reference_options["reference_dtype"] = weights[1][1]
-        reference_options["reference_transform"] = _transform(other, weights[1][1])
-    memory = free_memory(weights, hidden, needs_grad, run.workspace_bytes)
-    return Job(
-        rows=_NO_ROWS,
-        needs_grad=needs_grad,
-        backend=choose_backend(backend or run.backend, hidden.device, dtype)[0],
-        operand_dtype=dtype,
-        workspace_bytes=run.workspace_bytes or 0,
-        transform=_transform(head, dtype),
-        memory=memory,
-        gather=run.gather or nullcontext,
-        **reference_options,
-    )
+def accumulator_dtype_of(hidden: Tensor, head: Head) -> torch.dtype:
+    """Dtype of a call's statistics and coefficients, and of what it reads per token."""
+    return accumulator_of(operand_dtype_of(hidden, head.weight))
 
 
 def plan(
-    job: Job,
     hidden: Tensor,
     head: Head,
     rows: Rows,
     run: Run | None,
     ranks: Ranks | None,
-    objective: Objective | None = None,
+    objective: Objective | None,
     *,
     reference: Reference | None = None,
     prefix: str = "reference.",
     names: tuple[str, str] = ("completion_ids", "topk_ids"),
+    jsd_beta: float = 1.0,
+    entropy: bool = True,
+    extras: tuple[str, ...] = (),
 ) -> tuple[Job, HeadTensors, HeadTensors | None]:
-    """Plan a call that `begin` began; return it and the tensors of both heads.
+    """Plan a call with checked heads; return it and the tensors of both heads.
 
     Args:
         rows: rows with ids of the whole vocabulary. Their range is checked here, and errors use the
             argument names `names`.
         ranks: the ranks of a sharded head, which compare their calls here.
-        objective: what the engine is chosen for. None, for kept sets: no engine is chosen, and ids
-            are neither checked nor counted from this rank's first row.
+        objective: what the engine is chosen for. None, for kept sets: torch does the row work, no
+            engine is chosen, and ids are neither checked nor counted from this rank's first row.
+        prefix: begins the names of the second head's tensors in errors.
+        jsd_beta, entropy, extras: as in `Job`.
     """
+    check_run(run)
     run = Run() if run is None else run
-    memory, shard, vocab = job.memory, None, head.weight.shape[0]
+    dtype, needs_grad = operand_dtype_of(hidden, head.weight), gradients_wanted(hidden, head)
+    weights, reference_transform = [(head.weight, dtype)], _AS_IT_IS
+    _warn_if_promoted("hidden", hidden, "head.weight", *weights[0])
+    if reference is not None:
+        states, other = reference
+        weights.append((other.weight, operand_dtype_of(states, other.weight, dtype)))
+        _warn_if_promoted(f"{prefix}hidden", states, f"{prefix}head.weight", *weights[1])
+        reference_transform = _transform(other, weights[1][1])
+    reference_dtype = None if reference is None else weights[1][1]
+    memory = free_memory(weights, hidden, needs_grad, run.workspace_bytes)
+    serves = choose_backend(run.backend, hidden.device, dtype)[0]
+
+    shard, vocab = None, head.weight.shape[0]
     if ranks is not None:
-        values = _compared(job, hidden, head, reference, rows, run)
+        values = {
+            **_compared(hidden, head, reference, rows, run),
+            "gradients wanted": [bool(x) for x in needs_grad],
+            "dtype of the products": [dtype, reference_dtype],
+            "backend that serves": serves.name,
+        }
         of_ranks = ranks.compare(values, {"rows of weight": vocab, **memory._asdict()})
         sizes = _sizes(head.vocab_size, of_ranks["rows of weight"])
         rank = torch.distributed.get_rank(ranks.group)
@@ -412,17 +395,32 @@ def plan(
     workspace_bytes = run.workspace_bytes
     if workspace_bytes is None:
         widest = head.weight if shard is None else widest_part(head.weight, shard)
-        heads = 1 if reference is None else 2
-        workspace_bytes = default_workspace(widest, job.needs_grad, memory, heads=heads)
-    job = replace(job, memory=memory, shard=shard, workspace_bytes=workspace_bytes)
-    rows = rows if objective is None else in_range(rows, names, vocab, job.first_id)
-    job = replace(job, rows=rows)
-    tensors, reference_tensors = tensors_of(hidden, head, rows.positions), None
-    if reference is not None:
-        states, other = reference
-        reference_tensors = tensors_of(states, other, rows.positions).map(Tensor.detach)
+        workspace_bytes = default_workspace(widest, needs_grad, memory, heads=len(weights))
+    if objective is not None:
+        rows = in_range(rows, names, vocab, 0 if shard is None else shard.start)
+    else:
+        serves = choose_backend("torch", hidden.device, dtype)[0]
+    job = Job(
+        rows=rows,
+        needs_grad=needs_grad,
+        backend=serves,
+        operand_dtype=dtype,
+        workspace_bytes=workspace_bytes,
+        transform=_transform(head, dtype),
+        reference_dtype=reference_dtype,
+        reference_transform=reference_transform,
+        jsd_beta=jsd_beta,
+        memory=memory,
+        shard=shard,
+        entropy=entropy,
+        extras=extras,
+        gather=run.gather or nullcontext,
+    )
     if objective is not None:
         job = replace(job, engine=choose_engine(run.engine, job, objective))
+    tensors, reference_tensors = tensors_of(hidden, head, rows.positions), None
+    if reference is not None:
+        reference_tensors = tensors_of(*reference, rows.positions).map(Tensor.detach)
     return job, tensors, reference_tensors
 
 
@@ -472,10 +470,10 @@ def in_range(rows: Rows, names: tuple[str, str], vocab: int, first_id: int) -> R
     Raises:
         ValueError: an id is out of range, on a CPU; elsewhere the row's results become NaN.
     """
-    ids, marked, top_k = rows.ids, None, rows.top_k
+    ids, top_k = rows.ids, rows.top_k
     invalid = check_counted_ids(names[0], ids, vocab)
     if invalid is not None:
-        ids, marked = ids.masked_fill(invalid, 0), ids.masked_fill(invalid, -1)
+        ids = ids.masked_fill(invalid, 0)
     if top_k is not None:
         outside = (top_k.ids < -1) | (top_k.ids >= vocab)
         if isinstance(top_k, TopKTeacher) and ids.device.type != "cpu":
@@ -492,7 +490,7 @@ def in_range(rows: Rows, names: tuple[str, str], vocab: int, first_id: int) -> R
             )
         top_k = replace(top_k, ids=top_k.ids - first_id)
     ids = ids - first_id if first_id else ids
-    return replace(rows, ids=ids, invalid=invalid, marked=marked, top_k=top_k)
+    return replace(rows, ids=ids, invalid=invalid, top_k=top_k)
 
 
 def _transform(head: Head, dtype: torch.dtype) -> LogitTransform:
@@ -502,10 +500,9 @@ def _transform(head: Head, dtype: torch.dtype) -> LogitTransform:
 
 
 def _compared(
-    job: Job, hidden: Tensor, head: Head, reference: Reference | None, rows: Rows, run: Run
+    hidden: Tensor, head: Head, reference: Reference | None, rows: Rows, run: Run
 ) -> dict[str, Any]:
-    """Return what the ranks of a sharded head compare, besides the arguments of their call."""
-    serves, _ = choose_backend(run.backend, hidden.device, job.operand_dtype)
+    """Return what the ranks of a sharded head compare of the arguments that `plan` reads."""
     # without rows, since their number may differ
     first, other = map_tensors(lambda x: x[:0], (replace(head, process_group=None), reference))
     return {
@@ -514,9 +511,6 @@ def _compared(
         "reference": None if other is None else (other[0], replace(other[1], process_group=None)),
         "hidden": hidden,
         "counted tokens": len(rows),
-        "gradients wanted": [bool(x) for x in job.needs_grad],
-        "dtype of the products": [job.operand_dtype, job.reference_dtype],
-        "backend that serves": serves.name,
     }
 
 

@@ -45,17 +45,15 @@ Index = Tensor | slice  # index of rows: (m,) int64, or a slice
 # chunk, its rows, their index among the sweep's rows (`at`), memory for d logits (m, V) (`out`) ->
 # statistics (None if they were known), and the factor () that d logits carry in fp16
 RowWork = Callable[[Chunk, Rows, Index, Tensor | None], tuple[RowStats | None, Tensor | None]]
-# index (m,) of rows, their statistics -> their coefficients
-CoefficientsOf = Callable[[Index, RowStats], Coefficients]
 
 
 class FirstPass(NamedTuple):
     """Results of a first pass: the statistics (n,) of all rows and, if due now, a gradient.
 
     `grads` is the gradient from the rows `live_rows` (m,), in the accumulator's dtype: of the loss
-    in one_pass, of the sum of the rows' results in frozen, and None if it is computed later.
-    `coefficients` (n,) are what a backward needs: those of the loss if it computes the gradient,
-    those that a caller expected if it compares them.
+    in one_pass, of the sum of the rows' results in frozen, and None if it is computed later. The
+    caller adds the `coefficients` (n,) that its backward needs: those of the loss if it computes
+    the gradient, those that were expected if it compares them.
     """
 
     stats: RowStats
@@ -71,39 +69,39 @@ class FirstPass(NamedTuple):
 
 
 def first_pass(
-    job: Job, tensors: HeadTensors, reference: HeadTensors | None, objective: Objective
+    job: Job,
+    tensors: HeadTensors,
+    reference: HeadTensors | None,
+    objective: Objective,
+    coefficients_at: Callable[[Tensor, RowStats], Coefficients] | None = None,
 ) -> FirstPass:
     """Compute the statistics of all rows and, if due now, the gradient of the live rows.
 
-    Waits for the device once, to count the live rows, unless all rows are.
+    Waits for the device once, to count the live rows, unless all rows are. `coefficients_at` takes
+    the place of the objective's.
     """
+    coefficients_at = coefficients_at or objective.coefficients_at
     with torch.no_grad():
         tensors, reference = job.converted(tensors, reference)
         if job.when != "now":
             return FirstPass(sweep(job, tensors, reference, stats_work(job))[0])
-        n, device, live = len(job.rows), job.rows.positions.device, objective.live
-        every = torch.arange(n, device=device)
-        live_rows = every if live is None else indices_of(live)
+        n, live = len(job.rows), objective.live
+        if live is None:
+            live_rows = torch.arange(n, device=job.rows.positions.device)
+        else:
+            live_rows = indices_of(live)
         fuses = job.engine == "one_pass" and job.fuses
         fused_loss = objective.fused_loss() if fuses else None
-        # noted for the backward: a caller's function may not return the same twice
-        expected: dict[str, Tensor] = {}
 
         def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
             if job.engine == "frozen":
                 return job.with_d_result(torch.ones_like(stats.logps))
-            rows = live_rows[at]
-            coefficients = objective.coefficients_at(rows, stats)
-            if objective.is_expected:
-                for name, x in coefficients._asdict().items():
-                    if x is not None:
-                        expected.setdefault(name, x.new_zeros(n))[rows] = x
-            return coefficients
+            return coefficients_at(live_rows[at], stats)
 
         # the rows with gradient, then those without
         grad_job, grad_loss = job, fused_loss
         if live_rows.shape[0] < n:
-            grad_job, grad_loss = job.at(live_rows), take(fused_loss, live_rows)
+            grad_job, grad_loss = job.of_rows(live_rows), take(fused_loss, live_rows)
         work = stats_work(grad_job) if grad_loss is None else fused_work(grad_job, grad_loss)
         # in fp16 d logits need a factor, which all coefficients of a chunk determine: `fused_work`
         # then computes statistics and loss alone
@@ -113,15 +111,7 @@ def first_pass(
         if live is not None and live_rows.shape[0] < n:
             others = indices_of_false(live, n - live_rows.shape[0])
             stats = _with_others(job, tensors, reference, fused_loss, (live_rows, stats), others)
-        if not objective.is_expected or job.engine == "frozen":
-            # a loss gets its coefficients from its evaluation, a frozen head's backward reads none
-            return FirstPass(stats, grads, live_rows)
-        coefficients = Coefficients(**expected)
-        if fused_loss is not None:  # then it is made of numbers, not of what a function returns
-            coefficients = objective.coefficients_at(every, stats)
-        if job.d_result(coefficients) is None:
-            coefficients = job.with_d_result(stats.logps.new_zeros(n), coefficients)
-        return FirstPass(stats, grads, live_rows, coefficients)
+        return FirstPass(stats, grads, live_rows)
 
 
 def _with_others(
@@ -134,7 +124,11 @@ def _with_others(
 ) -> RowStats:
     """Return the statistics of all rows: of the `done` ones, at an index, and of the `others`,
     which get no gradient."""
-    (index, stats), job_of_others, loss_of_others = done, job.at(others), take(fused_loss, others)
+    (index, stats), job_of_others, loss_of_others = (
+        done,
+        job.of_rows(others),
+        take(fused_loss, others),
+    )
     work = stats_work(job_of_others)
     if loss_of_others is not None:
         work = fused_work(job_of_others, loss_of_others)
@@ -163,8 +157,9 @@ def fused_work(job: Job, fused_loss: FusedLoss) -> RowWork:
     def work(
         chunk: Chunk, rows: Rows, at: Index, out: Tensor | None
     ) -> tuple[RowStats | None, Tensor | None]:
-        marked = chunk if rows.marked is None else replace(chunk, ids=rows.marked)
-        return backend.fused(marked, take(fused_loss, at), out), None
+        if rows.invalid is not None:  # -1 makes the row's results NaN
+            chunk = replace(chunk, ids=chunk.ids.masked_fill(rows.invalid, -1))
+        return backend.fused(chunk, take(fused_loss, at), out), None
 
     return work
 
@@ -172,7 +167,7 @@ def fused_work(job: Job, fused_loss: FusedLoss) -> RowWork:
 def gradient_work(
     job: Job,
     tensors: HeadTensors,
-    coefficients_of: CoefficientsOf,
+    coefficients_of: Callable[[Index, RowStats], Coefficients],
     statistics_by: RowWork,
     *,
     keeps: bool = True,

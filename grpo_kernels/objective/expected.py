@@ -72,7 +72,6 @@ def expectation_of(objective: PolicyObjective | CustomObjective, tokens: Tokens)
 Expected = (
     Tensor | tuple[Tensor, Tensor | None] | Expectation | Callable[[Tensor, Tensor, Tensor], Any]
 )
-CoefficientsOf = Callable[[Tensor, RowStats], Coefficients]
 
 
 class ExpectedGradient:
@@ -91,7 +90,7 @@ class ExpectedGradient:
 
     def __init__(
         self,
-        compute: CoefficientsOf | None = None,
+        compute: Callable[[Tensor, RowStats], Coefficients] | None = None,
         live: Tensor | None = None,
         *,
         one_coefficient: bool = True,

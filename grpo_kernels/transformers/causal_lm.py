@@ -300,7 +300,7 @@ def completion_logprobs(
         RuntimeError: the model's forward does not call its head exactly once.
     """
     _check_names(model, model_inputs, completion_logprobs)
-    check_run(Run() if run is None else run)
+    check_run(run)
     if loss_fn is not None:
         _check_loss_fn(loss_fn)
         if temperature is not None:
@@ -379,7 +379,7 @@ def causal_lm_divergence(
     Raises:
         TypeError, ValueError, RuntimeError: as `completion_logprobs` and `linear_divergence`.
     """
-    check_run(Run() if run is None else run)
+    check_run(run)
     batch = Batch(input_ids, completion_mask)
     _check_head("student", student)
     _check_second("teacher", teacher)
