@@ -94,7 +94,7 @@ struct Rows {
 struct ReferenceArguments {
   MaybeTensor logits;
   Transform transform;
-  double beta;
+  double jsd_beta;
 };
 
 // Rows of logits with their targets, and the reference's rows if there is a reference.
@@ -104,16 +104,16 @@ struct Chunk {
   Rows<T> rows;
   const int64_t* ids;
   std::optional<Rows<T>> reference;
-  double beta;
+  double jsd_beta;
 
   Chunk(const Tensor& logits, const Tensor& targets, const Transform& transform, const ReferenceArguments& other)
       : n(logits.size(0)),
         vocab(logits.size(1)),
         rows(logits, n, vocab, transform, ""),
         ids(column<int64_t>(targets, n, "ids")),
-        beta(other.beta) {
+        jsd_beta(other.jsd_beta) {
     if (other.logits.has_value()) reference.emplace(*other.logits, n, vocab, other.transform, "reference_");
-    STD_TORCH_CHECK(beta >= 0.0 && beta <= 1.0, "jsd_beta: expected a number in [0, 1], got ", beta);
+    STD_TORCH_CHECK(jsd_beta >= 0.0 && jsd_beta <= 1.0, "jsd_beta: expected a number in [0, 1], got ", jsd_beta);
   }
 
   bool has_target(int64_t i) const { return ids[i] >= 0 && ids[i] < vocab; }

@@ -82,12 +82,12 @@ INLINE void reverse(const Powers<T>& at, Vector<T> d, Terms<T>& of, Vector<T> le
 
 // `value` and `k` of (1 - beta) KL(p || m) + beta KL(q || m): m = lead (1 + w), w = share (e^-x - 1).
 template <class T>
-INLINE void mixed(const Powers<T>& at, Vector<T> d, Terms<T>& of, Vector<T> lead, T beta, T rest) {
+INLINE void mixed(const Powers<T>& at, Vector<T> d, Terms<T>& of, Vector<T> lead, T q_share, T p_share) {
   const auto ahead = d >= T(0);
-  const Vector<T> share = ahead ? splat<Vector<T>>(beta) : splat<Vector<T>>(rest);
+  const Vector<T> share = ahead ? splat<Vector<T>>(q_share) : splat<Vector<T>>(p_share);
   const Mixture<T> m = mixture(share * at.less);
   of.value = lead * (share * at.chi - m.g);
-  of.k = (of.p * rest) * (ahead ? -m.log : -at.x - m.log);
+  of.k = (of.p * p_share) * (ahead ? -m.log : -at.x - m.log);
 }
 
 // d of the columns whose scaled logits are z and y.
@@ -108,7 +108,7 @@ INLINE Terms<T> terms(Kind kind, const Divergence<T>& at, Vector<T> z, Vector<T>
   of.p = ahead ? lead : lead * of_d.e;
   if (kind == Kind::forward) forward<T>(of_d, d, of, lead);
   if (kind == Kind::reverse) reverse<T>(of_d, d, of, lead);
-  if (kind == Kind::mixed) mixed<T>(of_d, d, of, lead, at.beta, at.rest);
+  if (kind == Kind::mixed) mixed<T>(of_d, d, of, lead, at.q_share, at.p_share);
   return of;
 }
 

@@ -52,7 +52,7 @@ Sums write_stats(const Chunk<T>& chunk, const StatColumns<T>& out, int64_t i, bo
 template <class T>
 Divergence<T> divergence_of(const Chunk<T>& chunk, const T* max_logit, const T* log_sum,
                             const DivergenceColumns<T>& reference, int64_t i) {
-  return row_divergence(max_logit[i], log_sum[i], reference.max_logit[i], reference.log_sum[i], chunk.beta);
+  return row_divergence(max_logit[i], log_sum[i], reference.max_logit[i], reference.log_sum[i], chunk.jsd_beta);
 }
 
 // Write the divergence of row i from the reference's, given the statistics of both.

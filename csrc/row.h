@@ -59,11 +59,11 @@ enum class Kind { forward, reverse, mixed };
 template <class T>
 struct Divergence {
   T max, inv_sum, reference_max, reference_inv_sum;  // as in Gradient
-  T offset;                                      // (z - y) - (log p - log q)
-  T beta, rest;                                  // the mixture's share of q, and of p
-  T d_divergence, sum_k;                         // for the gradient: d loss / d D, and the sum of k
+  T offset;                                          // (z - y) - (log p - log q)
+  T q_share, p_share;                                // jsd_beta and 1 - jsd_beta, the mixture's weights
+  T d_divergence, sum_k;                             // for the gradient: d loss / d D, and the sum of k
 
-  Kind kind() const { return beta == T(0) ? Kind::forward : rest == T(0) ? Kind::reverse : Kind::mixed; }
+  Kind kind() const { return q_share == T(0) ? Kind::forward : p_share == T(0) ? Kind::reverse : Kind::mixed; }
 };
 
 // Sums over both rows: D, and the sum of k that the gradient takes as `Divergence::sum_k`.

@@ -49,13 +49,13 @@ Gradient<T> row_gradient(T logp, T max, T log_sum, T entropy, T d_logp, T d_entr
 // The arguments of `Kernels::diverge`, from the statistics of both heads. The offset is rounded once, so that it is
 // exactly 0 where both heads have the same statistics.
 template <class T>
-Divergence<T> row_divergence(T max, T log_sum, T reference_max, T reference_log_sum, double beta) {
+Divergence<T> row_divergence(T max, T log_sum, T reference_max, T reference_log_sum, double jsd_beta) {
   const double m = max, l = log_sum, reference_m = reference_max, reference_l = reference_log_sum;
   Divergence<T> at{};
   at.max = max, at.reference_max = reference_max;
   at.inv_sum = static_cast<T>(std::exp(-l)), at.reference_inv_sum = static_cast<T>(std::exp(-reference_l));
   at.offset = static_cast<T>((m - reference_m) + (l - reference_l));
-  at.beta = static_cast<T>(beta), at.rest = static_cast<T>(1.0 - beta);
+  at.q_share = static_cast<T>(jsd_beta), at.p_share = static_cast<T>(1.0 - jsd_beta);
   return at;
 }
 

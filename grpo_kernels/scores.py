@@ -513,10 +513,10 @@ def _measure_of(
             )
     if loss_max_clamp is not None:
         check_number("loss_max_clamp", loss_max_clamp, 0.0)
-    least_rest = max(torch.finfo(dtype).eps for dtype in dtypes) if tail else None
+    least_tail = max(torch.finfo(dtype).eps for dtype in dtypes) if tail else None
     return {
         "reverse": reverse,
-        "least_rest": least_rest,
+        "least_tail": least_tail,
         "log_prob_min_clamp": log_prob_min_clamp,
         "loss_max_clamp": loss_max_clamp,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -110,6 +110,10 @@ class RowStats:
     extras: dict[str, Tensor] = field(default_factory=dict)  # by EXTRAS, TOPK_LOGPS
     loss_terms: dict[str, Tensor] = field(default_factory=dict)  # of `fused`, see `FusedLoss`
     divergence: DivergenceStats | None = None  # of rows that have a reference
+
+    def for_gradient(self) -> RowStats:
+        """Return the statistics that `RowBackend.grad` reads."""
+        return replace(self, extras={}, loss_terms={})
 
     @staticmethod
     def concatenate(chunks: list[RowStats]) -> RowStats:

@@ -40,7 +40,6 @@ from grpo_kernels.head import HeadTensors
 from grpo_kernels.results import Scores
 
 F = TypeVar("F", bound=type[torch.autograd.Function])
-_NO_STATS: Any = RowStats(*[None] * 3)  # type: ignore[arg-type]
 OF_ROWS = ("hidden", "lora_u")  # the head's tensors with a row for each position
 
 
@@ -125,26 +124,26 @@ class LossWithGradient(torch.autograd.Function):
         reference: HeadTensors | None,
         *inputs: Any,
     ) -> Tensor:
-        tensors = HeadTensors(*inputs)
+        tensors, stats = HeadTensors(*inputs), first.stats.for_gradient()
         if job.when == "later":
-            _save(ctx, job, tensors, (tensors, reference, first))
+            _save(ctx, job, tensors, (tensors, reference, stats, first.coefficients))
         else:
-            stored = FirstPass(_NO_STATS, first.grads, first.live_rows)
-            _save(ctx, job, tensors, (None, None, stored))
+            _save(ctx, job, tensors, (first.grads, first.live_rows))
         return loss.clone()  # the copy joins the graph, `loss` must not
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        job, (tensors, reference, first) = ctx.job, _saved(ctx)
-        if job.when != "later":
-            stored = _input_gradients(
-                first.grads, ctx.shapes_and_dtypes, job, first.live_rows, d_loss
-            )
-            return None, None, None, None, *stored
-        coefficients = map_tensors(d_loss.mul, first.coefficients)
-        with job.gather():
-            grads, indices = second_pass(job, tensors, reference, first.stats, coefficients)
-        return None, None, None, None, *_input_gradients(grads, ctx.shapes_and_dtypes, job, indices)
+        job: Job = ctx.job
+        if job.when == "later":
+            tensors, reference, stats, coefficients = _saved(ctx)
+            coefficients = map_tensors(d_loss.mul, coefficients)
+            with job.gather():
+                grads, indices = second_pass(job, tensors, reference, stats, coefficients)
+            factor = None
+        else:
+            (grads, indices), factor = _saved(ctx), d_loss
+        gradients = _input_gradients(grads, ctx.shapes_and_dtypes, job, indices, factor)
+        return None, None, None, None, *gradients
 
 
 @first_order
@@ -164,7 +163,8 @@ class LinearScores(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         tensors, stats = HeadTensors(*inputs), first.stats
-        _save(ctx, job, tensors, None if job.when == "never" else (tensors, reference, first))
+        needed = tensors, reference, first._replace(stats=stats.for_gradient())
+        _save(ctx, job, tensors, None if job.when == "never" else needed)
 
         def result(x: Tensor | None) -> Tensor | None:
             return None if x is None else scatter(x, job.rows, tensors.hidden.shape[0])
@@ -235,8 +235,8 @@ def scored(
 
 
 def _save(ctx: Any, job: Job, tensors: HeadTensors, needed: Any) -> None:
+    """Save what a backward needs: records of tensors, as a flat list."""
     ctx.job, ctx.shapes_and_dtypes = job, tensors.map(lambda x: (x.shape, x.dtype))
-    # saved as a flat list, without statistics that no backward reads
     saved: list[Tensor] = []
     place = torch.empty(0)
 
@@ -244,14 +244,11 @@ def _save(ctx: Any, job: Job, tensors: HeadTensors, needed: Any) -> None:
         saved.append(x)
         return place
 
-    if needed is not None:
-        first = needed[2]
-        needed = (*needed[:2], first._replace(stats=replace(first.stats, extras={}, loss_terms={})))
     ctx.needed = map_tensors(save, needed)
     ctx.save_for_backward(*saved)
 
 
-def _saved(ctx: Any) -> Any:  # tensors, reference, FirstPass
+def _saved(ctx: Any) -> Any:
     saved = iter(ctx.saved_tensors)
     return map_tensors(lambda _: next(saved), ctx.needed)
 

@@ -7,22 +7,22 @@ transformed here. A loss of the log-probabilities, with coefficients g_k = d los
     d loss / d z_k = g_k - p_k G      d loss / d z_v = -p_v G, v not among the K      G = sum_k g_k
 
 With p the student's and q the teacher's probabilities of the K ids, and p_r = 1 - sum_k p_k and
-q_r = 1 - sum_k q_k the probabilities of all other ids, the rest, the divergences are::
+q_r = 1 - sum_k q_k the probabilities of all other ids, the tail, the divergences are::
 
                            D
     forward                sum_k q_k log(q_k / p_k)                          Q = sum_k q_k
-    forward with a rest    sum_k q_k log(q_k / p_k) + q_r log(q_r / p_r)
-    reverse with a rest    sum_k p_k log(p_k / q_k) + p_r log(p_r / q_r)
+    forward with a tail    sum_k q_k log(q_k / p_k) + q_r log(q_r / p_r)
+    reverse with a tail    sum_k p_k log(p_k / q_k) + p_r log(p_r / q_r)
 
                            d D / d z_k                      d D / d z_v, v not among the K
     forward                p_k Q - q_k                      -p_v (-Q)
-    forward with a rest    p_k - q_k                        -p_v (q_r / p_r - 1)
-    reverse with a rest    p_k (log(p_k / q_k) - D)         -p_v (D - log(p_r / q_r))
+    forward with a tail    p_k - q_k                        -p_v (q_r / p_r - 1)
+    reverse with a tail    p_k (log(p_k / q_k) - D)         -p_v (D - log(p_r / q_r))
 
 The bracket on the right is one number per row, `DivergenceStats.sum_k`; so is G. A backend first
 writes all columns like the gradient of a log-probability with that coefficient, for an id outside
 the columns. The formula in the middle then overwrites the K columns. So no backend needs a kernel
-for this. With a rest, D has the terms of `backends.divergence`, which are never negative. All work
+for this. With a tail, D has the terms of `backends.divergence`, which are never negative. All work
 on (n, K) numbers is in double precision.
 """
 
@@ -192,16 +192,16 @@ class TopKTeacher(TopK):
     Attributes:
         logps: (n, K) in double precision, -inf at padding, NaN in rows whose results must be NaN.
         reverse: True for KL(student || teacher), False for KL(teacher || student).
-        least_rest: lower bound of the rest's probability, if the rest counts as one more outcome.
-            None: the rest is left out.
+        least_tail: lower bound of the tail's probability, if the tail counts as one more outcome.
+            None: the tail is left out.
         log_prob_min_clamp: lower bound that both log-probabilities are clamped to, only for the
-            forward divergence without a rest; None: no bound.
+            forward divergence without a tail; None: no bound.
         loss_max_clamp: bound that |D| is clamped to; D has no gradient there. None: no bound.
     """
 
     logps: Tensor
     reverse: bool
-    least_rest: float | None = None
+    least_tail: float | None = None
     log_prob_min_clamp: float | None = None
     loss_max_clamp: float | None = None
 
@@ -221,12 +221,12 @@ class TopKTeacher(TopK):
         ``"student_mass"``."""
         dtype, logq = stats.logps.dtype, self.logps
         logp = self._logps(stats, shard)
-        if self.least_rest is None:
+        if self.least_tail is None:
             logp_clamped, logq, q = self._clamped(logp)
             terms = torch.where(logq == -torch.inf, 0.0, logq.exp() * (logq - logp_clamped))
             value, sum_k = terms.sum(dim=1), -q.sum(dim=1)
         else:
-            value, sum_k = _with_rest(logp, logq, self.least_rest, self.reverse)
+            value, sum_k = _with_tail(logp, logq, self.least_tail, self.reverse)
         if self.loss_max_clamp is not None:
             most = self.loss_max_clamp
             sum_k = torch.where(value.abs() >= most, 0.0, sum_k)
@@ -270,7 +270,7 @@ class TopKTeacher(TopK):
         p, value = logp.exp(), stats.divergence.value[:, None]
         if self.reverse:
             d_z = torch.where(p > 0.0, p * (logp - self.logps - value), p)
-        elif self.least_rest is not None:
+        elif self.least_tail is not None:
             d_z = p - self.logps.exp()
         else:
             d_z = -stats.divergence.sum_k[:, None] * p - self._clamped(logp)[2]
@@ -299,20 +299,20 @@ def _sorted(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return ids, order, repeats
 
 
-def _with_rest(logp: Tensor, logq: Tensor, least: float, reversed_: bool) -> tuple[Tensor, Tensor]:
+def _with_tail(logp: Tensor, logq: Tensor, least: float, reversed_: bool) -> tuple[Tensor, Tensor]:
     """Return D (n,) over K + 1 outcomes, and its sum_k, from log-probabilities (n, K)."""
-    p_rest, q_rest = _rest(logp).clamp(min=least), _rest(logq).clamp(min=least)
-    d_rest = p_rest.log() - q_rest.log()
+    p_tail, q_tail = _tail(logp).clamp(min=least), _tail(logq).clamp(min=least)
+    d_tail = p_tail.log() - q_tail.log()
     d = torch.where(logq == -torch.inf, 0.0, logp - logq)
     lead = torch.maximum(logp, logq).exp()
-    d = torch.cat([d, d_rest[:, None]], dim=1)
-    lead = torch.cat([lead, torch.maximum(p_rest, q_rest)[:, None]], dim=1)
+    d = torch.cat([d, d_tail[:, None]], dim=1)
+    lead = torch.cat([lead, torch.maximum(p_tail, q_tail)[:, None]], dim=1)
     terms, _ = reverse(d, lead, 1.0) if reversed_ else forward(d, lead, 0.0)
     value = terms.sum(dim=1)
-    return value, value - d_rest if reversed_ else torch.expm1(-d_rest)
+    return value, value - d_tail if reversed_ else torch.expm1(-d_tail)
 
 
-def _rest(logps: Tensor) -> Tensor:
+def _tail(logps: Tensor) -> Tensor:
     # 1 - sum exp(logps) of each row: expm1 subtracts the largest first, without cancellation
     most, at = logps.max(dim=1, keepdim=True)
     others = logps.exp().scatter(1, at, 0.0).sum(dim=1)

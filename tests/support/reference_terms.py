@@ -220,7 +220,7 @@ def relative_entropy(log_x: Tensor, log_y: Tensor) -> Tensor:
 
 
 def listed_divergence(
-    o: Options, log_p: Tensor, ids: Tensor, log_q: Tensor, least_rest: float
+    o: Options, log_p: Tensor, ids: Tensor, log_q: Tensor, least_tail: float
 ) -> Tensor:
     """(n,) from a teacher that gives log_q of K ids a row (n, K); what is -1 or of no mass is not
     listed."""
@@ -228,13 +228,13 @@ def listed_divergence(
     log_p = log_p.gather(-1, ids.clamp(min=0))
     log_q = pick(log_q, listed)
     total = lambda x: pick(x, listed).sum(-1)  # noqa: E731
-    p_rest, q_rest = ((1 - total(x.exp())).clamp(min=least_rest) for x in (log_p, log_q))
+    p_tail, q_tail = ((1 - total(x.exp())).clamp(min=least_tail) for x in (log_p, log_q))
     if o.log_prob_min_clamp is not None:
         log_p, log_q = (x.clamp(min=o.log_prob_min_clamp) for x in (log_p, log_q))
     if o.divergence == "reverse_kl":
-        value = total(log_p.exp() * (log_p - log_q)) + p_rest * (p_rest / q_rest).log()
+        value = total(log_p.exp() * (log_p - log_q)) + p_tail * (p_tail / q_tail).log()
     else:
         value = total(log_q.exp() * (log_q - log_p))
-        value = value + (q_rest * (q_rest / p_rest).log() if o.tail else 0.0)
+        value = value + (q_tail * (q_tail / p_tail).log() if o.tail else 0.0)
     most = o.loss_max_clamp
     return value if most is None else value.clamp(min=-most, max=most)
