@@ -35,7 +35,6 @@ def models(student: str, teacher: str, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def plain(student: Any, teacher: Any, count: int, divergence: str, **inputs: Tensor) -> Tensor:
-    """(B, T), from all logits."""
     places = positions_of_generate(student, inputs["input_ids"], inputs["attention_mask"])
     of_student = student(**inputs, **places).logits.double()
     with torch.no_grad():
@@ -62,7 +61,6 @@ def plain(student: Any, teacher: Any, count: int, divergence: str, **inputs: Ten
 )
 @pytest.mark.parametrize("layout", ["tree", "trim", "padded"])
 def test_values_and_gradients(student: str, teacher: str, divergence: Any, layout: Any) -> None:
-    """In the first call, in which the logits are checked, and in the second."""
     own, other = models(student, teacher, torch.float64)
     ids, attention_mask = text_batch()
     ids[2, :6] = ids[1, :6]  # a shared prefix
@@ -112,8 +110,7 @@ def test_the_exact_kl_term_of_a_loss() -> None:
 
 
 def test_a_larger_vocabulary_and_options() -> None:
-    """Both distributions are over the ids that both heads have; temperature, beta and entropies
-    reach the call."""
+    """Both distributions are over the ids that both heads have."""
     own, other = models("llama", "llama", torch.float64)
     other.resize_token_embeddings(tiny.VOCAB + 6)
     ids, attention_mask = text_batch()

@@ -50,7 +50,6 @@ def case_of(name: str, sources: str = SOURCES[0], **options: Any) -> tuple[Any, 
 
 
 def call(cls: Any, case: Any, given: Any = None, **settings: Any) -> Any:
-    """(loss, metrics, gradients)."""
     given, has_ref = given or {}, case.ref_per_token_logps is not None
     config = {"epsilon_high": 0.2, "beta": 0.0, "compiled": False, **case.config}
     config |= {"epsilon_low": config.pop("epsilon", 0.2), "use_ref_model": has_ref}
@@ -119,18 +118,15 @@ OTHERS: dict[str, dict[str, Any]] = {"a reference at the same temperature": HOT}
 for level in ("token", "sequence"):
     corrected = {"beta": 0.2, "use_bias_correction_kl": True, "loss_type": "grpo"}
     OTHERS[f"corrected/{level}"] = {**corrected, "importance_sampling_level": level}
-for b, t, mask in ((1, 5, "full"), (4, 1, "full"), (2, 3, "none"), (3, 4, "first_empty")):
-    shape = {"b": b, "t": t, "mask": mask, "beta": 0.1}
-    OTHERS |= {f"{b}x{t}/{x}": {**shape, "loss_type": x} for x in ("grpo", "dapo")}
+OTHERS["no token counts"] = {"mask": "none", "beta": 0.1, "loss_type": "dapo"}
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_options_and_the_last_shapes(name: str) -> None:
+def test_other_options(name: str) -> None:
     check(*case_of(name, **OTHERS[name]))
 
 
 def test_the_signatures_are_ligers() -> None:
-    """Name, order and default of every argument; ours come after them, by keyword alone."""
     for function in ("__init__", "forward"):
         theirs = inspect.signature(getattr(Theirs, function)).parameters
         ours = inspect.signature(getattr(Ours, function)).parameters
@@ -192,15 +188,13 @@ def case_of_rank(rank: int, loss_type: str) -> Any:
 
 
 def losses_of_rank(rank: int, world_size: int) -> list[torch.Tensor]:
-    """Of dapo with no number of items, a float and a tensor, then of grpo."""
     dapo, grpo = (case_of_rank(rank, loss_type) for loss_type in ("dapo", "grpo"))
     items = (None, 31.0, torch.tensor(31))
     return [call(Ours, x)[0] for x in (*(dapo.but(num_items_in_batch=n) for n in items), grpo)]
 
 
 def test_ranks_share_the_number_of_items() -> None:
-    """A rank divides by the number of all ranks over their number, as Liger's does; which waits for
-    ever where they have unequal numbers of sequences, since it asks the others once for each."""
+    """A rank divides by the number of all ranks over their number, as Liger's does."""
     cases = [case_of_rank(rank, "dapo") for rank in range(2)]
     counted = sum(int(case.completion_mask.sum()) for case in cases)
     for rank, (*dapo, grpo) in enumerate(run_ranks(losses_of_rank, 2)):
@@ -237,17 +231,14 @@ def test_a_divided_weight_is_whole_in_the_backward_too(monkeypatch: pytest.Monke
     assert_close(torch.autograd.grad(loss, (hidden, weight)), want)
 
 
-def test_where_liger_differs() -> None:
+def test_what_liger_needs_and_ours_does_not() -> None:
     """Ours takes no reference for beta 0, and does not read a masked position."""
     case, _ = case_of("no reference", mask="ragged", loss_type="dapo", beta=0.0)
     want = call(Ours, case)
     assert_close(call(Ours, case, use_ref_model=True), want)
-    with pytest.raises(AssertionError, match="use_ref_model"):
-        call(Theirs, case, use_ref_model=True)
     masked = (case.completion_mask == 0)[..., None]
     garbage = case.but(hidden=case.hidden.masked_fill(masked, torch.nan))
     assert_close(call(Ours, garbage), want, rtol=0.0, atol=0.0)
-    assert call(Theirs, garbage)[0].isnan()
     case, _ = case_of("no KL term", loss_type="dapo", beta=0.3)
     loss, (kl, _), _ = call(Ours, case, use_ref_model=False)
     assert_close(loss, call(Ours, case.but(config={"beta": 0.0}))[0])

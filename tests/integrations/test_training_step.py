@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -11,25 +12,29 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("transformers")
+from transformers.integrations.neftune import activate_neftune
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from benchmarks import tiny_models
 from grpo_kernels import GRPOLoss
 from grpo_kernels.body import trial, trunk
-from grpo_kernels.transformers import causal_lm_loss
+from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
 from tests.support import all_architectures as every
 from tests.support import tiny_architectures as tiny
 from tests.support.training_step import (
     FAMILIES,
     MODES,
     PADDED,
+    SCORED,
     assert_any_rows,
     assert_right,
+    assert_same,
     batch,
     family,
     lengthened,
     loss_of,
     positions_left_to_the_model,
+    reader,
     said_by,
     swept,
 )
@@ -42,8 +47,7 @@ ATTENTION = itertools.cycle(("sdpa", "eager"))
 
 @pytest.mark.parametrize(("kind", "attention"), [swept(kind, next(ATTENTION)) for kind in FAMILIES])
 def test_families(kind: str, attention: str, forget_warnings: Callable[[], None]) -> None:
-    """Each has its expected verdict, in fp32 and bf16, and whatever is asked the padded loss and
-    gradients."""
+    """In fp32 and bf16; whatever is asked, loss and gradients are the padded ones."""
     model, given, narrow = family(kind), batch(), family(kind, torch.bfloat16)
     if model.config._attn_implementation == "sdpa":  # else it has eager attention alone
         model.set_attn_implementation(attention)
@@ -73,8 +77,7 @@ def test_position_ids_of_the_caller() -> None:
 
 
 def test_holes_in_a_sequence_are_left_out() -> None:
-    """In a tree no token sees them; with a sliding window, which counts them, rows stand side by
-    side."""
+    """In a tree no token sees them; a sliding window counts them."""
     given = batch()
     given["attention_mask"] = given["attention_mask"].clone()
     given["attention_mask"][0, 9] = given["attention_mask"][2, 6] = 0
@@ -111,7 +114,6 @@ def test_padding_is_never_read() -> None:
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 def test_the_guard(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence that is wrongly taken for one without gradient is an error of the backward."""
     wrong = torch.tensor([True, False, False, False, False, True])
     monkeypatch.setattr("grpo_kernels.transformers.causal_lm._live", lambda *_: wrong)
     message = r"no gradient for the sequences \[2\], .*; pass zero_advantage='train'"
@@ -169,8 +171,7 @@ def test_what_cannot_be_known_trains() -> None:
 
 
 def test_what_is_computed_is_counted() -> None:
-    """Floating-point operations of the trunk's linear layers, forward and backward, for the tokens
-    of each layout."""
+    """Floating-point operations of the trunk's linear layers, forward and backward."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model, given = family("llama"), batch()
@@ -190,7 +191,6 @@ def test_what_is_computed_is_counted() -> None:
 
 @pytest.mark.parametrize(("kind", "model_type"), [("dynamic", "llama"), ("longrope", "phi3")])
 def test_frequencies_that_depend_on_the_length_keep_the_padding(kind: str, model_type: str) -> None:
-    """The longest position of the forward decides: sequences may run apart, columns stay."""
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
     rope |= {"original_max_position_embeddings": 8}
     rope |= {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]} if kind == "longrope" else {}
@@ -211,8 +211,7 @@ def test_inputs_of_other_kinds_run_padded() -> None:
 
 
 def test_context_parallel_runs_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's context parallel replaces the attention function; its ranks must all run the columns
-    they were given."""
+    """It replaces the attention function; all ranks must run the columns they were given."""
     model, given = family("llama"), batch()
     attention = torch.nn.functional.scaled_dot_product_attention
     name, ours = "scaled_dot_product_attention", lambda *args, **k: attention(*args, **k)
@@ -222,8 +221,7 @@ def test_context_parallel_runs_padded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_images_and_text_of_vision_language_models() -> None:
-    """With images the padded forward runs; text alone is trimmed, and not packed where positions
-    have three parts."""
+    """With images the padded forward runs; text alone is trimmed."""
     model, ids, inputs = tiny.qwen2_vl()
     completion = torch.ones(2, 5, dtype=torch.long)
     given: dict[str, Any] = {"input_ids": ids, "completion_mask": completion}
@@ -281,8 +279,7 @@ def test_a_tree_that_rounding_allows_serves(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 def test_compiled_layers_see_few_shapes() -> None:
-    """Token counts are multiples of 64: a stream of any lengths compiles each layer once for each
-    kind of call."""
+    """A stream of any lengths compiles each layer once for each kind of call."""
     model = tiny_models.model("qwen3", num_hidden_layers=1).train()
     compiled: list[int] = []
 
@@ -303,3 +300,155 @@ def test_compiled_layers_see_few_shapes() -> None:
             seen = len(compiled)
     assert len(compiled) == seen, "no shape that is compiled anew after the first batches"
     torch._dynamo.reset()
+
+
+# Models, adapters and batches that a forward in parts could get wrong
+
+INVOCATION = [91, 92]
+KL = {"beta": 0.04}
+
+
+def logps_of(model: Any, given: dict[str, Any]) -> Tensor:
+    with torch.no_grad():
+        return completion_logprobs(model, **{name: given[name] for name in SCORED}).logps
+
+
+def adapted(**fields: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    fields |= {"r": 3, "lora_alpha": 6, "task_type": "CAUSAL_LM"}
+    lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], **fields)
+    return peft.get_peft_model(family("llama"), lora).float().eval()
+
+
+def invoked() -> tuple[Any, dict[str, Any]]:
+    """An adapter that acts after the invocation tokens, which each prompt has."""
+    given = batch()
+    given["input_ids"][:, 6:8] = torch.tensor(INVOCATION)
+    return adapted(alora_invocation_tokens=INVOCATION, init_lora_weights=False), given
+
+
+def test_an_invoked_adapter_is_seen_at_the_first_call_and_after_one_without_adapters() -> None:
+    """The reference of a run with a KL term is scored first, with adapters off."""
+    assert_right(*invoked(), "aLoRA begins at columns of the padded batch")
+    model, given = invoked()
+    with model.disable_adapter():
+        given["ref_per_token_logps"] = logps_of(model, given)
+    assert_same(loss_of(model, given, **KL)[1], loss_of(model, given, **PADDED, **KL)[1])
+
+
+@pytest.mark.parametrize(
+    ("context", "width", "positions"), [(12, 12, False), (12, 8, True), (6, 6, False)]
+)
+def test_a_context_may_be_short(context: int, width: int, positions: bool) -> None:
+    """Whatever rows its modes are tried on."""
+    model, given = tiny.text_model("gpt2", torch.float32, max_position_embeddings=context), batch()
+    given = {name: x[:, 6 : 6 + width] if name in SCORED[:2] else x for name, x in given.items()}
+    given["completion_mask"] = given["attention_mask"][:, 2:]
+    if positions:
+        given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    assert_right(model, given)
+
+
+def test_a_model_that_tells_padding_by_its_id_may_find_other_ids_there() -> None:
+    """RoBERTa counts positions over ids that are not the padding's, whatever the mask says."""
+    model, given = every.build("roberta"), batch()
+    given["input_ids"] += 7 * (1 - given["attention_mask"])
+    assert_right(model, given, modes=MODES.values())
+
+
+def test_convolutions_over_sound_are_no_state_of_the_text() -> None:
+    """Its own forward names no positions, and hands them on."""
+    model = every.build("moss_transcribe_diarize")
+    assert assert_right(model, batch()).metrics["tokens/computed"] < 0.6
+
+
+def test_a_trial_puts_back_the_modules_that_a_model_replaces() -> None:
+    """BigBird turns to full attention for good after a row that is short for its blocks."""
+    model = every.build("big_bird")
+    assert_right(model, lengthened(batch(), 3))
+    assert model.bert.attention_type == "block_sparse"
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_passing_lack_of_memory_switches_nothing_off(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first call's trial; that call is right, and the next one computes parts."""
+    model, calls = family("llama"), []
+    forward = model.model.forward
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == failing + 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(*args, **kwargs)
+
+    _, want = loss_of(model, batch(), **PADDED)
+    monkeypatch.setattr(model.model, "forward", run)
+    assert_same(loss_of(model, batch())[1], want)
+    out, got = loss_of(model, batch())
+    assert_same(got, want)
+    assert out.metrics["tokens/computed"] < 1
+
+
+def test_values_that_were_not_computed_do_not_look_like_numbers() -> None:
+    model, given = reader(), {name: batch()[name] for name in SCORED}
+    want = model(given["input_ids"], given["attention_mask"])
+    for _ in range(2):  # the first call checks the head, too
+        output = completion_logprobs(model, **given, return_output=True)[1]
+        pairs = (output.values, want.values), (output.hidden_states[0], want.hidden_states[0])
+        for value, theirs in pairs:
+            skipped = value.isnan().reshape(*value.shape[:2], -1).any(-1)
+            real = given["attention_mask"].bool() & ~skipped
+            assert real.any()
+            torch.testing.assert_close(value[real], theirs[real], rtol=1e-5, atol=1e-5)
+
+
+def test_hidden_states_that_the_config_of_a_decoder_asks_for_are_those_of_the_batch() -> None:
+    torch.manual_seed(0)
+    model, given = tiny.gemma3_vl()[0].eval(), {name: batch()[name] for name in SCORED}
+    model.config.get_text_config().output_hidden_states = True
+    for _ in range(2):  # the first call checks the head, too
+        output = completion_logprobs(model, **given, return_output=True)[1]
+        assert {x.shape[:2] for x in output.hidden_states} == {given["input_ids"].shape}
+
+
+@pytest.mark.parametrize("zero_advantage", ["score", "train", "skip"])
+def test_a_loss_of_the_models_own_is_that_of_the_whole_batch(zero_advantage: Any) -> None:
+    model, given = reader(), batch()
+    policy, of_policy = loss_of(model, given, **PADDED)
+    model.adds_loss = True
+    output = model(given["input_ids"], given["attention_mask"])
+    parameters = dict(model.named_parameters())
+    of_model = torch.autograd.grad(output.aux_loss, parameters.values(), materialize_grads=True)
+    want = dict(zip(parameters, of_model, strict=True))
+    options = {"zero_advantage": zero_advantage, "router_aux_loss_coef": 1.0}
+    out, got = loss_of(model, given, **options)
+    torch.testing.assert_close(out.loss - policy.loss, output.aux_loss, rtol=1e-5, atol=1e-5)
+    assert_same(got, {name: x + want[name] for name, x in of_policy.items()})
+
+    nested = reader()  # a scalar within another field
+    nested.adds_loss = nested.nests_loss = True
+    scored = {name: given[name] for name in SCORED}
+    found = completion_logprobs(nested, **scored, return_output=True)[1].losses[0]
+    torch.testing.assert_close(found, output.aux_loss, rtol=1e-5, atol=1e-5)
+
+
+def test_equal_weights_have_a_ratio_of_1() -> None:
+    """To the bit, since Adam would make a step of a rounding."""
+    model, given = adapted(), {**batch(), "advantages": torch.zeros(6)}
+    with model.disable_adapter():
+        given["ref_per_token_logps"] = logps_of(model, given)
+    out, got = loss_of(model, given, **KL)
+    assert out.loss == 0
+    assert not any(x.any() for x in got.values())
+
+
+def test_noise_on_embeddings_has_the_magnitude_of_the_padded_width() -> None:
+    """NEFTune divides its noise by the square root of the forward's cells."""
+    model = family("llama").train()
+    activate_neftune(model, 1.0)
+    said = said_by(lambda: loss_of(model, batch()))
+    assert len(said) == 1 and "NEFTune" in said[0]
+    assert loss_of(model, batch())[0].metrics["tokens/computed"] == 1

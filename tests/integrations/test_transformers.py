@@ -1,5 +1,4 @@
-"""The helper for transformers' models against what the models themselves say: logits, log_softmax,
-gather."""
+"""Calls of transformers' models, and `head_inputs`, against what the models themselves say."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
-
-from grpo_kernels import GRPOLoss, Head, KeptIds
+from grpo_kernels import GRPOLoss, Head, KeptIds, linear_logprob
 from grpo_kernels.transformers import (
     causal_lm_loss,
     completion_logprobs,
@@ -19,7 +17,14 @@ from grpo_kernels.transformers import (
     head_inputs,
 )
 from tests.support import tiny_architectures as tiny
-from tests.support.model_checks import assert_as_model, positions_of_generate, scene, with_logits
+from tests.support.model_checks import (
+    assert_as_model,
+    peft_model,
+    positions_of_generate,
+    scene,
+    text_batch,
+    with_logits,
+)
 
 # Their attention masks are no masks in float64: padding makes NaN there.
 DTYPES = {"gemma2": torch.float32, "bloom": torch.float32}
@@ -30,11 +35,7 @@ TRAINED = ("gemma2", "minicpm3", "cohere", "falcon_h1", "gpt_oss", "gptj", "gpt2
 def test_logprobs_are_those_of_the_models_logits(kind: str) -> None:
     model, ids, attention_mask, mask = scene(kind, DTYPES.get(kind, torch.float64))
     assert_as_model(model, ids, mask, attention_mask=attention_mask)
-    head = describe_head(model)
-    assert head.weight is model.get_output_embeddings()
-    assert (head.weight.bias is not None) == (kind in tiny.BIASED)
-    constants = head.logit_scale, head.final_logit_softcapping, head.vocab_size
-    assert (constants != (1.0, None, None)) == (kind in tiny.SCALED)
+    assert describe_head(model).weight is model.get_output_embeddings()
     # turns of a conversation, over the whole sequence
     anywhere = attention_mask * (torch.rand(ids.shape) < 0.5)
     anywhere[2, 1:3], anywhere[:, 0], anywhere[0, 3] = 1, 0, 0  # padding predicts no token
@@ -47,11 +48,6 @@ def test_vision_language_models(kind: str) -> None:
     mask = torch.ones(2, 6)
     mask[0, 4:] = 0
     assert_as_model(model, ids, mask, **inputs)
-    seen = completion_logprobs(model, ids, completion_mask=mask, **inputs).logps
-    other = {**inputs, "pixel_values": -inputs["pixel_values"]}
-    assert (
-        completion_logprobs(model, ids, completion_mask=mask, **other).logps - seen
-    ).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "opt", "bert", "bloom", "gptj"])
@@ -75,17 +71,14 @@ def test_scores_are_those_that_generate_sampled_by(kind: str) -> None:
 
 
 def test_models_with_positions_of_their_own_keep_them() -> None:
-    """RoBERTa's begin after its padding id, which `generate` ignores; Qwen-VL's have three
-    dimensions with an image."""
+    """RoBERTa's begin after its padding id; Qwen-VL's have three dimensions with an image."""
     fields = {**tiny._TEXT, "is_decoder": True, "pad_token_id": 1}
     model = tiny.build("RobertaConfig", "RobertaForCausalLM", fields)
     ids, mask = torch.randint(3, tiny.VOCAB, (2, 9)), torch.ones(2, 9, dtype=torch.long)
     mask[1, :4] = 0
     ids = ids.where(mask == 1, model.config.pad_token_id)
-    alone = [
-        tiny.plain_logprobs(model, ids[row : row + 1, first:])[0][:, -3:]
-        for row, first in ((0, 0), (1, 4))
-    ]
+    parts = ids[:1], ids[1:, 4:]
+    alone = [tiny.plain_logprobs(model, part)[0][:, -3:] for part in parts]
     got = completion_logprobs(model, ids, mask, torch.ones(2, 3)).logps
     torch.testing.assert_close(got, torch.cat(alone))
 
@@ -116,9 +109,8 @@ def test_gradients_of_all_parameters_are_those_through_the_logits(kind: str) -> 
     for x, y in zip(ours, theirs, strict=True):
         assert (x is None) == (y is None)
         if x is not None and y is not None:
-            torch.testing.assert_close(
-                x, y, rtol=bound, atol=bound * max(1.0, y.abs().max().item())
-            )
+            largest = max(1.0, y.abs().max().item())
+            torch.testing.assert_close(x, y, rtol=bound, atol=bound * largest)
 
 
 def test_the_loss_is_that_of_the_hidden_states() -> None:
@@ -144,8 +136,6 @@ def test_the_loss_is_that_of_the_hidden_states() -> None:
 
 
 def test_over_the_sets_of_a_truncating_sampler() -> None:
-    """Log-probabilities and the loss, in the first call of a model, which is checked, and after
-    it."""
     model, ids, attention_mask, mask = scene("gemma3_text")
     logits = model(input_ids=ids, attention_mask=attention_mask).logits[:, -6:-1].double() / 0.7
     kept = torch.cat([ids[:, -5:, None], logits.topk(6).indices], dim=-1)
@@ -158,49 +148,18 @@ def test_over_the_sets_of_a_truncating_sampler() -> None:
         ).logps
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
     loss_fn, advantages = GRPOLoss(temperature=0.7), torch.tensor([1.0, 0.0, 0.3])
-    for zero_advantage in ("score", "train"):
-        given: dict[str, Any] = {"zero_advantage": zero_advantage, "old_per_token_logps": want}
-        given["kept_ids"] = KeptIds.from_padded(kept)
-        out = causal_lm_loss(model, loss_fn, ids, attention_mask, mask, advantages, **given)
-        assert (out.engine, float(out.metrics["kept/size"])) == ("kept_sets", 7.0)
-        torch.testing.assert_close(
-            out.metrics["ratio"].double(), torch.ones((), dtype=torch.double)
-        )
-
-
-def test_a_samplers_candidates() -> None:
-    """In every layout what `grpo_loss` makes of the head's input."""
-    model, ids, attention_mask, mask = scene("gemma3_text")
-    with head_inputs(model) as found:
-        model(input_ids=ids, attention_mask=attention_mask)
-    states = found.hidden[:, -6:-1]
-    logits = model(input_ids=ids, attention_mask=attention_mask).logits[:, -6:-1].detach()
-    logps, topk = (logits + 0.5 * torch.randn_like(logits)).log_softmax(-1).topk(6)
-    loss_fn, advantages = GRPOLoss(), torch.tensor([1.0, 0.0, 0.3])
-    given: dict[str, Any] = {"sampling_topk_ids": topk, "sampling_topk_logps": logps}
-    want = loss_fn(states, found.head(states), ids[:, -5:], mask, advantages, **given)
-    for layout in ("tree", "padded"):
-        more = {**given, "layout": layout}
-        out = causal_lm_loss(model, loss_fn, ids, attention_mask, mask, advantages, **more)
-        torch.testing.assert_close(out.loss, want.loss)
-        assert out.engine == "one_pass"
-
-
-def test_temperature_divides_what_the_cap_has_left() -> None:
-    model, ids, attention_mask, mask = scene("gemma3_text")
-    got = completion_logprobs(model, ids, attention_mask, mask, temperature=0.4, entropy=False)
-    want, _ = tiny.plain_logprobs(model, ids, 0.4, attention_mask=attention_mask)
-    torch.testing.assert_close(got.logps, want[:, -5:] * mask, rtol=1e-6, atol=1e-6)
-    assert got.entropies is None
+    given = {"old_per_token_logps": want, "kept_ids": KeptIds.from_padded(kept)}
+    out = causal_lm_loss(model, loss_fn, ids, attention_mask, mask, advantages, **given)
+    assert (out.engine, float(out.metrics["kept/size"])) == ("kept_sets", 7.0)
+    torch.testing.assert_close(out.metrics["ratio"].item(), 1.0, rtol=1e-6, atol=0)
 
 
 def test_a_mixture_of_experts_adds_its_load_balancing_loss() -> None:
     model, ids, attention_mask, mask = scene("qwen3_moe")
     args = (model, GRPOLoss(), ids, attention_mask, mask, torch.tensor([1.0, -1.0, 0.5]))
     plain = causal_lm_loss(*args).loss
-    aux_loss = model(
-        input_ids=ids, attention_mask=attention_mask, output_router_logits=True
-    ).aux_loss.double()
+    inputs = {"input_ids": ids, "attention_mask": attention_mask, "output_router_logits": True}
+    aux_loss = model(**inputs).aux_loss.double()
     with_aux = causal_lm_loss(*args, output_router_logits=True).loss
     torch.testing.assert_close(with_aux - plain, model.config.router_aux_loss_coef * aux_loss)
     twice = causal_lm_loss(*args, output_router_logits=True, router_aux_loss_coef=2.0).loss
@@ -209,22 +168,18 @@ def test_a_mixture_of_experts_adds_its_load_balancing_loss() -> None:
 
 def body_calls(model: Any) -> list[bool]:
     """A list that grows with every forward of the model's body: whether it filled a cache."""
-    calls: list[bool] = []
-
-    def call(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        calls.append(output.past_key_values is not None)
-
-    model.base_model.register_forward_hook(call, with_kwargs=True)
+    calls = list[bool]()
+    model.base_model.register_forward_hook(lambda *x: calls.append(bool(x[2].past_key_values)))
     return calls
 
 
 def test_the_check_costs_nothing_and_leaves_nothing() -> None:
     model, ids, attention_mask, mask = scene("gemma3_text")
-    model.train()
     calls, attributes, random = body_calls(model), set(vars(model.lm_head)), torch.get_rng_state()
     hooks = len(model.lm_head._forward_hooks)
-    first = completion_logprobs(model, ids, attention_mask, mask).logps
-    again = completion_logprobs(model, ids, attention_mask, mask).logps
+    first, again = (
+        completion_logprobs(model.train(), ids, attention_mask, mask).logps for _ in range(2)
+    )
     assert calls == [False, False]
     assert torch.equal(first, again)
     assert torch.equal(torch.get_rng_state(), random)
@@ -232,18 +187,16 @@ def test_the_check_costs_nothing_and_leaves_nothing() -> None:
     assert "forward" not in vars(model)
     assert set(vars(model.lm_head)) == attributes
     assert len(model.lm_head._forward_hooks) == hooks
-    assert model(input_ids=ids).logits.shape == (3, 12, tiny.VOCAB)
 
 
 def test_a_config_that_is_wrong_or_changes_is_measured() -> None:
     # its logits_scaling is a factor; elsewhere the name is a divisor
     model, ids, attention_mask, mask = scene("hyperclovax")
-    assert describe_head(model).logit_scale == pytest.approx(1 / 3)
     calls = body_calls(model)
     for expected in (2, 3):
         completion_logprobs(model, ids, attention_mask, mask)
         assert len(calls) == expected
-    assert vars(describe_head(model)) == vars(Head(model.lm_head, logit_scale=3.0))
+    assert describe_head(model).logit_scale == 3.0
     model.config.logits_scaling = 0.4
     assert_as_model(model, ids, mask, attention_mask=attention_mask)
     assert describe_head(model).logit_scale == pytest.approx(0.4)
@@ -260,11 +213,90 @@ def test_padding_rows_of_the_head_are_cut_off_as_the_model_does() -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bfloat16_and_autocast(autocast: bool) -> None:
-    model, ids, attention_mask, mask = scene(
-        "gemma3_text", torch.float32 if autocast else torch.bfloat16
-    )
+    dtype = torch.float32 if autocast else torch.bfloat16
+    model, ids, attention_mask, mask = scene("gemma3_text", dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logps = completion_logprobs(model, ids, attention_mask, mask).logps
         want = tiny.plain_logprobs(model, ids, attention_mask=attention_mask)[0][:, -5:]
     assert logps.dtype == torch.float32
     assert (logps - want)[mask.bool()].abs().max() < 0.05
+
+
+@pytest.mark.parametrize(
+    "kind", ["gemma3_text", "hyperclovax", "cohere", "gptj", "gpt2", "adapter"]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_what_is_handed_over_gives_the_models_log_probabilities(
+    kind: str, dtype: torch.dtype
+) -> None:
+    model = tiny.text_model("llama" if kind == "adapter" else kind, dtype)
+    if kind == "adapter":
+        model = peft_model(model, target_modules=["q_proj", "lm_head"]).to(dtype)
+    ids, attention_mask = text_batch()
+    ids, attention_mask = ids[2:], attention_mask[2:]
+    parameters = [x for x in model.parameters() if x.requires_grad]
+    plain = tiny.plain_logprobs(model, ids, attention_mask=attention_mask)[0][:, 1:]
+    # some models compute norms and logits in float32
+    bound = 1e-5 if dtype == torch.float64 else 0.05
+    for _ in range(2):
+        with head_inputs(model) as found:
+            output = model(input_ids=ids, attention_mask=attention_mask)
+        assert (found.hidden.dtype, found.hidden.shape[-1]) == (dtype, tiny.HIDDEN)
+        assert torch.equal(output.logits, found.hidden)
+        assert vars(found.of_model) == vars(describe_head(model))
+        states = found.hidden[:, :-1]
+        logps = linear_logprob(states, found.head(states), ids[:, 1:], entropy=False).logps
+        torch.testing.assert_close(logps.double(), plain.double(), rtol=bound, atol=bound)
+        if dtype == torch.float64:
+            got, want = (
+                torch.autograd.grad(x.sum(), parameters, retain_graph=True) for x in (logps, plain)
+            )
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_no_logits_are_made_once_the_head_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, attention_mask, _ = scene("qwen3")
+    plain = model(input_ids=ids, attention_mask=attention_mask)
+    with head_inputs(model):
+        model(input_ids=ids, attention_mask=attention_mask)
+    monkeypatch.setattr(model.lm_head, "forward", lambda *_: pytest.fail("the head has projected"))
+    layers = {"output_hidden_states": True}
+    with head_inputs(model) as found:
+        output = model(input_ids=ids, attention_mask=attention_mask, **layers)
+    torch.testing.assert_close(output.hidden_states[-1], found.hidden)
+    monkeypatch.undo()
+    assert torch.equal(model(input_ids=ids, attention_mask=attention_mask).logits, plain.logits)
+
+
+def test_one_forward_is_expected() -> None:
+    """A call within another is refused; the outer one goes on, and the model is as before."""
+    model, ids, *_ = scene()
+    none = "one forward of the model inside, got none"
+    with pytest.raises(RuntimeError, match=none), head_inputs(model):
+        pass
+    with head_inputs(model):
+        with pytest.raises(RuntimeError, match="head is not in use"), head_inputs(model):
+            pass
+        model(input_ids=ids)
+        with pytest.raises(RuntimeError, match="calls its head once"):
+            model(input_ids=ids)
+    assert model(input_ids=ids).logits.shape[-1] == tiny.VOCAB
+
+
+def test_the_models_own_output_comes_back_without_logits() -> None:
+    model, *args = scene("qwen3_moe")
+    ids, attention_mask, _ = args
+    wanted: dict[str, Any] = {"output_router_logits": True, "output_hidden_states": True}
+    placed = positions_of_generate(model, ids, attention_mask)
+    plain = model(input_ids=ids, attention_mask=attention_mask, **placed, **wanted)
+    for _ in range(2):
+        scores, output = completion_logprobs(model, *args, return_output=True, **wanted)
+        assert type(output) is type(plain)
+        assert (output.logits, "logits" in output) == (None, False)
+        torch.testing.assert_close(output.aux_loss, plain.aux_loss)
+        torch.testing.assert_close(output.hidden_states[-1], plain.hidden_states[-1])
+        torch.testing.assert_close(scores.given, completion_logprobs(model, *args, **wanted).given)
+    router = model.model.layers[0].mlp.gate.weight
+    torch.testing.assert_close(
+        *(torch.autograd.grad(x.aux_loss, router)[0] for x in (output, plain))
+    )

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_kernels import GRPOLoss
 from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
@@ -66,7 +65,6 @@ def mixed(inner: Callable[[Tensor], Tensor], x: Tensor, amount: float = 0.5) -> 
 
 
 def counting(model: Any, layer: int = 0) -> list[int]:
-    """A list that grows with each forward of a layer."""
     calls, mlp = list[int](), model.model.layers[layer].mlp
     plain = mlp.forward
     mlp.forward = lambda x: (calls.append(1), plain(x))[1]
@@ -78,32 +76,23 @@ def counting(model: Any, layer: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_hooks_run_as_often_as_in_the_padded_forward(training: bool) -> None:
+    """Those of parameters in the trial, too; a module's at most once each, and there is no tree."""
     model, given, calls = llama().train(training), batch(), list[str]()
     names = [name for name, _ in model.named_parameters()]
-    handles = [x.register_hook(lambda _, n=n: calls.append(n)) for n, x in model.named_parameters()]
     for name, x in model.named_parameters():
-        hook = x.register_post_accumulate_grad_hook
-        handles.append(hook(lambda _, n=name: calls.append(n)))
+        for register in (x.register_hook, x.register_post_accumulate_grad_hook):
+            register(lambda _, n=name: calls.append(n))
     loss_of(model, given)
     assert sorted(calls) == sorted(2 * names)
-    modules = [x for x in model.model.modules() if not isinstance(x, nn.ModuleList)]
-    for i, x in enumerate(modules):
-        handles.append(x.register_forward_hook(lambda *_, n=str(i): calls.append(n)))
-        handles.append(x.register_forward_pre_hook(lambda *_, n=str(i): calls.append(n)))
-        handles.append(x.register_full_backward_hook(lambda *_, n=str(i): calls.append(n)))
+    for x in model.model.layers:
+        x.register_forward_hook(lambda *_: calls.append("forward"))
+        x.register_forward_pre_hook(lambda *_: calls.append("before"))
+        x.register_full_backward_hook(lambda *_: calls.append("backward"))
     calls.clear()
-    fresh, everywhere = llama().train(training), torch.nn.modules.module
-    with everywhere.register_module_forward_hook(lambda *_: calls.append("all")):
-        loss_of(fresh, given)
-    assert calls.count("all") <= sum(1 for _ in fresh.modules())
-    calls.clear()
-    loss_of(model, given)
-    seen = [calls.count(str(i)) for i in range(len(modules))]
-    assert max(seen) <= 3, seen
+    _, got = loss_of(model, given)
+    assert all(calls.count(x) <= len(model.model.layers) for x in ("forward", "before", "backward"))
     _, want = loss_of(model, given, **PADDED)
-    for handle in handles:
-        handle.remove()
-    assert_same(loss_of(model, given)[1], want)
+    assert_same(got, want)
 
 
 def test_buffers_and_attributes_are_those_of_one_padded_forward() -> None:
@@ -127,31 +116,8 @@ def test_buffers_and_attributes_are_those_of_one_padded_forward() -> None:
     assert_same(found[1][3], found[0][3])
 
 
-def test_random_numbers_are_as_if_nothing_had_been_tried() -> None:
-    model, given = llama(attention_dropout=0.3).train(), batch()
-    model.set_attn_implementation("eager")
-    states = []
-    for _ in range(2):
-        torch.manual_seed(7)
-        loss_of(model, given)
-        states.append(torch.get_rng_state())
-    assert torch.equal(*states)
-
-
-def test_the_mode_of_the_call_is_tried() -> None:
-    """A norm over the batch goes by its mode."""
-    given = batch()
-    for training in (True, False):
-        model, norm = llama(), nn.BatchNorm1d(tiny.HIDDEN)
-        model.model.layers[0].norm = norm
-        around_mlp(model, lambda inner, x, n=norm: inner(n(x.flatten(0, 1)).view_as(x)))
-        for mode in (training, not training, training):
-            assert_right(model.train(mode), given)
-
-
 def test_autocasts_cache_gets_no_entry() -> None:
-    """A cast of a weight that was made without graph would take the gradient of the caller's own
-    forward."""
+    """Else a cast made without graph would take the gradient of the caller's own forward."""
     given, found = batch(), []
     for options in (PADDED, {}):
         model = llama()
@@ -170,29 +136,12 @@ def test_a_checkpoint_around_the_first_call_recomputes_the_same(reentrant: bool)
     model.zero_grad()
 
     def loss(scale: Tensor) -> Tensor:
-        return (
-            causal_lm_loss(model, GRPOLoss(loss_type="dapo"), **given, num_items_in_batch=30.0).loss
-            * scale
-        )
+        loss_fn = GRPOLoss(loss_type="dapo")
+        return scale * causal_lm_loss(model, loss_fn, **given, num_items_in_batch=30.0).loss
 
     found = checkpoint(loss, torch.ones((), requires_grad=True), use_reentrant=reentrant)
     found.backward()
     assert_same({name: x.grad for name, x in model.named_parameters()}, want)
-
-
-def test_another_default_device_changes_nothing() -> None:
-    model, given = llama(), batch()
-    _, want = loss_of(model, given, **PADDED)
-    for order in ((True, False), (False, True)):
-        model = llama()
-        for is_meta in order:
-            torch.set_default_device("meta" if is_meta else "cpu")
-            try:
-                out, got = loss_of(model, given)
-            finally:
-                torch.set_default_device("cpu")
-            assert_same(got, want)
-            assert out.metrics["tokens/computed"] < 0.6
 
 
 # What a verdict depends on
@@ -204,49 +153,30 @@ def changed_constant(model: Any) -> Iterator[dict[str, Any]]:
     yield {"is_causal": False}
 
 
-def changed_submodule(model: Any) -> Iterator[dict[str, Any]]:
-    yield {}
-    around_mlp(model, mixed)
-    yield {}
+def changed_attribute(model: Any) -> Iterator[dict[str, Any]]:
+    layer = around_mlp(model, lambda inner, x: mixed(inner, x, layer.amount)).model.layers[0].mlp
+    for layer.amount in (0, 1):
+        yield {}
 
 
-def changed_forward(model: Any, of_object: bool = False) -> Iterator[dict[str, Any]]:
-    """A partial function, or the method of an object, with another number each."""
+def changed_object(model: Any) -> Iterator[dict[str, Any]]:
+    """The method of an object, of another one each."""
     mlp = model.model.layers[0].mlp
     plain = mlp.forward
     for amount in (0.0, 0.5):
-        mlp.forward = functools.partial(mixed, plain, amount=amount)
-        if of_object:
-            mlp.forward = types.MethodType(
-                lambda own, x: own.of(x), SimpleNamespace(of=mlp.forward)
-            )
+        owner = SimpleNamespace(of=functools.partial(mixed, plain, amount=amount))
+        mlp.forward = types.MethodType(lambda own, x: own.of(x), owner)
         yield {}
 
 
-def changed_attribute(model: Any, amounts: Any = (0.0, 0.5)) -> Iterator[dict[str, Any]]:
-    layer = around_mlp(model, lambda inner, x: mixed(inner, x, layer.amount)).model.layers[0].mlp
-    for amount in amounts:
-        layer.amount = amount
-        yield {}
+def changed_hook(model: Any) -> Iterator[dict[str, Any]]:
+    """One of all modules."""
 
-
-def changed_rope(model: Any) -> Iterator[dict[str, Any]]:
-    yield {}
-    rope = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 8}
-    fields = {"rope_parameters": {**rope, "rope_theta": 1e4}, "max_position_embeddings": 8}
-    other = llama(**fields)
-    model.config.update(fields)
-    model.model.rotary_emb = other.model.rotary_emb
-    yield {}
-
-
-def changed_hook(model: Any, everywhere: bool = False) -> Iterator[dict[str, Any]]:
     def mix(module: nn.Module, args: Any, x: Any) -> Any:
         return x + 0.1 * x.mean(1, keepdim=True) if type(module).__name__ == "LlamaMLP" else None
 
     yield {}
-    register = model.model.layers[0].mlp.register_forward_hook
-    with torch.nn.modules.module.register_module_forward_hook(mix) if everywhere else register(mix):
+    with torch.nn.modules.module.register_module_forward_hook(mix):
         yield {}
 
 
@@ -262,27 +192,17 @@ def changed_training(model: Any) -> Iterator[dict[str, Any]]:
     yield {}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        changed_constant,
-        changed_submodule,
-        changed_forward,
-        functools.partial(changed_forward, of_object=True),
-        changed_attribute,
-        functools.partial(changed_attribute, amounts=(0, 1)),
-        changed_rope,
-        changed_hook,
-        functools.partial(changed_hook, everywhere=True),
-        changed_training,
-    ],
-    ids=str.split(
-        "constant submodule partial object attribute switch rope hook global-hook training"
-    ),
+CHANGES = (
+    changed_constant,
+    changed_attribute,
+    changed_object,
+    changed_hook,
+    changed_training,
 )
-def test_what_a_verdict_depends_on_may_change(
-    change: Callable[[Any], Iterator[dict[str, Any]]],
-) -> None:
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_verdict_depends_on_may_change(change: Any) -> None:
     """Right before and after, in every layout, and after the change is in none of them a tree."""
     for options in MODES.values():
         model = llama()
@@ -294,24 +214,18 @@ def test_what_a_verdict_depends_on_may_change(
             assert i == 0 or out.metrics["tokens/computed"] == 1 or options["layout"] == "trim"
 
 
-@pytest.mark.parametrize("what", ["hook", "forward"])
-def test_what_is_made_anew_in_each_step_means_no_trial_in_each(what: str) -> None:
+def test_what_is_made_anew_in_each_step_means_no_trial_in_each() -> None:
     model, calls = llama(), list[int]()
     mlp = model.model.layers[1].mlp
     plain = mlp.forward
     _, want = loss_of(model, batch(), **PADDED)
     for _ in range(12):
         calls.clear()
-        if what == "forward":
-            mlp.forward = lambda x: (calls.append(1), plain(x))[1]
-            assert_same(loss_of(model, batch())[1], want)
-            continue
-        with mlp.register_forward_hook(lambda *_: calls.append(1)):
-            assert_same(loss_of(model, batch())[1], want)
-        assert len(calls) == 1
+        mlp.forward = lambda x: (calls.append(1), plain(x))[1]
+        assert_same(loss_of(model, batch())[1], want)
     assert len(calls) == 1
     loss_of(model, batch())
-    assert is_a_tree(model, batch()), "the verdict outlives no hook"
+    assert is_a_tree(model, batch()), "the verdict outlives no such forward"
 
 
 def test_a_difference_that_is_no_rounding_is_not_allowed() -> None:
@@ -342,38 +256,16 @@ def test_what_begins_late_is_seen_when_it_begins() -> None:
 def test_a_longer_batch_tries_again_a_handful_of_times() -> None:
     model, tried = llama(max_position_embeddings=2048), 0
     calls = counting(model)
-    for times in range(1, 33):
-        given = lengthened(batch(), times)
+    for times in range(1, 17):
         calls.clear()
-        assert is_a_tree(model, given)
+        assert is_a_tree(model, lengthened(batch(), times))
         tried += len(calls) > 2
-    assert tried <= 6
-    model, tried = llama(max_position_embeddings=512), 0
-    calls = counting(model)
-    for length in range(20, 60):  # of one row
-        ids = torch.randint(3, 90, (1, length))
-        calls.clear()
-        completion_logprobs(model, ids, torch.ones_like(ids), torch.ones_like(ids[:, 4:]))
-        tried += len(calls) > 1
-    assert tried <= 8
+    assert tried <= 5
 
 
 @pytest.mark.parametrize("in_a_tuple", [False, True])
-def test_an_argument_of_attention_that_is_not_known_is_not_dropped(
-    in_a_tuple: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def reading(
-        module: nn.Module, query: Tensor, *args: Any, block_indices: Any = None, **kwargs: Any
-    ) -> Any:
-        tensor = block_indices[0] if isinstance(block_indices, tuple) else block_indices
-        output, weights = plain(module, query, *args, **kwargs)
-        return (output if tensor is None else output * tensor[..., None, None]), weights
-
-    monkeypatch.setitem(type(ALL_ATTENTION_FUNCTIONS)._global_mapping, "sdpa", reading)
+def test_an_argument_of_attention_that_is_not_known_is_not_dropped(in_a_tuple: bool) -> None:
     model = llama()
-    model.set_attn_implementation("sdpa")
     attention = model.model.layers[1].self_attn
     attend = attention.forward
 
@@ -392,7 +284,6 @@ def test_an_argument_of_attention_that_is_not_known_is_not_dropped(
 
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_forward_that_raises_in_the_default_layout_gives_way(after: int) -> None:
-    """In its trial, or later, in the call itself."""
     model, given = llama(), batch()
     forward, trees = model.model.layers[0].forward, list[int]()
 
@@ -407,26 +298,21 @@ def test_a_forward_that_raises_in_the_default_layout_gives_way(after: int) -> No
     assert_right(model, given, "IndexError", "layout='trim' is used", modes=[{}] * 3)
 
 
-def test_what_the_padded_forward_raises_is_raised() -> None:
-    model = llama()
-    model.model.layers[0].register_forward_pre_hook(
-        lambda *_: (_ for _ in ()).throw(KeyError("mine"))
-    )
-    with pytest.raises(KeyError, match="mine"):
-        loss_of(model, batch())
-
-
 def test_the_device_of_the_inputs_decides() -> None:
-    """As accelerate leaves an embedding on meta until its own forward."""
+    """As accelerate leaves an embedding on meta until its own forward; nor does a default count."""
     model, given = llama(), batch()
     _, want = loss_of(model, given)
     fresh = llama()
     weight = fresh.model.embed_tokens.weight
     fresh.model.embed_tokens.weight = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
     fresh.model.embed_tokens.forward = lambda ids: nn.functional.embedding(ids, weight)
-    got = loss_of(fresh, given)[1]
+    torch.set_default_device("meta")
+    try:
+        out, got = loss_of(fresh, given)
+    finally:
+        torch.set_default_device("cpu")
     assert_same(got, {name: want[name] for name in got})
-    assert is_a_tree(fresh, given)
+    assert out.metrics["tokens/computed"] < 0.6
 
 
 def test_scores_in_inference_mode_come_first() -> None:
@@ -440,20 +326,7 @@ def test_scores_in_inference_mode_come_first() -> None:
     assert is_a_tree(model, batch())
 
 
-def test_forwards_of_any_kind_and_bodies_without_a_config() -> None:
-    """What cannot be looked at runs as the padded forward would, or is looked at all the same."""
-
-    class Bare:
-        """A callable that takes no weak references."""
-
-        __slots__ = ("inner",)
-
-        def __init__(self, inner: Any) -> None:
-            self.inner = inner
-
-        def __call__(self, x: Tensor) -> Tensor:
-            return self.inner(x)
-
+def test_a_body_without_a_config_runs_as_given() -> None:
     class Body(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
@@ -462,32 +335,18 @@ def test_forwards_of_any_kind_and_bodies_without_a_config() -> None:
         def forward(self, **inputs: Any) -> Any:
             return self.inner(**inputs)
 
-    model, scripted = llama(), llama()
-    model.model.layers[0].mlp.forward = Bare(model.model.layers[0].mlp.forward)
-    assert_right(model, batch())
-    mlp = nn.Sequential(nn.Linear(tiny.HIDDEN, 32), nn.SiLU(), nn.Linear(32, tiny.HIDDEN))
-    scripted.model.layers[0].mlp = torch.jit.script(mlp)
-    assert_right(scripted, batch())
+    model = llama()
     model.model = Body(model.model)
     assert_right(model, batch(), "config")
 
 
 def test_deep_models_in_sixteen_bits_keep_the_tree() -> None:
-    """Rounding grows with the depth."""
     model = tiny.text_model("llama", torch.bfloat16, num_hidden_layers=24)
     assert is_a_tree(model, batch())
 
 
-def test_layers_that_are_dropped_at_random_are_said() -> None:
-    rates = {"layerdrop": 0.6, "dropout": 0.0, "attention_dropout": 0.0}
-    model = tiny.text_model("opt", torch.float32, **rates).train()
-    torch.manual_seed(0)
-    assert len(said_by(lambda: [loss_of(model, batch()) for _ in range(6)])) <= 1
-
-
 def test_types_of_tokens_that_differ_are_no_tree() -> None:
-    """Gemma 3 lets tokens of an image see each other: zeros are a tree, and a later batch with ones
-    is not."""
+    """Gemma 3 lets tokens of an image see each other."""
     torch.manual_seed(0)
     model, given = tiny.gemma3_vl()[0].float().eval(), batch()
     given["token_type_ids"] = torch.zeros_like(given["input_ids"])

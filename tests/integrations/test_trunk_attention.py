@@ -1,5 +1,5 @@
-"""Attention along the paths of a tree on each implementation: loss and gradients are the padded
-forward's."""
+"""Attention along the paths of a tree on each implementation, also of packed rows: loss and
+gradients are the padded forward's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("transformers")
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -23,8 +24,10 @@ from tests.support import tiny_architectures as tiny
 from tests.support.flash_attention import HUB, flash_attention, ragged_varlen, set_attention
 from tests.support.training_step import (
     FAMILIES,
+    PADDED,
     assert_any_rows,
     assert_right,
+    assert_same,
     batch,
     loss_of,
     said_by,
@@ -67,11 +70,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def model_of(kind: str, name: str, **fields: Any) -> Any:
-    """A model of the attention implementation `name`, whose windows, where it has any, are shorter
-    than the batch."""
-    model = tiny.text_model(
-        kind, torch.float32, **({"sliding_window": 6} if kind in WINDOWED else {}), **fields
-    )
+    """Windows, where it has any, are shorter than the batch."""
+    fields |= {"sliding_window": 6} if kind in WINDOWED else {}
+    model = tiny.text_model(kind, torch.float32, **fields)
     for key, x in model.named_parameters():
         if key.endswith("sinks"):
             torch.nn.init.normal_(x)
@@ -83,8 +84,7 @@ def model_of(kind: str, name: str, **fields: Any) -> Any:
     ("kind", "name", "reentrant"), [swept(*case, bool(i % 2)) for i, case in enumerate(CASES)]
 )
 def test_families(kind: str, name: str, reentrant: bool) -> None:
-    """With and without activation checkpointing, which recomputes layers after the call of the
-    model has ended."""
+    """With and without activation checkpointing, which recomputes layers after the call."""
     model, given = model_of(kind, name, **NO_DROPOUT.get(kind, {})).train(), batch()
     for checkpointing in (None, {"use_reentrant": reentrant}):
         if checkpointing is not None:
@@ -97,23 +97,10 @@ def test_families(kind: str, name: str, reentrant: bool) -> None:
 @pytest.mark.parametrize("cells", [0.0, 30.0, 1e9])
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2"])
 def test_whatever_rows_share(name: str, cells: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a call for each segment, some, or one for all."""
+    """In a call for each segment, some, or one for all; with a window, and without."""
     monkeypatch.setattr("grpo_kernels.body.attention.call_cells", lambda *_: cells)
-    for kind in ("qwen3", "mistral"):
-        assert not said_by(lambda kind=kind: assert_any_rows(model_of(kind, name)))
-
-
-def test_completions_of_one_token() -> None:
-    """A single query sees all keys, with heads in groups; the last tokens of completions are not
-    computed."""
-    given = {
-        name: x[:, :10] if name != "completion_mask" else x[:, :2]
-        for name, x in batch().items()
-        if x.dim() == 2
-    }
-    given["advantages"] = batch()["advantages"]
-    for name in ("sdpa", "eager", "flash_attention_2"):
-        assert_right(model_of("llama", name), given)
+    kind = "qwen3" if cells == 30.0 else "mistral"
+    assert not said_by(lambda: assert_any_rows(model_of(kind, name)))
 
 
 def test_torchs_attention_for_ragged_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,20 +123,15 @@ def test_torchs_attention_for_ragged_batches(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_torchs_attention_that_is_not_exact_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial on the device decides: wrong numbers, or an error of a kernel that does not serve
-    this head size."""
+    """Its trial on the device decides."""
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         return 1.01 * ragged_varlen(*args, **kwargs)
 
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("head dimension")
-
     monkeypatch.setattr(trial, "has_varlen", lambda *_: True)
-    for function in (wrong, refused):
-        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
-        model, given = model_of("qwen3", "sdpa"), batch()
-        assert assert_right(model, given, modes=[{}, {}]).metrics["tokens/computed"] < 0.6
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", wrong)
+    out = assert_right(model_of("qwen3", "sdpa"), batch(), modes=[{}, {}])
+    assert out.metrics["tokens/computed"] < 0.6
 
 
 def test_the_installed_torch_has_the_signature_that_is_known() -> None:
@@ -157,18 +139,14 @@ def test_the_installed_torch_has_the_signature_that_is_known() -> None:
 
     known = {*inspect.signature(ragged_varlen).parameters}
     assert known <= {*inspect.signature(varlen_attn).parameters}
-    assert attention.has_varlen("sdpa", torch.device("cuda"), torch.bfloat16)
-    for name, device, dtype in (
-        ("eager", "cuda", torch.bfloat16),
-        ("sdpa", "cpu", torch.bfloat16),
-        ("sdpa", "cuda", torch.float32),
-    ):
-        assert not attention.has_varlen(name, torch.device(device), dtype)
+    cuda, cpu, bf16 = torch.device("cuda"), torch.device("cpu"), torch.bfloat16
+    assert attention.has_varlen("sdpa", cuda, bf16)
+    for given in (("eager", cuda, bf16), ("sdpa", cpu, bf16), ("sdpa", cuda, torch.float32)):
+        assert not attention.has_varlen(*given)
 
 
 def test_attention_that_is_replaced_later_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another library puts its function over ours, and drops what it does not know: the next layout
-    serves."""
+    """Another library's drops what it does not know: the next layout serves."""
     model, given = model_of("qwen3", "sdpa"), batch()
     loss_of(model, given)
     ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -179,10 +157,6 @@ def test_attention_that_is_replaced_later_gives_way(monkeypatch: pytest.MonkeyPa
     dropping._takes_segments = True  # type: ignore[attr-defined]  # so that it is not wrapped again
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", dropping)
     assert_right(model, given, "0 calls of its layers", "layout='trim' is used")
-    monkeypatch.setitem(
-        AttentionInterface._global_mapping, "sdpa", lambda *args, **kwargs: ours(*args, **kwargs)
-    )
-    assert_right(model, given)
 
 
 def test_without_segments_the_wrapper_does_nothing() -> None:
@@ -191,17 +165,8 @@ def test_without_segments_the_wrapper_does_nothing() -> None:
     before = model(input_ids=ids).logits
     loss_of(model, batch())
     assert torch.equal(model(input_ids=ids).logits, before)
-    wrapped = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    assert wrapped.__module__ == "transformers.integrations.sdpa_attention", (
-        "DeepSpeed's is told by its module"
-    )
-
-
-def test_an_ordinary_id_is_none_of_several_end_tokens() -> None:
-    """As in the configs of Gemma 3 and Llama 3."""
-    model = tiny.text_model("llama", torch.float32)
-    model.config.eos_token_id, model.config.pad_token_id, model.config.bos_token_id = [0, 1], 3, 2
-    assert ordinary_id(model) == 4
+    module = ALL_ATTENTION_FUNCTIONS["sdpa"].__module__  # by which DeepSpeed's is told
+    assert module == "transformers.integrations.sdpa_attention"
 
 
 def test_parts_cost_the_least_of_all() -> None:
@@ -218,3 +183,107 @@ def test_parts_cost_the_least_of_all() -> None:
         every = [ends for n in range(6) for ends in itertools.combinations(range(1, 6), n)]
         found = cost(tuple(end for _, end in parts[:-1]), costs, overhead)
         assert found == min(cost(ends, costs, overhead) for ends in every)
+
+
+def packed(given: dict[str, Tensor], padding: Tensor | None = None, rows: int = 1) -> Any:
+    """The sequences of a padded batch in packed `rows`, the same number of them in each."""
+    attended = given["attention_mask"].bool()
+    whole = torch.nn.functional.pad(given["completion_mask"], (8, 0))
+    of_token = {
+        "input_ids": given["input_ids"],
+        "position_ids": given["attention_mask"].cumsum(1) - 1,
+        "completion_mask": whole,
+        "advantages": given["advantages"][:, None] * whole,
+    }
+    order = torch.arange(len(attended)).tensor_split(rows)
+    found: dict[str, Any] = {"attention_mask": None}
+    for name, x in of_token.items():
+        lines = [x[i][attended[i]] for i in order]
+        if padding is not None:
+            end = padding if name == "position_ids" else torch.zeros_like(padding)
+            lines = [torch.cat([line, end.to(line.dtype)]) for line in lines]
+        found[name] = torch.nn.utils.rnn.pad_sequence(lines, batch_first=True)
+    return found
+
+
+def ends_of(given: dict[str, Tensor]) -> dict[str, Any]:
+    """As flash attention's varlen functions want them."""
+    starts = (given["position_ids"][0] == 0).nonzero()[:, 0]
+    ends = torch.cat([starts, torch.tensor([given["input_ids"].shape[1]])]).to(torch.int32)
+    longest = int(ends.diff().max())
+    sizes = {"max_length_q": longest, "max_length_k": longest}
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends.clone(), **sizes}
+
+
+def assert_as_padded(model: Any, given: dict[str, Tensor], rows: dict[str, Any]) -> Any:
+    want, gradients = loss_of(model, given, **PADDED)
+    out, got = loss_of(model, rows)
+    torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
+    assert_same(got, gradients)
+    return out
+
+
+# Packed rows are told apart by positions that begin anew; here as verl pads, and in other ways.
+PADDINGS = {"none": None, "anew": torch.arange(6), "zeros": torch.zeros(6), "ones": torch.ones(6)}
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2"])
+def test_packed_rows_are_a_tree(name: str, padding: str) -> None:
+    given = batch()
+    model, row = model_of("llama", name), packed(given, PADDINGS[padding])
+    for more in ({}, ends_of(row) if padding != "ones" else {}):
+        assert not said_by(lambda more=more: loss_of(model, {**row, **more}))
+        out = assert_as_padded(model, given, {**row, **more})
+        # two prompts, of 4 and 8 tokens, and the completions without their last ones
+        computed = (4 + 8 + 35 - 6) / row["input_ids"].numel()
+        assert out.metrics["tokens/computed"] == pytest.approx(computed)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gpt_oss", "qwen3_moe", "gpt2"])
+def test_packed_rows_of_families(kind: str) -> None:
+    """Windows, soft-caps, sinks, experts, learned positions."""
+    out = assert_as_padded(model_of(kind, "eager"), batch(), packed(batch()))
+    assert out.metrics["tokens/computed"] < 0.6
+
+
+def test_several_packed_rows() -> None:
+    """A row lives if one of its tokens has an advantage."""
+    given = batch()
+    given["advantages"] = torch.tensor([1.0, 0.0, -0.5, 0.0, 0.0, 0.0])
+    rows = packed(given, rows=2)
+    for name in ("sdpa", "eager"):
+        out = assert_as_padded(model_of("llama", name), given, rows)
+        assert out.metrics["tokens/gradient"] < out.metrics["tokens/computed"] < 0.6
+        assert out.metrics["sequences/gradient"] == 0.5
+
+
+def test_packed_rows_without_a_tree_run_as_given() -> None:
+    """A hook, other ends, sequences that begin late, and rows that flash attention would join."""
+    given, row = batch(), packed(batch())
+    others, late = ends_of(row), {**row, "position_ids": row["position_ids"] + 3}
+    others["cu_seq_lens_k"][2] += 1
+    hooked = model_of("llama", "sdpa")
+    hook = hooked.model.layers[0].register_forward_hook(lambda *_: None)
+    _, want = loss_of(hooked, given, **PADDED)
+    for model, case, words in (
+        (hooked, row, "packed rows run as given"),
+        (model_of("llama", "sdpa"), {**row, **others}, "do not agree"),
+        (model_of("llama", "sdpa"), late, "do not begin at position 0"),
+        (model_of("llama", "flash_attention_2"), packed(given, rows=2), "one packed row"),
+    ):
+        said = said_by(lambda model=model, case=case: loss_of(model, case))
+        assert len(said) == 1 and words in said[0]
+        assert loss_of(model, case)[0].metrics["tokens/computed"] == 1
+    assert_same(loss_of(hooked, row)[1], want)
+    hook.remove()
+    out, got = loss_of(hooked, row, layout="trim")
+    assert_same(got, want)
+    assert out.metrics["tokens/computed"] == 1
+
+
+def test_an_ordinary_id_is_none_of_several_end_tokens() -> None:
+    """As in the configs of Gemma 3 and Llama 3."""
+    model = tiny.text_model("llama", torch.float32)
+    model.config.eos_token_id, model.config.pad_token_id, model.config.bos_token_id = [0, 1], 3, 2
+    assert ordinary_id(model) == 4

@@ -1,5 +1,4 @@
-"""DDP, FSDP2 and HSDP in gloo processes: gradients of head and body equal those of one process in
-float64."""
+"""DDP, FSDP2, HSDP, ZeRO-3: gradients of head and body equal those of one process in float64."""
 
 from __future__ import annotations
 
@@ -10,23 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from grpo_kernels import GRPOLoss, LossConfig, LossOutput, grpo_loss, linear_logprob
+import grpo_kernels
+from grpo_kernels import LossConfig, grpo_loss, linear_logprob
 from tests.support import parallel_cases as cases
-from tests.support.case_builder import Case, seeded
+from tests.support import zero3
+from tests.support.case_builder import Case
 from tests.support.parallel_cases import LOSSES, SETUPS, TIED, Run, relative_error, truth
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, run_ranks
 from tests.support.reference import reference_loss
 from tests.support.tolerance import bounds_of
 
 CPU = torch.device("cpu")
-EXACT = {torch.float64: 1e-13, torch.float32: 2e-6}  # of the largest entry
-VARIANTS = [
-    {"accumulate": accumulate, "last_empty": last_empty}
-    for accumulate, last_empty in itertools.product((1, 2), (False, True))
-]
+VARIANTS = [{"accumulate": n, "last_empty": x} for n in (1, 2) for x in (False, True)]
 OWN_UNIT, ROOT_UNIT = "FSDP2, head its own unit", "FSDP2, head in the root unit"
 BOTH = ("off-policy", "sequence ratio")
 Gradients = dict[str, Tensor]
@@ -40,54 +37,34 @@ def ranks() -> Iterator[Ranks]:
         yield made
 
 
-def gradients(
-    setup: str, loss: str, *, adapter: str = "", accumulate: int = 1, **options: Any
-) -> Gradients:
-    """Of one run on this rank; `adapter` names the module that has one."""
-    of_run = {name: options.pop(name) for name in ("mesh", "last_empty") if name in options}
-    of_loss = cases.adapted_loss(adapter, loss) if adapter else LOSSES[loss]
-    run = Run(SETUPS[setup], of_loss, CPU, options.pop("dtype", torch.float64), **of_run)
-    return run.train(cases.adapted(adapter)) if adapter else run.gradients(accumulate, **options)
-
-
 @functools.cache
-def wanted(world_size: int, loss: str, *, adapter: str = "", **options: Any) -> Any:
-    """Gradients of one process."""
+def wanted(world_size: int, loss: str, **options: Any) -> Gradients:
     options.pop("dtype", None)
-    if adapter:
-        return cases.adapted_truth(adapter, LOSSES[loss])
     return truth(LOSSES[loss], world_size, **options)
 
 
-def check(
-    got: list[Gradients], want: Gradients, what: object, dtype: torch.dtype = torch.float64
-) -> None:
-    """Every rank has the gradients wanted."""
-    for found in got:
-        errors = relative_error(found, want)
-        assert max(errors.values()) < EXACT[dtype], f"{what}: {errors}"
+def check(found: list[Gradients], want: Gradients, what: object, bound: float = 1e-13) -> None:
+    """Every rank has the gradients wanted; `bound` is of the largest entry."""
+    for got in found:
+        errors = relative_error(got, want)
+        assert max(errors.values()) < bound, f"{what}: {errors}"
 
 
-HEADS: dict[str, dict[str, Any]] = {
-    "tied": {"tied": True},
-    "bias": {"bias": True},
-    "tied, two parts": {"tied": True, "accumulate": 2, "last_empty": True},
-}
+TWO_PARTS = {"tied": True, "accumulate": 2, "last_empty": True}
 SCENES: dict[str, list[Scene]] = {
     "every setup with every loss": [  # each sees each of `VARIANTS`
         (setup, loss, VARIANTS[(i + j) % len(VARIANTS)])
         for (i, setup), (j, loss) in itertools.product(enumerate(SETUPS), enumerate(LOSSES))
     ],
     "heads": [
-        (setup, loss, options)
-        for (name, options), loss in itertools.product(HEADS.items(), BOTH)
-        for setup in (TIED if "tied" in name else ("DDP", OWN_UNIT))
+        *itertools.product(TIED, BOTH, ({"tied": True}, TWO_PARTS)),
+        *itertools.product(("DDP", OWN_UNIT), BOTH, [{"bias": True}]),
+        (OWN_UNIT, "off-policy", {"dtype": torch.float32}),
     ],
-    "float32": [(OWN_UNIT, loss, {"dtype": torch.float32}) for loss in BOTH],
     "adapters": [
         (setup, loss, {"adapter": where})
         for where, loss in itertools.product(cases.PLACES, BOTH)
-        for setup in ("DDP", ROOT_UNIT, OWN_UNIT, "FSDP2, head in a unit with another layer")
+        for setup in ("DDP", ROOT_UNIT, OWN_UNIT)
     ],
 }
 HYBRID: list[Scene] = [
@@ -100,14 +77,15 @@ HYBRID: list[Scene] = [
 def run_scenes(rank: int, world_size: int, scenes: list[Scene]) -> list[Gradients]:
     """On four ranks two replicas of two shards each."""
     mesh = {"mesh": cases.hsdp_mesh("cpu", world_size)} if world_size == 4 else {}
-    return [gradients(setup, loss, **options, **mesh) for setup, loss, options in scenes]
+    return [cases.gradients(SETUPS[x], loss, **options, **mesh) for x, loss, options in scenes]
 
 
 def check_scenes(ranks: Ranks, scenes: list[Scene]) -> None:
     found = zip(*ranks.run(run_scenes, scenes), strict=True)
     for (setup, loss, options), got in zip(scenes, found, strict=True):
         want = wanted(ranks.world_size, loss, **options)
-        check([*got], want, (setup, loss, options), options.get("dtype", torch.float64))
+        bound = 2e-6 if options.get("dtype") == torch.float32 else 1e-13
+        check([*got], want, (setup, loss, options), bound)
 
 
 @pytest.mark.parametrize("name", SCENES)
@@ -118,63 +96,6 @@ def test_gradients_are_those_of_one_process(ranks: Ranks, name: str) -> None:
 def test_two_replicas_of_two_shards_each() -> None:
     with Ranks(4) as four:
         check_scenes(four, HYBRID)
-
-
-def run_full_tensor(rank: int, world_size: int) -> dict[str, Gradients]:
-    """The head its own unit, its weight read as TRL and verl read it, and given as its module."""
-    run = Run(SETUPS[OWN_UNIT], LOSSES["off-policy"], CPU, torch.float64)
-    given = cases.arguments(run.loss, run.batch, run.items)
-    found = {}
-    for way in ("full_tensor", "module"):
-        model = cases.make_model(torch.float64, run.loss)
-        wrapped = run.setup.wrap(model, None)
-
-        def then(hidden: Tensor, head: Any = model.lm_head, way: str = way) -> Tensor:
-            if way == "full_tensor":
-                return grpo_loss(hidden, head.weight.full_tensor(), **given).loss
-            shorter = {**given, "completion_mask": run.batch.completion_mask[:, 1:]}
-            with pytest.raises(ValueError, match="completion_mask: expected shape"):
-                grpo_loss(hidden, head, **shorter)
-            return grpo_loss(hidden, head, **given).loss  # a call that failed leaves nothing behind
-
-        wrapped(run.batch.tokens, then).backward()
-        found[way] = cases.gradients_of(model)
-    return found
-
-
-def test_a_bare_full_tensor_gives_a_head_gradient_that_is_wrong_by_about_all_of_it(
-    ranks: Ranks,
-) -> None:
-    want = truth(LOSSES["off-policy"], 2)
-    others = {name: x for name, x in want.items() if name != "lm_head.weight"}
-    for found in ranks.run(run_full_tensor):
-        check([found["module"]], want, "module")
-        wrong = found["full_tensor"].pop("lm_head.weight") - want["lm_head.weight"]
-        assert 0.5 < float(wrong.norm() / want["lm_head.weight"].norm()) < 2.0
-        check([found["full_tensor"]], others, "only the head's is wrong")
-
-
-def run_divided(rank: int, world_size: int) -> list[str]:
-    """What is said of a head whose weight is not whole: outside the unit it belongs to, and read
-    from outside."""
-    run = Run(SETUPS[ROOT_UNIT], LOSSES["off-policy"], CPU, torch.float64)
-    model = cases.make_model(torch.float64, run.loss)
-    run.setup.wrap(model, None)
-    head = model.lm_head
-    hidden = torch.randn(cases.SEQUENCES, cases.COLUMNS, cases.WIDTH, dtype=torch.float64)
-    given = cases.arguments(run.loss, run.batch, run.items)
-    messages = []
-    for given_head in (head, head.weight):
-        with pytest.raises(ValueError, match="weight: expected a plain tensor, got a") as raised:
-            grpo_loss(hidden, given_head, **given)
-        messages.append(str(raised.value))
-    return messages
-
-
-def test_a_divided_weight_raises_and_the_message_names_the_fix(ranks: Ranks) -> None:
-    for message in itertools.chain(*ranks.run(run_divided)):
-        assert "pass the head's module instead of its weight" in message
-        assert "process_group=" in message
 
 
 def run_mixed(rank: int, world_size: int, output_dtype: torch.dtype | None) -> dict[str, Any]:
@@ -221,75 +142,83 @@ def test_mixed_precision_rounds_weights_and_hidden_states_and_nothing_else(
         assert bool(((found["grad"] - total).abs() <= allowed + 1e-7 * total.abs()).all())
 
 
-def run_logprobs(rank: int, world_size: int) -> dict[tuple[str, bool], Gradients]:
-    """A loss of one's own, on log-probabilities that are changed in place first; with entropies and
-    without."""
-    found = {}
-    for setup, entropy in itertools.product(("DDP", OWN_UNIT, ROOT_UNIT), (True, False)):
+def run_logprobs(rank: int, world_size: int) -> list[Gradients]:
+    """A loss of one's own, on log-probabilities that are changed in place first."""
+    found = []
+    for setup in ("DDP", OWN_UNIT, ROOT_UNIT):
         run = Run(SETUPS[setup], LOSSES["off-policy"], CPU, torch.float64)
         model = cases.make_model(torch.float64, run.loss)
+        given = model.lm_head, run.batch.completion_ids
+        then = functools.partial(scores_of, given, run.batch.completion_mask)
         wrapped = run.setup.wrap(model, None)
-        head: Any = model.lm_head
-        options = {"completion_mask": run.batch.completion_mask, "entropy": entropy}
-
-        def then(hidden: Tensor, head: Any = head, run: Run = run, options: Any = options) -> Any:
-            return linear_logprob(hidden, head, run.batch.completion_ids, **options)
-
-        scores = wrapped(run.batch.tokens, then)
-        scores.logps.mul_(3.0)
-        loss = scores.logps.square().sum()
-        assert (scores.entropies is not None) == entropy
-        (loss - scores.entropies.sum() if entropy else loss).backward()
-        found[setup, entropy] = cases.gradients_of(model)
+        wrapped(run.batch.tokens, then).backward()
+        found.append(cases.gradients_of(model))
     return found
 
 
-def logprobs_truth(entropy: bool) -> Gradients:
-    model = cases.make_model(torch.float64, LOSSES["off-policy"])
-    for rank in range(2):
-        batch = cases.make_batch(rank, 2, torch.float64, last_empty=False)
-        log_probs = torch.log_softmax(model(batch.tokens) @ model.lm_head.weight.T, dim=-1)
-        logps = log_probs.gather(-1, batch.completion_ids[..., None])[..., 0]
-        entropies = -(log_probs.exp() * log_probs).sum(-1)
-        per_token = (3.0 * logps).square() - (entropies if entropy else 0.0)
-        (per_token * batch.completion_mask).sum().div(2).backward()
-    return cases.gradients_of(model)
+def scores_of(given: Any, mask: Tensor, hidden: Tensor) -> Tensor:
+    scores = linear_logprob(hidden, *given, completion_mask=mask)
+    scores.logps.mul_(3.0)
+    return scores.logps.square().sum() - scores.entropies.sum()
 
 
 def test_logprobs_and_entropies_of_a_divided_head_are_differentiable(ranks: Ranks) -> None:
+    model = cases.make_model(torch.float64, LOSSES["off-policy"])
+    for rank in range(2):
+        batch = cases.make_batch(rank, 2, torch.float64, last_empty=False)
+        log_probs = torch.log_softmax(model.lm_head(model(batch.tokens)), dim=-1)
+        logps = log_probs.gather(-1, batch.completion_ids[..., None])[..., 0]
+        per_token = (3.0 * logps).square() + (log_probs.exp() * log_probs).sum(-1)
+        (per_token * batch.completion_mask).sum().div(2).backward()
     for found in ranks.run(run_logprobs):
-        for (setup, entropy), got in found.items():
-            check([got], logprobs_truth(entropy), setup)
+        check(found, cases.gradients_of(model), "log-probabilities")
 
 
-class ReturnsTheOutput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 11, bias=False)
-        for name, x in self.named_parameters():
-            nn.init.normal_(x, generator=seeded(name))
-        self.loss = GRPOLoss(loss_type="grpo")
+def by_hand(loss: str, *, twice: bool) -> dict[str, Tensor]:
+    """What the message for an empty weight says: forward and backward in one context. Or `twice`:
+    for the forward, and again by the backward, which recomputes."""
+    run = Run(zero3.AFTER, LOSSES[loss], CPU, torch.float64)
+    model = cases.make_model(torch.float64, run.loss)
+    engine, weight = zero3.divided(model), model.lm_head.weight
+    hidden = engine(run.batch.tokens)
 
-    def forward(self, x: Tensor) -> LossOutput:
-        ids = torch.arange(10).view(2, 5)
-        return self.loss(self.body(x), self.head.weight, ids, None, torch.tensor([1.0, -0.5]))
+    def call(gather: Any = None) -> Tensor:
+        given = cases.arguments(run.loss, run.batch, run.items)
+        options = {"config": LossConfig(**run.loss.config), "run": grpo_kernels.Run(gather=gather)}
+        return grpo_loss(hidden, weight, **options, **given).loss
+
+    says = r"weight: .*which is empty; under DeepSpeed ZeRO-3.*pass the head's module instead"
+    with pytest.raises(ValueError, match=says):
+        call()
+    gather = functools.partial(zero3.deepspeed().zero.GatheredParameters, [weight])
+    with gather():
+        out = call(gather if twice else None)
+        if not twice:
+            engine.backward(out)
+    if twice:
+        engine.backward(out)
+    return cases.gradients_of(model)
 
 
-def static_graph(rank: int, world_size: int, wrap: bool = True) -> list[Tensor]:
-    """Gradients of two steps: the first is where DDP learns the graph."""
-    module: nn.Module = ReturnsTheOutput()
-    if wrap:
-        module = nn.parallel.DistributedDataParallel(module, static_graph=True)
-    for step in range(2):
-        module.zero_grad()
-        out = module(torch.randn(2, 5, 6, generator=seeded(f"step {step}, rank {rank}")))
-        assert isinstance(out, LossOutput) and out.metrics.pairs["rows/projected"][1] == 10
-        out.loss.backward()
-    return [x.grad.clone() for x in module.parameters() if x.grad is not None]
+OF_ZERO3: list[tuple[Any, str, dict[str, Any]]] = [
+    *((setup, loss, {}) for setup in (zero3.INSIDE, zero3.AFTER) for loss in LOSSES),
+    *((zero3.INSIDE, loss, x) for loss in BOTH for x in ({"last_empty": True}, {"tied": True})),
+    (zero3.INSIDE, "sequence ratio", {"bias": True}),
+    *((zero3.AFTER, x, {"adapter": y}) for x, y in itertools.product(BOTH, cases.PLACES)),
+]
+BY_HAND = {"sequence ratio": False, "frozen head, sequence ratio": True}
 
 
-def test_an_output_of_ddp_with_a_static_graph_keeps_its_gradients(ranks: Ranks) -> None:
-    alone = [static_graph(rank, 2, wrap=False) for rank in range(2)]
-    want = [torch.stack(x).mean(0) for x in zip(*alone, strict=True)]
-    for found in ranks.run(static_graph):
-        torch.testing.assert_close(found, want)
+def run_zero3(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+    found = [cases.gradients(setup, loss, **options) for setup, loss, options in OF_ZERO3]
+    return found + [by_hand(loss, twice=twice) for loss, twice in BY_HAND.items()]
+
+
+@zero3.needs_deepspeed
+def test_gradients_of_zero3() -> None:
+    wanted = [*OF_ZERO3, *((None, loss, {}) for loss in BY_HAND)]
+    for gradients in run_ranks(run_zero3, 2):
+        for found, (_, loss, options) in zip(gradients, wanted, strict=True):
+            errors = relative_error(found, truth(LOSSES[loss], 2, **options))
+            # of the largest entry: DeepSpeed keeps gradients in float32, whatever the model's dtype
+            assert max(errors.values()) < 2e-7, (loss, options, errors)

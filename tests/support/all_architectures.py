@@ -157,8 +157,7 @@ OUTCOME = dict(LISTED)
 
 
 def config_of(kind: str, **fields: Any) -> Any:
-    """The small config of a model type: that of the decoder where the class for text takes it
-    alone."""
+    """A small config: the decoder's where the class for text takes it alone."""
     cls = getattr(transformers, CLASSES[kind]).config_class
     return cls(**{**_small(cls), **_FIELDS.get(kind, {}), **fields})
 

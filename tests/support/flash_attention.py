@@ -86,8 +86,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
 
 @contextmanager
 def flash_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inside, transformers' flash attention is the stand-in, also under the name `HUB` of a kernel
-    repository."""
+    """Also under the name `HUB` of a kernel repository."""
     known = dict.fromkeys(TAKES, True) | dict.fromkeys(TAKES_NOT, False)
     options = functools.partial(flash._process_flash_attention_kwargs, supports_mapping=known)
     functions = (dense, ragged, None, flash._pad_input, flash._unpad_input)

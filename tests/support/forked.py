@@ -14,8 +14,7 @@ from tests.support.ranks import server_context
 
 
 def run_script(path: Path, options: list[str], folder: Path) -> tuple[int, str]:
-    """Exit code and output of ``python path *options``, with one thread; `folder` is for what it
-    prints."""
+    """Exit code and output of ``python path *options``, printed to a file in `folder`."""
     printed = folder / f"{path.stem}.txt"
     process = server_context().Process(target=_main, args=(path, options, printed))
     process.start()

@@ -67,8 +67,7 @@ def positions_of_generate(
 
 
 def assert_as_model(model: Any, ids: Tensor, completion_mask: Tensor, **inputs: Any) -> None:
-    """Log-probabilities and entropies are those that `generate` samples from where the mask counts,
-    0 elsewhere."""
+    """Scores are those that `generate` samples from where the mask counts, 0 elsewhere."""
     counted = completion_mask.bool()
     bound = BOUNDS[next(model.parameters()).dtype]
     placed = {**positions_of_generate(model, ids, **inputs), **inputs}

@@ -1,8 +1,5 @@
 """A tiny language model, with PEFT's adapters or without, under the ways to divide it over ranks,
-and its gradients from one process in float64.
-
-Shared by the gloo tests and by `tests/gpu/test_gpu_ranks.py`, which runs the same on GPUs.
-"""
+and its gradients from one process in float64."""
 
 from __future__ import annotations
 
@@ -20,16 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import grpo_kernels
 from grpo_kernels import LossConfig
-from tests.support.case_builder import Case, seeded
-from tests.support.reference import reference_loss
+from tests.support.case_builder import seeded
 
 VOCAB, WIDTH = 37, 12
 SEQUENCES, COLUMNS = 4, 5  # of one rank
 
 
 class TinyModel(nn.Module):
-    """Embedding, one layer with tanh, head. Its forward gives hidden states, or what `then` makes
-    of them."""
+    """Its forward gives hidden states, or what `then` makes of them."""
 
     def __init__(self, *, tied: bool = False, bias: bool = False) -> None:
         super().__init__()
@@ -46,8 +41,6 @@ class TinyModel(nn.Module):
 
 @dataclass(frozen=True)
 class Loss:
-    """One loss: its config, whether it is off-policy, and how it is to be computed."""
-
     config: dict[str, Any]
     old: bool = True
     engine: str = "auto"
@@ -70,31 +63,22 @@ LOSSES = {
 
 
 def make_model(dtype: torch.dtype, loss: Loss, **options: Any) -> TinyModel:
-    """The same weights in every process."""
     made = TinyModel(**options)
     with torch.no_grad():
         for i, x in enumerate(made.parameters()):
-            values = torch.randn(
-                x.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64
-            )
-            x.copy_(values * 2.0 / WIDTH**0.5)
+            draw = torch.Generator().manual_seed(i)
+            x.copy_(torch.randn(x.shape, generator=draw, dtype=torch.float64) * 2.0 / WIDTH**0.5)
     made.lm_head.requires_grad_(not loss.frozen_head)
     return made.to(dtype)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank trains on."""
-
     tokens: Tensor  # (B, T), what the model reads
     completion_ids: Tensor  # (B, T)
     completion_mask: Tensor  # (B, T)
     advantages: Tensor  # (B,)
     old_per_token_logps: Tensor  # (B, T)
-
-    def part(self, rows: slice) -> Batch:
-        """Some of its sequences: a micro-batch."""
-        return Batch(**{name: x[rows] for name, x in vars(self).items()})
 
 
 def make_batch(rank: int, world_size: int, dtype: torch.dtype, *, last_empty: bool) -> Batch:
@@ -111,7 +95,6 @@ def make_batch(rank: int, world_size: int, dtype: torch.dtype, *, last_empty: bo
 
 
 def arguments(loss: Loss, batch: Batch, num_items: float) -> dict[str, Any]:
-    """What the loss takes besides hidden states and head."""
     given = {name: x for name, x in vars(batch).items() if name != "tokens"}
     if not loss.old:
         given["old_per_token_logps"] = None
@@ -119,52 +102,39 @@ def arguments(loss: Loss, batch: Batch, num_items: float) -> dict[str, Any]:
 
 
 def items_per_rank(world_size: int, **options: Any) -> float:
-    """Counted tokens of all ranks over their number: the normalizer of a loss whose gradients are
-    averaged."""
+    """Counted tokens of all ranks over their number."""
     batches = (make_batch(x, world_size, torch.float64, **options) for x in range(world_size))
     return sum(int(batch.completion_mask.sum()) for batch in batches) / world_size
 
 
 def micro_batches(batch: Batch, accumulate: int) -> list[Batch]:
-    """The batch in `accumulate` parts."""
-    size = SEQUENCES // accumulate
-    return [batch.part(slice(i * size, (i + 1) * size)) for i in range(accumulate)]
+    parts = zip(*(x.chunk(accumulate) for x in vars(batch).values()), strict=True)
+    return [Batch(*part) for part in parts]
 
 
 def truth(
-    loss: Loss, world_size: int, *, accumulate: int = 1, last_empty: bool = False, **options: Any
+    loss: Loss,
+    world_size: int,
+    *,
+    accumulate: int = 1,
+    last_empty: bool = False,
+    adapter: str = "",
+    **options: Any,
 ) -> dict[str, Tensor]:
-    """Gradients by name, float64: the mean over ranks of the reference's, which has all logits."""
-    model = make_model(torch.float64, loss, **options)
+    """Gradients by name of one process in float64: the mean over the batches of the ranks."""
+    made = adapted(adapter) if adapter else make_model(torch.float64, loss, **options)
     items = items_per_rank(world_size, last_empty=last_empty)
     for rank in range(world_size):
         whole_batch = make_batch(rank, world_size, torch.float64, last_empty=last_empty)
         for batch in micro_batches(whole_batch, accumulate):
-            backward_by_reference(model, batch, loss, items, 1.0 / world_size)
-    return gradients_of(model)
-
-
-def backward_by_reference(
-    model: TinyModel, batch: Batch, loss: Loss, items: float, factor: float
-) -> Tensor:
-    """Add `factor` times the gradient of the reference's loss to the model's; the loss."""
-    hidden = model(batch.tokens)
-    weight, bias = model.lm_head.weight, model.lm_head.bias
-    given = arguments(loss, batch, items)
-    case = Case("", hidden.detach(), weight.detach(), bias=bias, config=loss.config, **given)
-    want = reference_loss(case)
-    if hidden.requires_grad:
-        hidden.backward(factor * want.d_hidden)
-    for x, grad in ((weight, want.d_weight), (bias, want.d_bias)):
-        if x is not None and grad is not None and x.requires_grad:
-            x.grad = factor * grad if x.grad is None else x.grad + factor * grad
-    return want.loss
+            given = arguments(loss, batch, items) | {"config": LossConfig(**loss.config)}
+            out = grpo_kernels.grpo_loss(made(batch.tokens), made.lm_head, **given)
+            (out.loss / world_size).backward()
+    return gradients_of(made)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How the model is divided, and where its loss is computed."""
-
     wrap: Callable[[TinyModel, DeviceMesh | None], nn.Module]
     # within the model's forward; or after it, from the hidden states it returns
     inside: bool = True
@@ -175,8 +145,7 @@ def ddp(model: TinyModel, mesh: DeviceMesh | None) -> nn.Module:
 
 
 def units(*names: str, **options: Any) -> Callable[[TinyModel, DeviceMesh | None], nn.Module]:
-    """FSDP2 with these modules as units of their own ("mid + lm_head": one unit), and the rest in
-    the root's."""
+    """FSDP2 with these modules as units ("mid + lm_head": one unit), the rest in the root's."""
 
     def wrap(model: TinyModel, mesh: DeviceMesh | None) -> nn.Module:
         given = options if mesh is None else {**options, "mesh": mesh}
@@ -204,8 +173,6 @@ TIED = ("DDP", "FSDP2, head in the root unit", "FSDP2, head in the root unit, af
 
 @dataclass
 class Run:
-    """One model on this rank, ready to train."""
-
     setup: Setup
     loss: Loss
     device: torch.device
@@ -219,22 +186,20 @@ class Run:
         self.batch = Batch(**{name: x.to(self.device) for name, x in vars(batch).items()})
         self.items = items_per_rank(self.world_size, last_empty=self.last_empty)
 
-    def gradients(self, accumulate: int = 1, **options: Any) -> dict[str, Tensor]:
-        """Gradients by name, averaged over the ranks, whole and on the CPU."""
-        model = make_model(self.dtype, self.loss, **options).to(self.device)
-        return self.train(model, accumulate)
-
-    def train(self, model: TinyModel, accumulate: int = 1) -> dict[str, Tensor]:
+    def gradients(
+        self, accumulate: int = 1, *, adapter: str = "", **options: Any
+    ) -> dict[str, Tensor]:
+        model = adapted(adapter) if adapter else make_model(self.dtype, self.loss, **options)
+        model = model.to(self.device)
         wrapped, head = self.setup.wrap(model, self.mesh), model.lm_head
         parts = micro_batches(self.batch, accumulate)
         for i, batch in enumerate(parts):
             with synchronised(wrapped, i == len(parts) - 1):
-                self.score(wrapped, head, batch).backward()
+                backward(wrapped, self.score(wrapped, head, batch))
         return gradients_of(model)
 
     def score(self, wrapped: nn.Module, head: Any, batch: Batch) -> Tensor:
-        """The loss of one micro-batch. A forward has to return tensors: in other objects ZeRO-3
-        does not see them."""
+        """Of tensors alone, since ZeRO-3 sees none in other objects."""
         given = arguments(self.loss, batch, self.items)
 
         def then(hidden: Tensor) -> Tensor:
@@ -247,22 +212,34 @@ class Run:
         return wrapped(batch.tokens, then) if self.setup.inside else then(wrapped(batch.tokens))
 
 
-def synchronised(model: nn.Module, now: bool) -> AbstractContextManager[Any]:
+def synchronised(model: Any, now: bool) -> AbstractContextManager[Any]:
     """Gradients are reduced in the backward to come, or, not `now`, left for a later one."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
         return nullcontext()
-    assert isinstance(model, DistributedDataParallel)
     return nullcontext() if now else model.no_sync()
 
 
+def backward(model: Any, loss: Tensor) -> None:
+    """Under ZeRO-3 by its engine, which divides the weights again."""
+    if not hasattr(model, "module") or not hasattr(model.module.lm_head.weight, "ds_id"):
+        loss.backward()
+        return
+    model.backward(loss)
+    assert model.module.lm_head.weight.numel() == 0
+
+
 def whole(x: Tensor) -> Tensor:
-    """All of a gradient, which FSDP2 divides after it has reduced it."""
+    """All of a gradient, which FSDP2 divides."""
     return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().cpu()
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Those that there are, by name, whole and on the CPU."""
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    if hasattr(model.lm_head.weight, "ds_id"):
+        from deepspeed.utils import safe_get_full_grad
+
+        trained = [(name, x) for name, x in model.named_parameters() if x.requires_grad]
+        return {name: safe_get_full_grad(x).clone() for name, x in trained}
     return {name: whole(x.grad) for name, x in model.named_parameters() if x.grad is not None}
 
 
@@ -275,6 +252,16 @@ def relative_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str,
     }
 
 
+def gradients(
+    setup: Setup, loss: str, dtype: torch.dtype = torch.float64, *, adapter: str = "",
+    accumulate: int = 1, mesh: DeviceMesh | None = None, last_empty: bool = False, **options: Any,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Of one run on this rank, on a CPU."""
+    of_loss = adapted_loss(adapter, loss) if adapter else LOSSES[loss]
+    run = Run(setup, of_loss, torch.device("cpu"), dtype, mesh, last_empty)
+    return run.gradients(accumulate, adapter=adapter, **options)
+
+
 def hsdp_mesh(device: str, world_size: int) -> DeviceMesh:
     """(replicas, shards)."""
     return init_device_mesh(device, (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
@@ -285,7 +272,7 @@ PLACES = ("mid", "lm_head")
 
 
 def adapted(where: str) -> TinyModel:
-    """PEFT's adapters on `where`, both factors random, and everything else frozen."""
+    """With PEFT's adapters on `where`, both factors random, and everything else frozen."""
     import peft
 
     model = make_model(torch.float64, LOSSES["off-policy"])
@@ -295,32 +282,10 @@ def adapted(where: str) -> TinyModel:
         for i, (name, x) in enumerate(model.named_parameters()):
             x.requires_grad_("lora_" in name)
             if "lora_" in name:
-                values = torch.randn(
-                    x.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64
-                )
-                x.copy_(values * 0.5)
+                x.normal_(0.0, 0.5, generator=torch.Generator().manual_seed(i))
     return model
 
 
-def adapted_truth(where: str, loss: Loss) -> dict[str, Tensor]:
-    """With the adapter of the head multiplied out, which the library never does."""
-    model, items = adapted(where), items_per_rank(2, last_empty=False)
-    for rank in range(2):
-        batch = make_batch(rank, 2, torch.float64, last_empty=False)
-        hidden, weight, head = model(batch.tokens), model.lm_head.weight, model.lm_head
-        if where == "lm_head":
-            factors = head.lora_B["default"].weight @ head.lora_A["default"].weight
-            weight = weight + head.scaling["default"] * factors
-        given = arguments(loss, batch, items)
-        case = Case("", hidden.detach(), weight.detach(), config=loss.config, **given)
-        want = reference_loss(case)
-        for x, grad in ((hidden, want.d_hidden), (weight, want.d_weight)):
-            if x.requires_grad:
-                x.backward(0.5 * grad, retain_graph=True)
-    return gradients_of(model)
-
-
 def adapted_loss(where: str, loss: str) -> Loss:
-    """One of `LOSSES` and the engine that serves it here: a head of which nothing trains has one of
-    its own."""
+    """One of `LOSSES` and the engine that serves it: a head of which nothing trains has its own."""
     return Loss(LOSSES[loss].config, serves="frozen" if where == "mid" else LOSSES[loss].serves)

@@ -1,10 +1,4 @@
-"""Several processes of one group for one test: `run_ranks` gives each rank the same task and
-collects what they return.
-
-They come from a fork server that has torch and this package imported already, so that they start in
-a fraction of a second. `Ranks` keeps them for one task after another, and replaces them after one
-that failed.
-"""
+"""Several processes of one group, from a fork server that has torch and this package imported."""
 
 from __future__ import annotations
 
@@ -64,10 +58,7 @@ def one_rank() -> Iterator[None]:
 
 class Ranks:
     """``ranks.run(task, *args)`` is ``[task(rank, world_size, *args) for each rank]``, in processes
-    that are kept.
-
-    Tasks are functions of a module.
-    """
+    that are kept, and replaced after a task that failed. Tasks are functions of a module."""
 
     def __init__(
         self, world_size: int = 2, seconds: float = SECONDS, backend: str = "gloo"
@@ -78,12 +69,7 @@ class Ranks:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, task: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each rank returned.
-
-        Raises:
-            AssertionError: a rank raised (its traceback is in the message), died, or did not return
-                in time. The next task has new ranks.
-        """
+        """Raise AssertionError if a rank raises, dies, or does not return in time."""
         if not self._ranks:
             self._start()
         for _, pipe in self._ranks:
@@ -131,14 +117,12 @@ class Ranks:
         raise AssertionError("\n".join([*told, f"results: {results}"]))
 
     def _last_words(self, rank: int) -> str:
-        """How a rank died, and the end of what it wrote to its stderr."""
         process = self._ranks[rank][0]
         process.join(GRACE)
         words = Path(f"{self._folder.name}/store.{rank}").read_text(errors="replace").split()
         return f"died, exit code {process.exitcode}: {' '.join(words)[-300:]}"
 
     def close(self) -> None:
-        """End the ranks; the next `run` starts new ones."""
         for process, pipe in self._ranks:
             process.kill()
             process.join()

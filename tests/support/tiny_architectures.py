@@ -77,11 +77,6 @@ TEXT: dict[str, dict[str, Any]] = {
     # a dense layer, an activation and a norm before the head, which has a bias
     "bert": {"is_decoder": True},
 }
-SCALED = (
-    "gemma2", "gemma3_text", "recurrent_gemma", "granite", "granitemoe", "hyperclovax",
-    "cohere", "cohere2", "falcon_h1",
-)  # fmt: skip
-BIASED = ("phi", "gptj", "bert")
 
 
 def build(
@@ -105,7 +100,6 @@ def build(
 
 
 def text_model(kind: str, dtype: torch.dtype = torch.float64, **fields: Any) -> Any:
-    """The model of one row of `TEXT`."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     config_class = getattr(transformers, model_class).config_class
     return build(config_class, model_class, {**_TEXT, **TEXT[kind], **fields}, dtype)
@@ -114,8 +108,7 @@ def text_model(kind: str, dtype: torch.dtype = torch.float64, **fields: Any) -> 
 def plain_logprobs(
     model: nn.Module, ids: Tensor, temperature: float = 1.0, **inputs: Any
 ) -> tuple[Tensor, Tensor]:
-    """(logps, entropies), (B, L) each, of every token from the model's own logits; the first column
-    is 0."""
+    """(logps, entropies), (B, L) each, from the model's own logits; column 0 is 0."""
     logits = model(input_ids=ids, **inputs).logits[:, :-1].double()
     logps = (logits / temperature).log_softmax(-1)
     chosen = logps.gather(-1, ids[:, 1:, None]).squeeze(-1)
@@ -123,21 +116,19 @@ def plain_logprobs(
     return nn.functional.pad(chosen, (1, 0)), nn.functional.pad(entropies, (1, 0))
 
 
-def qwen2_vl(version: str = "Qwen2_5_VL") -> tuple[Any, Tensor, dict[str, Any]]:
+def qwen2_vl() -> tuple[Any, Tensor, dict[str, Any]]:
     """(model, ids (2, 14), the model's other inputs), one image of four tokens a sequence."""
     rope = {"rope_type": "default", "mrope_section": [1, 1], "rope_theta": 1e4}
     sizes = {"hidden_size": 16, "out_hidden_size": HIDDEN, "embed_dim": 16}
     sizes |= {"intermediate_size": 32, "num_heads": 2}
     vision = {"depth": 2, "patch_size": 4, "fullatt_block_indexes": [1], "window_size": 16, **sizes}
-    if version == "Qwen2VL":
-        vision |= {"hidden_size": HIDDEN}
     image, first, last = 90, 91, 92
     fields = {
         "text_config": {**_TEXT, **_GROUPED, "rope_parameters": rope}, "vision_config": vision,
         "image_token_id": image, "video_token_id": 93, "vision_start_token_id": first,
         "vision_end_token_id": last, "tie_word_embeddings": False,
     }  # fmt: skip
-    model = build(f"{version}Config", f"{version}ForConditionalGeneration", fields)
+    model = build("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration", fields)
     ids = torch.randint(3, 90, (2, 14))
     ids[:, 1:7] = torch.tensor([first, image, image, image, image, last])
     inputs = {
@@ -169,8 +160,4 @@ def gemma3_vl() -> tuple[Any, Tensor, dict[str, Any]]:
     return model, ids, inputs
 
 
-VISION: dict[str, Any] = {
-    "qwen2_vl": lambda: qwen2_vl("Qwen2VL"),
-    "qwen2_5_vl": lambda: qwen2_vl("Qwen2_5_VL"),
-    "gemma3": gemma3_vl,
-}
+VISION: dict[str, Any] = {"qwen2_5_vl": qwen2_vl, "gemma3": gemma3_vl}

@@ -38,7 +38,6 @@ WIDE = {"mistral": 64, "gpt_oss": 64}  # a sliding window longer than the sequen
 
 
 def swept(*case: Any) -> Any:
-    """The case, whose first value is a family, as a parameter."""
     return pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow)
 
 
@@ -48,8 +47,7 @@ def family(kind: str, dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
 
 
 def batch(sequences: int = 6) -> dict[str, Tensor]:
-    """Two prompts with three completions each, padded on both sides; half of the advantages are
-    0."""
+    """Two padded prompts with three completions each; half of the advantages are 0."""
     draw = seeded("two prompts")
     prompts = torch.randint(3, 90, (2, 8), generator=draw).repeat_interleave(3, dim=0)
     ids = torch.cat([prompts, torch.randint(3, 90, (6, 10), generator=draw)], dim=1)
@@ -84,7 +82,6 @@ def lengthened(given: dict[str, Tensor], times: int) -> dict[str, Tensor]:
 def loss_of(
     model: Any, given: dict[str, Any], *, beta: float = 0.0, **options: Any
 ) -> tuple[Any, dict[str, Tensor]]:
-    """(output, gradients)."""
     model.zero_grad()
     loss_fn = GRPOLoss(loss_type="dapo", beta=beta)
     out = causal_lm_loss(model, loss_fn, **given, num_items_in_batch=30.0, **options)
@@ -117,8 +114,7 @@ def assert_right(
     modes: Iterable[dict[str, Any]] = ({},),
     quiet: bool = False,
 ) -> Any:
-    """Loss and gradients in each mode are the padded forward's; returns the last output. There is
-    one warning, which has the `words`; or none if `quiet`."""
+    """Each mode's loss and gradients are the padded ones. One warning has the `words`."""
     want, gradients = loss_of(model, given, **PADDED)
     found: list[Any] = []
     said = said_by(lambda: found.extend(loss_of(model, given, **options) for options in modes))
@@ -142,8 +138,7 @@ def assert_any_rows(model: Any, batches: int = 8, *, counts: bool = True) -> Non
 
 
 def assert_each_prefix_once(model: Any, rows: list[list[int]], *, counts: bool = True) -> None:
-    """Loss and gradients are the padded forward's; with `counts` each distinct prefix of `rows`
-    that predicts a token has been computed once."""
+    """As padded; with `counts` each prefix of `rows` that predicts a token is computed once."""
     ids = [torch.tensor(x) for x in rows]
     given = {"input_ids": nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=77)}
     mask = nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)
@@ -175,8 +170,7 @@ class ReadOutput(ModelOutput):
 
 
 class Reader(LlamaForCausalLM):  # type: ignore[misc]
-    """A model with a value head and a loss of its own, which read the hidden states of all attended
-    tokens."""
+    """A value head and a loss of its own read the hidden states of all attended tokens."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

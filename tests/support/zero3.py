@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support import parallel_cases as cases
 
 FOLDER = Path(sys.prefix) / "zero3"  # where `make` puts it: requirements/zero3.txt
 CONFIG = {
     "train_micro_batch_size_per_gpu": cases.SEQUENCES,
-    "zero_optimization": {
-        "stage": 3,
-        "stage3_param_persistence_threshold": 0,
-    },  # small parameters are divided too
+    # small parameters are divided too
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     "zero_allow_untested_optimizer": True,  # torch's
     "zero_force_ds_cpu_optimizer": False,
 }
@@ -44,3 +43,15 @@ def deepspeed() -> Any:
     package.accelerator.get_accelerator().is_fp16_supported = lambda: False
     gc.freeze()  # it collects garbage at every start, seconds with all that is imported here
     return package
+
+
+def divided(model: Any, mesh: None = None) -> Any:
+    """The engine, whose optimizer changes nothing."""
+    trained = [x for x in model.parameters() if x.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.0) if trained else None
+    engine = deepspeed().initialize(model=model, config=CONFIG, optimizer=optimizer)[0]
+    assert model.lm_head.weight.numel() == 0
+    return engine
+
+
+INSIDE, AFTER = cases.Setup(divided), cases.Setup(divided, inside=False)
