@@ -43,10 +43,7 @@ def same_bits(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
-def test_garbage_at_masked_positions_changes_no_bit(
-    loss_type: str, level: str, every_backend: str
-) -> None:
-    """Each tensor, each value: loss, logps, entropies, metrics and gradients keep their bits."""
+def test_garbage_at_masked_positions_changes_no_bit(loss_type, level, every_backend):
     options: dict[str, Any] = {"beta": 0.1, "bias": True, "mask": "first_empty"}
     if loss_type != "gmpo":
         options |= {"sampling": True, "ratio": "token", "adv": "token"}
@@ -67,7 +64,6 @@ def test_garbage_at_masked_positions_changes_no_bit(
 
 
 def test_packed_of_nothing() -> None:
-    """Sequences without tokens, also all of them, in the packed form."""
     for lengths in ([0], [0, 0, 0], []):
         hidden, weight = (torch.randn(n, 4, requires_grad=True) for n in (0, 6))
         bounds, none = torch.tensor([0, *lengths]), torch.zeros(0)
@@ -140,9 +136,7 @@ def test_nan_at_a_counted_position_surfaces(loss_type: str, level: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weight_gradient_has_one_rounding_however_many_chunks(
-    dtype: torch.dtype, every_backend: str
-) -> None:
+def test_weight_gradient_has_one_rounding_however_many_chunks(dtype, every_backend):
     """Accumulated in fp32: d weight is off by one rounding, for 4 sequences or 256."""
     for batch in (4, 64, 256) if every_backend == "torch" else (4, 16):  # the interpreter is slow
         hidden, weight = torch.randn(batch, 8, 32).to(dtype), torch.randn(200, 32).to(dtype)

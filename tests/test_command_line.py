@@ -48,9 +48,7 @@ def test_json_report_and_self_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(said["environment"]["backend"]) >= {"cpu"}
 
 
-def test_text_report_version_and_help(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_report_version_and_help(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["grpo_kernels", "--no-check"])
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module("grpo_kernels", run_name="__main__")
@@ -101,16 +99,12 @@ SIZES = "expected --model NAME, or both --vocab V and --hidden H"
         ("--json memory --vocab 3 --hidden 3", "memory: expected neither --json nor --no-check"),
     ],
 )
-def test_wrong_arguments_say_what_was_expected(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments_say_what_was_expected(arguments, message, capsys):
     assert message in refused(capsys, *arguments.split())
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT, GEMMA], ids=lambda x: x["model_type"])
-def test_config_gives_the_sizes_of_any_model(
-    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_gives_the_sizes_of_any_model(config, tmp_path, capsys):
     read = shown(capsys, "memory", "--model", written(config, tmp_path))
     assert read == shown(capsys, "memory", "--vocab", "3000", "--hidden", "128")
 
@@ -118,17 +112,13 @@ def test_config_gives_the_sizes_of_any_model(
 @pytest.mark.parametrize(
     "changed", [{"model_type": "no-such-model"}, {"vocab_size": True}, {"hidden_size": 0}], ids=str
 )
-def test_a_config_that_cannot_be_read_is_one_line(
-    changed: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_that_cannot_be_read_is_one_line(changed, tmp_path, capsys):
     said = refused(capsys, "memory", "--model", written(LLAMA | changed, tmp_path))
     [error] = (x for x in said.splitlines() if "error: --model: expected " in x)
     assert "or a model whose config.json can be read, got" in error
 
 
-def test_a_configs_own_code_is_not_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configs_own_code_is_not_run(tmp_path, capsys, monkeypatch):
     """Even if standard input would say yes to it."""
     ran = tmp_path / "ran"
     (tmp_path / "own.py").write_text(

@@ -34,9 +34,7 @@ def written(folder: Path, rows: list[Any], name: str = "samples.jsonl") -> Path:
 
 
 @pytest.mark.parametrize("vllm", [False, True])
-def test_gain_and_factors_are_the_products_counted_by_hand(
-    vllm: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gain_and_factors_are_the_products_counted_by_hand(vllm, tmp_path, capsys):
     lengths = [1024, 444, *[438] * 6]  # 512 in the mean
     samples = written(tmp_path, [{"prompt": 256, "completion": x} for x in lengths])
     given = "--lora --equal 0.5 --generation 0.25" + (" --vllm" if vllm else "")
@@ -60,18 +58,14 @@ def test_gain_and_factors_are_the_products_counted_by_hand(
     assert result["gain_whole_step"] == pytest.approx(1 / (0.25 + 0.75 / gain))
 
 
-def test_a_kl_term_needs_every_backward_and_a_second_iteration_saves_scoring(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_kl_term_needs_every_backward_and_a_second_iteration_saves_scoring(capsys):
     given = "--prompt 99 --completion 50 --equal 0.9 --beta 0.04 --iterations 2"
     factors = estimated(capsys, given)["factors"]
     assert factors["groups"] == 1
     assert factors["scoring"] == pytest.approx(8 / 7, rel=0.01)
 
 
-def test_the_longest_of_log_normal_lengths_is_that_of_draws(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_longest_of_log_normal_lengths_is_that_of_draws(capsys):
     given = "--prompt 100,0.3 --completion 512,0.8 --accumulate 4"
     lengths = estimated(capsys, given)["lengths"]
     draw, sigma = random.Random(0), math.sqrt(math.log(1.64))
@@ -86,9 +80,7 @@ def test_the_longest_of_log_normal_lengths_is_that_of_draws(
 
 
 @pytest.mark.parametrize(("group", "batch", "prompts"), [(4, 4, 4), (4, 2, 8), (32, 4, 4)])
-def test_a_prompt_runs_once_in_each_micro_batch_that_has_it(
-    group: int, batch: int, prompts: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prompt_runs_once_in_each_micro_batch_that_has_it(group, batch, prompts, capsys):
     """After regrouping 16 completions: whole groups, halves of groups, half of a group."""
     n, given = 16, f"--prompt 1000 --completion 1000 --group {group} --batch {batch}"
     factor = estimated(capsys, f"{given} --accumulate {n // batch}")["factors"]["prompts"]
@@ -134,9 +126,7 @@ MIXTURE = {
 }  # fmt: skip
 
 
-def test_a_model_is_read_from_its_config(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_is_read_from_its_config(tmp_path, capsys):
     pytest.importorskip("transformers")
     given = "--prompt 256 --completion 512,0.8 --model"
     written(tmp_path, [QWEN3], "config.json")
@@ -176,12 +166,6 @@ NO_LOGS = ({}, [], {"log_history": [{MEAN: 5.0}]}, {"log_history": [EMPTY]})
         *(("--prompt 9 --log FILE", [x], f"{STATE} that has {MEAN}") for x in NO_LOGS),
     ],
 )
-def test_wrong_arguments_say_what_was_expected(
-    arguments: str,
-    rows: list[Any],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_wrong_arguments_say_what_was_expected(arguments, rows, message, tmp_path, capsys):
     file = written(tmp_path, rows)
     assert message in refused(capsys, arguments.replace("FILE", str(file)))

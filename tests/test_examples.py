@@ -62,7 +62,6 @@ def run_python(*arguments: str, beside: tuple[str, ...] = ()) -> str:
 
 
 def run_example(name: str, *options: str, folder: Path) -> str:
-    """The output of an example in a fork of a process that has loaded transformers, or apart."""
     path = ROOT / "examples" / f"{name}.py"
     if name in APART:
         return run_python(str(path), *options)
@@ -94,7 +93,6 @@ def test_every_script_is_covered() -> None:
 
 
 def before_and_after(printed: str, title: str) -> tuple[float, float]:
-    """Both values of a metric, from the line that a script ends with."""
     pattern = rf"^{title}, 9 test problems: ([\d.]+) before, ([\d.]+) after$"
     found = re.findall(pattern, printed, re.MULTILINE)
     assert len(found) == 1, printed

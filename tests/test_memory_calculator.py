@@ -87,9 +87,7 @@ def test_every_figure_is_what_is_allocated(name: str, monkeypatch: pytest.Monkey
     ],
     ids=str,
 )  # fmt: skip
-def test_figures_of_a_gpu_are_what_the_engines_allocate_there(
-    step: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_figures_of_a_gpu_are_what_the_engines_allocate_there(step, dtype):
     """At a real size, on tensors without data; to 5%."""
     size = Size(151_936, 4096, dtype, **{"rows": 16_384, **step}, on_gpu=True)
     t, trains = 512, not (size.score or size.frozen)
@@ -111,10 +109,10 @@ def test_figures_of_a_gpu_are_what_the_engines_allocate_there(
         assert abs(need.peak - watch.peak) <= 0.05 * watch.peak, need
 
 
-def gib(model: str, rows: int, column: str, on_gpu: bool, *, frozen: bool = False) -> str:
-    """A cell of the page's tables; `column` is its header, without marks of code."""
+def gib(model, rows, column, *, frozen=False):
+    """A cell of the page's table; `column` is its header, without marks of code."""
     workspace = 512 * MIB if "workspace" in column else None
-    size = Size(*MODELS[model], BF16, rows, on_gpu=on_gpu, workspace_bytes=workspace, frozen=frozen)
+    size = Size(*MODELS[model], BF16, rows, on_gpu=True, workspace_bytes=workspace, frozen=frozen)
     needs = {x.name: x for x in estimate(size)}
     name = "lean" if "lean" in column else "frozen" if frozen else "one_pass"
     if column.startswith(("all logits", "TRL", "Liger")):
@@ -124,31 +122,24 @@ def gib(model: str, rows: int, column: str, on_gpu: bool, *, frozen: bool = Fals
 
 
 def test_the_pages_have_these_figures() -> None:
-    """Every cell of docs/memory.md's table of real models on a GPU, what it says of a CPU, and the
-    sentences of README and of the page's advice."""
+    """docs/memory.md's table of real models on a GPU, README, and the page's advice."""
     page = (ROOT / "docs" / "memory.md").read_text()
-    on_gpu, _, on_cpu = page.partition("\n### On a GPU\n")[2].partition("\n### On a CPU\n")
+    on_gpu = page.partition("\n### On a GPU\n")[2].partition("\n### On a CPU\n")[0]
     lines = [line for line in on_gpu.splitlines() if line.startswith("|")]
     header, _, *rows = (
         [cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines
     )
     assert len(rows) == 12
-    workspace = next(i for i, x in enumerate(header) if x.startswith("workspace_bytes"))
-    fallback = []
     for model, tokens, *cells in rows:
         n = int(tokens.replace(",", ""))
-        assert cells == [gib(model, n, column, True) for column in header[2:]], (model, tokens)
-        gap = float(cells[workspace - 2]) - float(gib(model, n, "ours", False))
-        assert abs(gap) < 0.11, (model, tokens)
-        fallback.append(gib(model, n, "TRL", False))
-    assert f"TRL's fallback needs {min(fallback)} to {max(fallback)} GiB" in on_cpu
+        assert cells == [gib(model, n, column) for column in header[2:]], (model, tokens)
     claim = (ROOT / "README.md").read_text().partition("for Qwen3-8B and 16,384 tokens")[2]
-    wanted = [gib("Qwen3-8B", 16_384, x, True) for x in ("TRL", "ours", "workspace, lean")]
+    wanted = [gib("Qwen3-8B", 16_384, x) for x in ("TRL", "ours", "workspace, lean")]
     assert re.findall(r"(\d\.\d) GiB", claim) == wanted
     advice = page.partition("\n## Use less memory\n")[2].partition("\n## ")[0]
     columns = ("ours", "workspace", "workspace, lean")
-    wanted = [gib("Qwen3-8B", 16_384, x, True) for x in columns]
-    wanted += [gib("Qwen3-8B", 16_384, x, True, frozen=True) for x in columns[:2]]
+    wanted = [gib("Qwen3-8B", 16_384, x) for x in columns]
+    wanted += [gib("Qwen3-8B", 16_384, x, frozen=True) for x in columns[:2]]
     assert re.findall(r"(\d\.\d) GiB", advice) == wanted
 
 

@@ -77,7 +77,6 @@ def folder(path: Path) -> str:
 
 
 def imported(path: Path) -> set[Path]:
-    """The files of the package that a file imports, wherever in it the import stands."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -91,7 +90,6 @@ def imported(path: Path) -> set[Path]:
 
 
 def reached(path: Path) -> set[Path]:
-    """What a file imports, and what that imports, and so on."""
     found: set[Path] = set()
     ahead = imported(path)
     while ahead:

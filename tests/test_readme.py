@@ -32,7 +32,6 @@ def test_links_lead_to_files_of_the_checkout() -> None:
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The names in the blocks, each with what stands in for it."""
     transformers = pytest.importorskip("transformers")
     from benchmarks import tiny_models
 
@@ -45,10 +44,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"Qwen/Qwen3-0.6B": str(folder / "model"), "trl-lib/tldr": str(folder / "data")}
 
 
-def run(
-    blocks: list[str], local: dict[str, str], names: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Execute the blocks in order; what they have defined."""
+def run(blocks, local, names=None):
     names = {"__name__": "readme"} if names is None else names
     for code in blocks:
         for name, place in local.items():
@@ -58,9 +54,7 @@ def run(
     return names
 
 
-def test_the_trainer_trains(
-    local: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_trains(local, tmp_path, monkeypatch):
     for needed in ("trl", "datasets", "transformers"):
         pytest.importorskip(needed)
     from trl.trainer import grpo_trainer
@@ -76,11 +70,7 @@ def test_the_trainer_trains(
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["whole model", "PEFT LoRA"])
-def test_before_and_after_have_the_same_loss_and_gradients(
-    local: dict[str, str], adapted: bool
-) -> None:
-    """Prompts padded on the left, completions of different lengths, ratios on both sides of the
-    clip range."""
+def test_before_and_after_have_the_same_loss_and_gradients(local, adapted):
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(local["Qwen/Qwen3-0.6B"], dtype=torch.float64)

@@ -31,7 +31,6 @@ IN_DOMAIN = [case for case in CASES.values() if in_domain(case)]
 
 @cache
 def known(name: str) -> tuple[ReferenceResult, Bounds]:
-    """The reference and its bounds, once a case."""
     reference = reference_loss(CASES[name])
     return reference, bounds_of(reference, CASES[name])
 
@@ -42,14 +41,12 @@ def loss_of(case: Case) -> tuple[str, str]:
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest difference over the largest value."""
     if not got.numel():
         return 0.0
     return float((got - want).abs().max() / want.abs().max().clamp(min=1e-12))
 
 
 def differences_from_trl(case: Case, trl: OracleResult) -> dict[str, float]:
-    """Relative for the loss and the gradients, absolute for the metrics."""
     ours, names = known(case.name)[0], ["loss", "d_hidden", "d_weight"]
     names += [] if trl.d_bias is None else ["d_bias"]
     found = {name: relative(getattr(ours, name), getattr(trl, name)) for name in names}
@@ -78,9 +75,7 @@ def test_enough_cases() -> None:
 Edit = Callable[[Any], Any]
 
 
-def candidate(
-    case: Case, told: dict[str, Any], raw: Edit | None, edits: dict[str, Edit]
-) -> tuple[SimpleNamespace, dict[str, Tensor | None]]:
+def candidate(case, told, raw, edits):
     """Output and gradients by name, each rounded once, of the case as it was `told`; with another
     result of the products, and edited results."""
     want = reference_loss(case.but(**told), raw)
@@ -95,12 +90,7 @@ def candidate(
     return SimpleNamespace(**found), grads
 
 
-def accepted(
-    name: str,
-    told: dict[str, Any] | None = None,
-    raw: Edit | None = None,
-    edits: dict[str, Edit] | None = None,
-) -> bool:
+def accepted(name, told=None, raw=None, edits=None):
     reference, bounds = known(name)
     output, grads = candidate(CASES[name], told or {}, raw, edits or {})
     try:

@@ -149,9 +149,7 @@ def another_batch() -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("level", "how"), [("token", "token"), ("sequence", "seq_sum"), ("geometric", "seq_mean")]
 )
-def test_weights(
-    level: str, how: str, mode: str, low: float | None, high: float | None, batch_normalize: bool
-) -> None:
+def test_weights(level, how, mode, low, high, batch_normalize):
     """Truncated, clipped or masked by NeMo-RL, OpenRLHF, AReaL and slime, normalized over the batch
     by slime."""
     data, least, most = another_batch(), low or 0.0, high or math.inf
@@ -261,7 +259,6 @@ def test_edges_of_the_metrics() -> None:
 
 
 def normalized_part(rank: int, world_size: int) -> Any:
-    """Of the second rank nothing counts in the second call."""
     data, rows = batch(12), (slice(0, 20), slice(20, 24))[rank]
     group = torch.distributed.group.WORLD
     numbers = data.old[rows], data.sampling[rows]

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -92,10 +91,7 @@ trainer.save_model("saved")
 """
 
 
-def compare(
-    script: str, folder: Path, *arguments: str, steps: int = 2
-) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """What ``python -m grpo_kernels compare`` printed, and the JSON that it wrote, if it did."""
+def compare(script, folder, *arguments, steps=2):
     (folder / "train.py").write_text(script)
     command = ["compare", "--steps", str(steps), "--json", "result.json", "train.py", *arguments]
     done = subprocess.run(

@@ -38,8 +38,6 @@ PYRIGHT = {"include": [USER.name], "pythonVersion": "3.10", "typeCheckingMode": 
 
 
 def run(folder: Path, *arguments: str) -> str:
-    """What a checker prints; it finds the package by itself in the environment, where `pip install
-    -e .` has put it."""
     command = [sys.executable, "-m", *arguments]
     environment = {x: os.environ[x] for x in os.environ if x not in ("PYTHONPATH", "MYPYPATH")}
     options = {"capture_output": True, "text": True, "cwd": folder, "env": environment}

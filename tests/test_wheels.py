@@ -32,7 +32,6 @@ NATIVE = '{"--build-option": "--native"}'
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout: packing leaves files behind."""
     folder = tmp_path_factory.mktemp("tree")
     for name in ("grpo_kernels", "csrc"):
         shutil.copytree(
@@ -51,7 +50,6 @@ def run(*command: str, cwd: Path, **environment: object) -> str:
 
 
 def pack(tree: Path, kind: str, into: Path, options: str = "{}", **environment: object) -> Path:
-    """The source archive ("sdist") or "wheel" that setuptools makes of `tree`, as pip has it do."""
     into.mkdir()
     code = f"from setuptools import build_meta; build_meta.build_{kind}({str(into)!r}, {options})"
     run(sys.executable, "-c", code, cwd=tree, **environment)
@@ -68,9 +66,6 @@ def modules() -> set[str]:
 
 
 def in_installed(code: str, wheel: Path, folder: Path) -> list[str]:
-    """The words that `code` prints where `wheel` is installed, with neither a compiler nor a
-    cache.
-    """
     zipfile.ZipFile(wheel).extractall(folder)
     environment = {
         "PYTHONPATH": folder,

@@ -7,7 +7,6 @@ import inspect
 import math
 import random
 import warnings
-from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -591,9 +590,7 @@ def test_a_wrong_argument_is_named_by_every_estimator_that_takes_it(
 
 
 @pytest.mark.parametrize(("error", "name", "changes", "message"), OF_ONE)
-def test_of_one_estimator(
-    error: type[Exception], name: str, changes: dict[str, Any], message: str
-) -> None:
+def test_of_one_estimator(error, name, changes, message):
     with pytest.raises(error, match=f"^{message}"):
         call(name, **changes)
 
@@ -607,9 +604,7 @@ def test_rewards_by_prompt_are_not_taken_for_reward_functions() -> None:
     adv.group_advantages(torch.rand(8, 1), 2)
 
 
-def test_a_step_that_ends_in_a_masked_column_is_warned_of(
-    forget_warnings: Callable[[], None],
-) -> None:
+def test_a_step_that_ends_in_a_masked_column_is_warned_of(forget_warnings):
     """As ends counted from the prompt, or lengths in their place."""
     mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]])
     given = {"num_generations": 2, "completion_mask": mask}

@@ -39,7 +39,6 @@ def nothing(completions, **kwargs):
 
 
 def column(func, **options):
-    """The rewards of one function."""
     return compute_rewards(func, PROMPTS, COMPLETIONS, **options)[:, 0].tolist()
 
 

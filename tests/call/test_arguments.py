@@ -114,7 +114,6 @@ TENSORS = [
 
 
 def with_id(value: int) -> Callable[[Tensor], Tensor]:
-    """The ids with `value` at a counted position."""
     return lambda ids: ids.flatten().index_fill(0, torch.tensor([2]), value).view(ids.shape)
 
 
@@ -176,7 +175,6 @@ CONFIG: list[tuple[str, type[Exception], tuple[Any, ...]]] = [
 
 
 def tensors(given: dict[str, Any]) -> dict[str, Tensor]:
-    """The plain tensors among the arguments, whose bits can be looked at."""
     plain = {name: x for name, x in given.items() if type(x) is Tensor and not x.is_meta}
     return {name: x for name, x in plain.items() if x.layout is torch.strided}
 
@@ -186,9 +184,7 @@ def bits(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-def refuse(
-    call: str, argument: str, given: dict[str, Any], error: type[Exception], got: str | None
-) -> None:
+def refuse(call, argument, given, error, got):
     """`given` raises `error`, which names the argument; nothing was done."""
     before = {name: x.detach().clone() for name, x in tensors(given).items()}
     counter = FlopCounterMode(display=False)

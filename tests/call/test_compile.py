@@ -30,8 +30,6 @@ def nothing_compiled() -> Iterator[None]:
 
 
 class Policy(nn.Module):
-    """A body and a head, and the step of a training loop in the forward."""
-
     def __init__(self, step: Callable[..., Tensor]) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -60,11 +60,7 @@ def fixed_truth(i: int) -> tuple[ReferenceResult, Bounds]:
     return truth_of(CASES[i])
 
 
-def check(
-    case: Case,
-    engines: tuple[str, ...] = ("auto", *ENGINES),
-    truth: tuple[ReferenceResult, Bounds] | None = None,
-) -> None:
+def check(case, engines=("auto", *ENGINES), truth=None):
     """The library on `case`, by every engine that is exact for it; the others must refuse."""
     reference, bounds = truth or truth_of(case)
     allowed, done = allowed_engines(case), set()

@@ -135,9 +135,7 @@ def with_dtypes(case: Case, student: torch.dtype, teacher: torch.dtype) -> Case:
 
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("student", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_student_and_teacher_of_different_dtypes_keep_their_own(
-    student: torch.dtype, far: bool
-) -> None:
+def test_student_and_teacher_of_different_dtypes_keep_their_own(student, far):
     """Nothing of the teacher is rounded to the student's dtype, or leaves its range."""
     case = diverging("dtypes", teacher_h=12, arrives="any")
     if far:

@@ -8,7 +8,6 @@ it does not fit three more of its own (6VH).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,7 +34,6 @@ def multiplied(rows: int) -> int:
 
 
 def leaves(frozen: bool = False) -> list[Tensor]:
-    """hidden, weight, bias; the head wants no gradient if `frozen`."""
     g = torch.Generator().manual_seed(2)
     shapes = ((N, H), (V, H), (V,))
     return [
@@ -44,9 +42,7 @@ def leaves(frozen: bool = False) -> list[Tensor]:
     ]
 
 
-def run(
-    g: Tensor | None, h: Tensor | None, frozen: bool = False, **options: Any
-) -> tuple[float, list[Tensor | None]]:
+def run(g, h, frozen=False, **options):
     """Products (in those of all rows) and gradients for upstream gradients g and h."""
     hidden, weight, bias = leaves(frozen)
 
@@ -67,7 +63,6 @@ def near(got: list[Tensor | None], want: list[Tensor | None], rtol: float = 2e-6
 
 
 def some_rows(x: Tensor, rows: int) -> Tensor:
-    """`x` with `rows` of its elements wrong."""
     x = x.clone()
     x[3 : 3 + rows] = x[3 : 3 + rows] * -2 + 0.3
     return x
@@ -121,7 +116,6 @@ def test_whatever_is_expected(kind: str, every_backend: str) -> None:
 
 
 def rows_wrong(a: int, b: int) -> tuple[Tensor, Tensor]:
-    """(A, B) with so many wrong."""
     return some_rows(A, a), some_rows(B, b)
 
 
@@ -181,11 +175,7 @@ def test_expected_entropy_gradient_without_entropies() -> None:
 
 
 def told(case: Case) -> tuple[LossOutput, dict[str, Any], Expectation, Tensor, Tensor | None]:
-    """The loss, its arguments, what is expected of it, and (a, b) at its logps and entropies by the
-    reference.
-
-    (a, b) is what arrives from a trainer with its own loss.
-    """
+    """The loss, its arguments, what is expected of it, and (a, b) of its logps and entropies."""
     config, given = config_of(case), arguments(case)
     of_head = ("hidden", "weight", "bias", "completion_ids", "reference")
     inputs = {name: x for name, x in given.items() if name not in of_head}
@@ -195,9 +185,7 @@ def told(case: Case) -> tuple[LossOutput, dict[str, Any], Expectation, Tensor, T
     return out, given, policy_expectation(config, **inputs), a, b
 
 
-def assert_foreseen(
-    case: Case, expected_flops: Callable[[LossOutput, Tensor], float]
-) -> Expectation:
+def assert_foreseen(case, expected_flops):
     """The gradient by `linear_logprob` is that of the loss, at the expected cost."""
     out, given, expected, a, b = told(case)
     trains = {name: name not in case.frozen for name in ("hidden", "weight")}

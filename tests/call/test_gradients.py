@@ -8,12 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
-from torch.testing import assert_close
 
 from grpo_kernels import grpo_loss, linear_logprob, token_level
-from tests.support import reference_terms
 from tests.support.case_builder import Case, make_case
-from tests.support.cases import LOSSES
 from tests.support.flat import flat
 from tests.support.run_case import arguments, config_of
 
@@ -46,7 +43,6 @@ def run(case: Case, scale: float = 1.0, engine: str = "auto") -> tuple[Tensor, d
 
 
 def far(x: Tensor, y: Tensor) -> float:
-    """Relative distance in the Frobenius norm."""
     return float((x.double() - y.double()).norm() / y.double().norm())
 
 
@@ -88,39 +84,3 @@ def test_autocast(engine: str, lower: torch.dtype) -> None:
             assert given[name].grad.dtype == given[name].dtype
             coarsest = max(torch.finfo(x.dtype).eps for x in (given[name], cast[name]))
             assert far(given[name].grad, cast[name].grad) < max(coarsest, 1e-6)
-
-
-SPLIT = ("hidden", "completion_ids", "completion_mask", "advantages", "importance_sampling_ratio",
-         "old_per_token_logps", "ref_per_token_logps")  # fmt: skip
-
-
-def split(case: Case, sizes: list[int]) -> list[Case]:
-    """Micro-batches of so many sequences."""
-    parts = [getattr(case, name).split(sizes) for name in SPLIT]
-    return [case.but(**dict(zip(SPLIT, part, strict=True))) for part in zip(*parts, strict=True)]
-
-
-def share(case: Case, whole: Case) -> float:
-    """The caller's factor on a micro-batch's loss; 1 with num_items_in_batch."""
-    normalizer = reference_terms.TERMS[case.config["loss_type"]].normalizer
-    if normalizer is reference_terms.num_items:
-        return 1.0
-    if normalizer is reference_terms.token_mean:
-        return float((case.completion_mask != 0).sum() / (whole.completion_mask != 0).sum())
-    return len(case.hidden) / len(whole.hidden)
-
-
-@pytest.mark.parametrize(("loss_type", "level"), LOSSES)
-def test_micro_batches_add_up(loss_type: str, level: str) -> None:
-    """With one denominator, any split sums to the whole."""
-    options = {"loss_type": loss_type, "importance_sampling_level": level, "ratio": "token"}
-    options |= {"beta": 0.1, "bias": True, "num_items": 33.0, "mask": "first_empty"}
-    case = make_case("split", b=8, **options)
-    loss, want = run(case)
-    for sizes in ([1] * 8, [5, 2, 1]):
-        parts = [(share(part, case), *run(part)) for part in split(case, sizes)]
-        assert_close(sum(factor * x for factor, x, _ in parts), loss, rtol=2e-6, atol=2e-7)
-        for name in HEAD:
-            each = [factor * found[name] for factor, _, found in parts]
-            total = torch.cat(each) if name == "hidden" else torch.stack(each).sum(0)
-            assert far(total, want[name]) < 2e-6

@@ -51,7 +51,6 @@ HEAD = nn.Linear(*reversed(WEIGHT.shape), bias=False)
 
 
 def loss(head: Any = WEIGHT, **changes: Any) -> Any:
-    """`grpo_loss` of the batch."""
     return grpo_loss(**{**BATCH, "head": head, **changes})
 
 
@@ -64,7 +63,6 @@ class Model(nn.Module):
 
 
 def given_loss(**changes: Any) -> Any:
-    """`policy_loss_from_logps` of the batch."""
     return policy_loss_from_logps(**{"logps": LOGPS, "entropies": -LOGPS, **SHARED, **changes})
 
 
@@ -185,9 +183,7 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "error", "message"), GUESSES, ids=[x[2][:20] for x in GUESSES])
-def test_a_wrong_guess_is_told_what_to_write(
-    call: Callable[[], Any], error: type[Exception], message: str
-) -> None:
+def test_a_wrong_guess_is_told_what_to_write(call, error, message):
     parts = [re.escape(part) for part in message.split("...")]
     with pytest.raises(error, match=f"^{'.*'.join(parts)}"):
         call()

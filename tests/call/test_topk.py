@@ -29,9 +29,7 @@ B, T, H, V, K = 2, 13, 8, 50, 5
 REVERSE = {"divergence": "reverse_kl"}
 
 
-def case_of(
-    name: str = "listed", listed: int = K, others: dict[str, Any] = REVERSE, **options: Any
-) -> Case:
+def case_of(name="listed", listed=K, others=REVERSE, **options):
     return scored(name, b=B, t=T, h=H, v=V, listed=listed, others=others, **options)
 
 
@@ -101,9 +99,7 @@ def test_cost(engine: str) -> None:
     assert count_flops(lambda: run_scores(case.but(frozen=every))) == 2 * 16 * V * H
 
 
-def test_what_does_not_exist_is_an_error_here_and_nan_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_does_not_exist_is_an_error_here_and_nan_elsewhere(monkeypatch):
     case, topk = case_of(), scored("topk/outside", mask="full")
     ids, topk_ids = case.listed_ids.clone(), ids_of(topk)
     ids[1, 3, 2] = topk_ids[1, 3, 2] = V
@@ -213,9 +209,7 @@ WRONG_TOPK: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG_TOPK, ids=range(len(WRONG_TOPK)))
-def test_wrong_arguments_of_log_probabilities_are_named(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_wrong_arguments_of_log_probabilities_are_named(changes, message):
     case = scored("topk/errors", mask="full")
     given: dict[str, Any] = {"topk_ids": ids_of(case), **changes}
     with pytest.raises((TypeError, ValueError), match=message):

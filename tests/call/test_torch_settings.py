@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -26,9 +25,7 @@ CUDA, CPU = "float32 products, cuda", "float32 products, cpu"
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
 
-def call(
-    hidden: torch.dtype, weight: torch.dtype, *, there: bool = True, **options: Any
-) -> torch.Tensor:
+def call(hidden, weight, *, there=True, **options):
     """Log-probabilities (N,) of tensors of these dtypes that train, `there` or on the CPU."""
     given = [torch.randn(N, H).to(hidden), torch.randn(V, H).to(weight), torch.randint(V, (N,))]
     given = [OnGPU(x) for x in given] if there else given
@@ -49,7 +46,6 @@ SETTINGS = {
 
 
 def shown_after(setting: str) -> dict[str, str]:
-    """What the report shows after `setting`, which the process does."""
     warnings.simplefilter("error")
     exec(setting, {"torch": torch})
     return report.collect()["settings of torch"]
@@ -121,11 +117,7 @@ def promotions(forget_warnings: Callable[[], None]) -> Callable[..., list[str]]:
     return said
 
 
-def test_a_promotion_to_fp32_warns_once(
-    monkeypatch: pytest.MonkeyPatch,
-    promotions: Callable[..., list[str]],
-    forget_warnings: Callable[[], None],
-) -> None:
+def test_a_promotion_to_fp32_warns_once(monkeypatch, promotions, forget_warnings):
     with pretended(monkeypatch):
         (said,) = promotions((SINGLE, BRAIN), (SINGLE, BRAIN))
         assert all(x in said for x in ("torch.float32", "torch.bfloat16", "autocast"))
@@ -137,9 +129,7 @@ def test_a_promotion_to_fp32_warns_once(
             grpo_loss(*map(OnGPU, given), None, OnGPU(torch.ones(1)), run=Run(backend="torch"))
 
 
-def test_what_is_no_promotion_does_not_warn(
-    monkeypatch: pytest.MonkeyPatch, promotions: Callable[..., list[str]]
-) -> None:
+def test_what_is_no_promotion_does_not_warn(monkeypatch, promotions):
     """Least of all an fp32 head, which is kept so on purpose."""
     assert promotions((SINGLE, BRAIN), there=False) == []
     with pretended(monkeypatch):

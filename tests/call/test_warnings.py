@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -83,9 +81,7 @@ NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
         ({"completion_mask": torch.ones(2, 5).triu().to(torch.uint8)}, {}, None),
     ],
 )  # fmt: skip
-def test_what_is_likely_not_meant_is_warned_of_once(
-    options: Any, config: Any, message: str | None
-) -> None:
+def test_what_is_likely_not_meant_is_warned_of_once(options, config, message):
     loss = config if isinstance(config, LossConfig) else LossConfig(**config)
     given = {**small_batch(), **options, "config": loss}
     weight = given.pop("weight")
@@ -147,9 +143,7 @@ def test_a_workspace_of_a_few_bytes_warns_once() -> None:
     assert str(said.message).startswith("grpo_kernels: workspace_bytes is in bytes; values under 1")
 
 
-def test_a_reference_beside_beta_0_is_warned_of_wherever_it_comes_in(
-    forget_warnings: Callable[[], None],
-) -> None:
+def test_a_reference_beside_beta_0_is_warned_of_wherever_it_comes_in(forget_warnings):
     """By a module, and where a trainer asks for an expectation."""
     given = {**small_batch(), "ref_per_token_logps": NORMAL}
     given["head"] = given.pop("weight")

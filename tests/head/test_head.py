@@ -14,10 +14,6 @@ from tests.support.adapter_case import check_adapter
 from tests.support.measure import count_flops
 
 WEIGHT = torch.randn(9, 4, generator=torch.Generator().manual_seed(1))
-HIDDEN = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(2))
-IDS = torch.arange(10).view(2, 5) % 9
-
-
 CONSTANTS: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
     (ValueError, "final_logit_softcapping", (0.0, -30.0, math.nan)),
     (TypeError, "final_logit_softcapping", ("30", True)),
@@ -32,14 +28,6 @@ def test_wrong_constants_are_refused_where_it_is_made() -> None:
         for value in values:
             with pytest.raises(error, match=rf"^{name}: expected .+, got "):
                 Head(WEIGHT, **{name: value})
-
-
-def test_numpy_numbers_are_numbers() -> None:
-    for kind, cap, scale in ((np.float32, 2.5, 1.5), (np.int64, 3, -2)):
-        heads = (Head(WEIGHT, final_logit_softcapping=x(cap), logit_scale=x(scale))
-                 for x in (kind, float))  # fmt: skip
-        found, want = (linear_logprob(HIDDEN, head, IDS) for head in heads)
-        assert torch.equal(found.logps, want.logps) and torch.equal(found.entropies, want.entropies)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpp"])

@@ -44,7 +44,6 @@ def logps_of(head: Any, hidden: Tensor) -> Tensor:
 
 
 def plain_logps(head: Any, hidden: Tensor) -> Tensor:
-    """From the head's own logits."""
     return torch.log_softmax(head(hidden), dim=-1).gather(-1, IDS[..., None])[..., 0]
 
 
@@ -74,14 +73,6 @@ def test_every_call_takes_a_module_or_a_head_around_one(bias: bool) -> None:
             assert_close(results(call(given)), want, rtol=0, atol=0)
         want = results(call(Head(module.weight, module.bias, **constants)))
         assert_close(results(call(Head(module, **constants))), want, rtol=0, atol=0)
-
-
-def test_scores_without_gradient_and_a_bias_beside_the_modules() -> None:
-    head, hidden = linear(), states()
-    with torch.no_grad():
-        assert not logps_of(head, hidden).requires_grad
-    with pytest.raises(ValueError, match=r"bias: expected None with a module as the weight"):
-        logps_of(Head(head, torch.zeros(V, dtype=torch.float64)), hidden)
 
 
 class NormedHead(nn.Linear):
@@ -225,9 +216,7 @@ PEFT: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("case", PEFT)
 @pytest.mark.parametrize("base_trains", [False, True])
-def test_peft_adapters_on_the_head_have_the_gradients_of_pefts_own_forward(
-    case: str, base_trains: bool
-) -> None:
+def test_peft_adapters_on_the_head_have_the_gradients_of_pefts_own_forward(case, base_trains):
     head, hidden = PEFT[case](), states()
     head.base_layer.requires_grad_(base_trains)
     torch.manual_seed(9)  # of the dropout

@@ -24,8 +24,6 @@ from tests.support.small_batch import small_batch
 
 
 class Scaled:
-    """A loss that is a method."""
-
     def loss(self, tokens: TokenInputs) -> Tensor:
         return -2 * tokens.advantages * tokens.logps
 
@@ -149,7 +147,6 @@ WITH_SAMPLER = {"off-policy", "sampled tokens", "sampled sequences"}
 
 
 def options_of(name: str, *, on_policy: bool, shape: tuple[int, int]) -> dict[str, Any]:
-    """Options of a config and the log-probabilities that it reads."""
     old, ref, sampling = -2.0 - torch.rand(3, *shape)
     given = {"ref_per_token_logps": ref}
     if not on_policy:

@@ -179,10 +179,7 @@ def ppo(x: Given, low: float = 0.2, high: float = 0.2) -> Tensor:
     return -torch.min(r * x["advantages"], r.clamp(1 - low, 1 + high) * x["advantages"])
 
 
-def fipo(
-    x: Given, decay_rate: float = 32.0, low: float = 0.0, high: float = 0.2, safety: float = 4.0,
-    ranged: float = 0.2,
-) -> Tensor:  # fmt: skip
+def fipo(x, decay_rate=32.0, low=0.0, high=0.2, safety=4.0, ranged=0.2):
     log_ratio = torch.where(x["mask"], x["logps"] - x["old"], 0.0).detach()
     place = torch.arange(T, dtype=FLOAT)
     distance = place[:, None] - place[None, :]  # of the k-th row's token from the t-th column's
@@ -225,14 +222,12 @@ COUPLED = {"clip_cov", "kl_cov", "gspo", "fipo", "fipo fast"}
 
 
 def objective_of(name: str) -> Callable[[TokenInputs], Tensor]:
-    """With fresh state."""
     own, options = OF_VERL.get(name) or (name.split()[0], FORMULAS[name][1])
     draw = {"generator": torch.Generator().manual_seed(SEED)} if name == "clip_cov" else {}
     return partial(getattr(objectives, own), **options, **draw)
 
 
 def source_of(name: str) -> Callable[[Given, str], Tensor]:
-    """What the source makes of the same, by verl's mode."""
     if name in OF_VERL:
         return partial(verl_loss, name=name, options=OF_VERL[name][1])
     formula, _, parameters = FORMULAS[name]
@@ -410,9 +405,7 @@ def test_draws_are_of_the_generator_or_torchs_own() -> None:
     assert drawn.sum() == int(0.1 * len(first))
 
 
-def per_token(
-    objective: Any, logps: list[float], old: list[float], advantages: list[float]
-) -> tuple[Tensor, Tensor]:
+def per_token(objective, logps, old, advantages):
     """The objective's losses of one sequence, and the gradient of their sum."""
     x = torch.tensor([logps], requires_grad=True)
     given = torch.tensor([advantages]), torch.tensor([old])

@@ -25,7 +25,6 @@ LEVELS = {"grpo": "token", "bnpo": "sequence", "dapo": "token", "dr_grpo": "sequ
 
 
 def plain_loss() -> Callable[..., Tensor]:
-    """The code of the docstring."""
     source = (Path(grpo_kernels.__file__).parent / "objective" / "policy.py").read_text()
     (code,) = re.findall(r"::\n\n((?: +def plain_loss\()(?:.*\n)+?)\n {4}\S", source)
     names: dict[str, Any] = {"torch": torch}
