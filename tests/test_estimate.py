@@ -136,6 +136,8 @@ def test_a_model_is_read_from_its_config(tmp_path, capsys):
     attention = 16 * 16 + 2 * 16 * 8 + 16 * 16
     body = 2 * (attention + 8 * 16 + 2 * 3 * 16 * 8)  # two of eight experts, and their router
     assert estimated(capsys, given, tmp_path)["model"]["body"] == body
+    written(tmp_path, [QWEN3 | {"hidden_act": "none of torch's"}], "config.json")
+    assert "or a model whose config.json can be" in refused(capsys, given, tmp_path)
 
 
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

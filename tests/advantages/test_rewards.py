@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import re
 import signal
 import sys
@@ -73,6 +74,10 @@ def test_kinds_of_returned_values():
         rewards = compute_rewards(lambda values=values, **kwargs: values, PROMPTS, COMPLETIONS)
         assert rewards[:, 0].tolist() == [1.0, 0.5, 1.0]
         assert not rewards.requires_grad
+
+
+def test_infinite_rewards_are_returned():
+    assert column(lambda **kwargs: [math.inf, -math.inf, 1.0]) == [math.inf, -math.inf, 1.0]
 
 
 def test_none_becomes_nan_and_a_warning_names_the_rows_nobody_scored():

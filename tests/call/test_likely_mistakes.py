@@ -112,6 +112,9 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "teacher.head: ... call causal_lm_divergence(student"),
     (lambda: linear_divergence(HIDDEN, WEIGHT, (LOGITS, WEIGHT)), ValueError,
      "teacher.hidden: expected ...: these look like logits"),
+    (lambda: linear_divergence(HIDDEN, WEIGHT, None), TypeError,  # type: ignore[arg-type]
+     "teacher: expected (hidden, head), got NoneType"),
+    (lambda: objectives.gspo, HINT, "...presets.GSPO is that loss"),
     (lambda: GRPOLoss(HIDDEN, WEIGHT, IDS, None, None), TypeError,  # type: ignore
      "GRPOLoss: expected at most config by position, got 5 arguments"),
     (lambda: grpo_loss(HIDDEN, WEIGHT, IDS, response_mask=IDS, advantages=LOGPS), TypeError,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_kernels import Head, Run, linear_logprob, topk_divergence
 from tests.support.case_builder import Case, seeded
-from tests.support.measure import count_flops
+from tests.support.measure import AllocationWatcher, count_flops
 from tests.support.pretend_gpu import OnGPU, here, pretended
 from tests.support.reference_head import head, on_grid
 from tests.support.reference_terms import settings
@@ -97,6 +97,19 @@ def test_cost(engine: str) -> None:
             assert flops == cost * 16 * V * H
     every = frozenset({"weight", "hidden"})
     assert count_flops(lambda: run_scores(case.but(frozen=every))) == 2 * 16 * V * H
+
+
+def test_memory_stays_within_the_workspace() -> None:
+    n, vocab, k, budget = 512, 4096, 64, 2**20
+    hidden, weight = torch.randn(n, 16, requires_grad=True), torch.randn(vocab, 16)
+    ids, logps = torch.rand(n, vocab).topk(k, -1).indices, torch.full((n, k), -5.0)
+    call = {"divergence": "reverse_kl", "run": Run(workspace_bytes=budget)}
+    topk_divergence(hidden, weight, ids, logps, **call)
+    with AllocationWatcher() as watcher:
+        topk_divergence(hidden, weight, ids, logps, **call)
+    # d hidden; the ids and logps in order, and what it takes to sort them
+    inputs = n * (16 * 4 + 8 * k * 8)
+    assert watcher.peak < budget + inputs
 
 
 def test_what_does_not_exist_is_an_error_here_and_nan_elsewhere(monkeypatch):

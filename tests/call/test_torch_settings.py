@@ -102,6 +102,13 @@ def test_fp16_accumulation_concerns_adapters_and_nothing_else(fp16_accumulation:
     call(HALF, HALF, there=False).sum().backward()
 
 
+def test_fp16_accumulation_is_refused_in_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended(monkeypatch):
+        logps = call(HALF, HALF)
+        with accumulating_in_fp16(), pytest.raises(RuntimeError, match=REFUSED):
+            torch.autograd.backward(logps.sum())
+
+
 @pytest.fixture
 def promotions(forget_warnings: Callable[[], None]) -> Callable[..., list[str]]:
     """Warnings of calls with these dtypes, in a process that has not warned yet."""

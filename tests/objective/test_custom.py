@@ -284,6 +284,7 @@ def test_functions_of_a_token_alone_pass() -> None:
     check_token_level(partial(objectives.topr, scores=torch.arange(99) % 7 - 3))
     bonus = torch.arange(9.0)
     check_token_level(token_level(lambda tokens: -tokens.logps * bonus[tokens.sequence]))
+    check_token_level(penalized)
     check_token_level(coupled_by_mean, tolerance=1e9)
     with pytest.raises(AssertionError, match="expected a gradient, got 0 at every token"):
         check_token_level(lambda tokens: 0.0 * tokens.logps)
