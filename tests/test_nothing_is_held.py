@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels import (
-    GRPOLoss,
     Head,
     LoRA,
     Run,
@@ -193,38 +192,6 @@ def test_what_is_held_is_seen() -> None:
     with pytest.raises(AssertionError, match="after call 2"):
         assert_nothing_is_held(call)
     gc.collect()
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "mamba"])
-def test_calls_with_a_model(kind: str) -> None:
-    pytest.importorskip("transformers")
-    from grpo_kernels.transformers import causal_lm_loss, completion_logprobs, head_inputs
-    from tests.support import tiny_architectures as tiny
-    from tests.support.training_step import batch
-
-    model, given = tiny.text_model(kind, torch.float32), batch()
-    scored = {name: x for name, x in given.items() if name != "advantages"}
-
-    def trained() -> None:
-        causal_lm_loss(model, GRPOLoss(), **given)  # a forward alone
-        causal_lm_loss(model, GRPOLoss(), **given).loss.backward()
-        model.zero_grad()
-
-    def logprobs() -> None:
-        completion_logprobs(model, **scored).logps.sum().backward()
-        with torch.no_grad():
-            completion_logprobs(model, **scored)
-        model.zero_grad()
-
-    def head() -> None:
-        with head_inputs(model) as found:
-            model(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
-        states = found.hidden[:, :-1]
-        linear_logprob(states, found.head(states), given["input_ids"][:, 1:]).logps.sum().backward()
-        model.zero_grad()
-
-    for call in (trained, logprobs, head):
-        assert_nothing_is_held(call)
 
 
 TRAINERS: dict[str, dict[str, Any]] = {

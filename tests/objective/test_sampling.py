@@ -91,14 +91,6 @@ def test_engines() -> None:
         torch.testing.assert_close(grads, d_other, rtol=1e-4, atol=2e-6)
 
 
-def test_nothing_changes_without_the_option() -> None:
-    case = make_case("off", sampling=True, old=False)
-    out, _ = run(case)
-    want, _ = run(case.but(sampling_per_token_logps=None))
-    assert torch.equal(out.loss, want.loss)
-    assert out.metrics.keys() - want.metrics.keys() == {"sampling_unscored"}
-
-
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask", "sequence_mean_mask"])
 def test_metrics(mode: str) -> None:
     """TRL's figures, of the tokens the sampler could score; a token it could not score has the
