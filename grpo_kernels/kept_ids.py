@@ -61,6 +61,7 @@ class KeptIds:
             TypeError, ValueError: a wrong argument, or a number of lists that differs from the
                 number of sequences or tokens; the message names the argument.
         """
+        _check_lists(rows)
         check_tensor("completion_mask", completion_mask)
         if completion_mask.dim() != 2 or len(rows) != completion_mask.shape[0]:
             raise ValueError(
@@ -100,6 +101,8 @@ class KeptIds:
             TypeError, ValueError: as in `from_rows`.
         """
 
+        _check_lists(rows)
+
         def kept(token: Any) -> list[int] | None:
             if token is None:
                 return None
@@ -131,7 +134,7 @@ class KeptIds:
     @staticmethod
     def from_padded(kept: Tensor) -> KeptIds:
         """Build the sets from a tensor (..., K), padded with -1 anywhere, without a copy."""
-        check_tensor("kept", kept)
+        check_signed_ids("kept", kept, like=kept)
         if kept.dim() == 0:
             raise ValueError("kept: expected shape (..., K), got ()")
         bounds = torch.arange(kept.shape[:-1].numel() + 1, device=kept.device) * kept.shape[-1]
@@ -156,6 +159,14 @@ class KeptIds:
         return KeptIds(self.ids.to(device), self.offsets.to(device))
 
 
+def _check_lists(rows: Any) -> None:
+    """Require a list with a list for each sequence."""
+    for x in (rows, *(rows if hasattr(rows, "__len__") else ())):
+        if not hasattr(x, "__len__"):
+            got = type(x).__name__
+            raise TypeError(f"rows: expected a list with a list for each sequence, got {got}")
+
+
 def joined_ids(name: str, lists: Iterable[Any]) -> tuple[Tensor, Tensor]:
     """Concatenate the ids of all `lists` (M,), in int32 if they fit; and count the ids of each.
 
@@ -165,7 +176,10 @@ def joined_ids(name: str, lists: Iterable[Any]) -> tuple[Tensor, Tensor]:
     Raises:
         TypeError: an id is no integer; the message calls the lists `name`.
     """
-    rows = [[] if x is None else x.tolist() if hasattr(x, "tolist") else [*x] for x in lists]
+    rows = [[] if x is None else x.tolist() if hasattr(x, "tolist") else x for x in lists]
+    alone = next((x for x in rows if not hasattr(x, "__len__")), None)
+    if alone is not None:
+        raise TypeError(f"{name}: expected a list of ids for each token, got {alone!r} as one")
     flat = [*itertools.chain.from_iterable(rows)]
     wrong = next((x for x in flat if isinstance(x, bool) or not isinstance(x, Integral)), None)
     if wrong is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import hints_names
-from grpo_kernels.objective.config import LossConfig
+from grpo_kernels.objective.config import LossConfig, check_objective
 from grpo_kernels.objective.custom import (
     INPUTS,
     OPTIONAL,
@@ -61,6 +61,7 @@ def check_token_level(
         tokens = TokenInputs(*policy, old, ref, sampling, ratio, *where)
     given = {name: getattr(tokens, name) for name in INPUTS}
     config = config or LossConfig()
+    check_objective(config, objective)
 
     def evaluated(index: Tensor | slice) -> tuple[Tensor, ...]:  # losses, gradients of their sum
         some: dict[str, Any] = {k: x if x is None else x.flatten()[index] for k, x in given.items()}

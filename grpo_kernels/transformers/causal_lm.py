@@ -40,7 +40,7 @@ from grpo_kernels.head import Head
 from grpo_kernels.kept_ids import KeptIds
 from grpo_kernels.loss import GRPOLoss, LossInputKeywords, policy_expectation
 from grpo_kernels.module import whole_reference, without_adapter
-from grpo_kernels.objective.config import LossConfig
+from grpo_kernels.objective.config import LossConfig, preset_hint
 from grpo_kernels.objective.losses import averaged_over
 from grpo_kernels.patching import replaced
 from grpo_kernels.results import LossOutput, Scores
@@ -449,6 +449,7 @@ def _states_and_head(
 def _check_loss_fn(loss_fn: Any) -> None:
     if not isinstance(loss_fn, GRPOLoss):
         hint = "; pass GRPOLoss(config)" if isinstance(loss_fn, LossConfig) else ""
+        hint = preset_hint(loss_fn) if isinstance(loss_fn, str) else hint
         hint = "; pass GRPOLoss(...), an instance" if loss_fn is GRPOLoss else hint
         raise TypeError(f"loss_fn: expected a GRPOLoss, got {type(loss_fn).__name__}{hint}")
 

@@ -165,6 +165,14 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Metrics.merge(loss().metrics), TypeError, "parts: expected a list ..., got Metrics"),
     (lambda: KeptIds.from_logprobs([{1: -0.1}, {}], torch.ones(2, 1)), TypeError,
      "rows: expected, for each sequence, a list of mappings ..., got int in one"),
+    (lambda: KeptIds.from_rows([[1, 2], [3]], torch.tensor([[1, 1], [1, 0]])), TypeError,
+     "rows: expected a list of ids for each token, got 1 as one"),
+    (lambda: KeptIds.from_rows(None, LOGPS), TypeError,  # type: ignore[arg-type]
+     "rows: expected a list with a list for each sequence, got NoneType"),
+    (lambda: KeptIds.from_padded(torch.ones(2, 3, 4)), TypeError,
+     "kept: expected signed integer ids ..., got torch.float32"),
+    (lambda: testing.check_token_level(GRPOLoss), TypeError,  # type: ignore[arg-type]
+     "objective: expected a function of TokenInputs, got GRPOLoss"),
     (lambda: loss(objective=partial(objectives.topr, scores=torch.ones(2))), ValueError,
      "scores: ..., got (2,); ..., pass scores[:, None].expand_as(completion_ids)"),
     (lambda: objectives.m2po_mask(LOGPS, -LOGPS, torch.ones(2, 5)), ValueError,
