@@ -51,7 +51,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def chosen(options: argparse.Namespace) -> list[BenchCase]:
-    """The cases that were asked for."""
     cases = [case for case in cpu_cases() if case.part in options.parts]
     if options.smoke:
         return [replace(case.toy(), rounds=min(case.rounds, 1)) for case in cases]
@@ -105,7 +104,6 @@ def with_others(data: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def is_wrong(data: dict[str, Any]) -> bool:
-    """True if the run was not complete, or ours was not right somewhere."""
     providers = [
         x for case in (data.get("cases") or {}).values() for x in figures.providers(case).items()
     ]

@@ -141,11 +141,9 @@ class Inputs:
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """The tensors whose gradients are compared."""
         return tuple(x for x in (self.hidden, self.weight) if x.requires_grad)
 
     def clear_gradients(self) -> None:
-        """As an optimizer's ``zero_grad(set_to_none=True)``."""
         self.hidden.grad = self.weight.grad = None
 
 
@@ -212,7 +210,6 @@ def policy_loss(inputs: Inputs, logps: Tensor, entropies: Tensor | None = None) 
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """``softcap * tanh(logits / softcap)``, or the logits."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 

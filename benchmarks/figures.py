@@ -12,17 +12,14 @@ Provider = dict[str, Any]
 
 
 def is_ours(name: str) -> bool:
-    """Return True for any variant of this library: ours, ours@128, ours/torch."""
     return name.replace("@", "/").split("/")[0] == OURS
 
 
 def providers(case: Case) -> dict[str, Provider]:
-    """The case's providers, in the order they were run in."""
     return case.get("providers") or {}
 
 
 def ran(provider: Provider) -> bool:
-    """Return True if it ran and was right."""
     return provider.get("status") == "ok"
 
 
@@ -63,7 +60,6 @@ def unit(cases: dict[str, Case]) -> tuple[str, float]:
 
 
 def of_part(data: dict[str, Any], *parts: str) -> dict[str, Case]:
-    """The cases of some parts, by name."""
     cases = (data.get("cases") or {}).items()
     return {name: case for part in parts for name, case in cases if case.get("part") == part}
 

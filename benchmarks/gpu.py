@@ -74,7 +74,6 @@ GOALS = (
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0]
     )
@@ -101,7 +100,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run the command; its exit status."""
     options = arguments(given)
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     if options.report:
@@ -141,7 +139,6 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def logs(results: Results) -> Path:
-    """The folder of what the steps print."""
     return results.path.with_name(results.path.name + ".logs")
 
 
@@ -191,7 +188,6 @@ def run(command: Sequence[str], until: float, log: Path, **env: str) -> tuple[in
 
 
 def run_smoke(results: Results, options: argparse.Namespace, until: float) -> None:
-    """The smoke test; of a dry run the same on a CPU."""
     run_tests(results, "smoke", [SMOKE, "-m", "not gpu" if options.dry_run else "gpu"], until)
 
 
@@ -257,7 +253,6 @@ def _from_xml(root: ElementTree.Element) -> dict[str, Any]:
 
 
 def run_sanitizers(results: Results, options: argparse.Namespace, until: float) -> None:
-    """Watch the small cases of the smoke test with each tool; ``sanitizer`` gets the findings."""
     places = (shutil.which("compute-sanitizer"), *(f"{x}/compute-sanitizer" for x in PLACES))
     tool = next((x for x in places if x and Path(x).exists()), None)
     for i, (check, which) in enumerate(TOOLS.items()):
@@ -305,7 +300,6 @@ def sanitizer_summary(code: int | None, output: str, tests: dict[str, int]) -> d
 
 
 def kernel_names() -> list[str]:
-    """The functions that Triton compiles, by their decorator in the source."""
     text = "\n".join(path.read_text() for path in sorted(KERNELS.glob("*.py")))
     return re.findall(r"@triton\.jit[^\n]*\ndef (\w+)", text)
 
@@ -348,7 +342,6 @@ def plan(
 
 
 def run_layouts(results: Results, options: argparse.Namespace, until: float) -> None:
-    """Measure the layouts of a training step; transformers may be missing."""
     if importlib.util.find_spec("transformers") is None:
         missing = {"status": "absent", "reason": "transformers is not installed"}
         results.merge("layouts", "any attention", **missing)
@@ -360,7 +353,6 @@ def run_layouts(results: Results, options: argparse.Namespace, until: float) -> 
 
 
 def run_bench(results: Results, options: argparse.Namespace, until: float) -> None:
-    """Measure what was asked for; what is known is in `results` at once."""
     toy = options.dry_run
     device = torch.device("cpu" if toy else "cuda")
     if toy:
@@ -427,7 +419,6 @@ def judge(cases: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_well(data: dict[str, Any]) -> bool:
-    """Tests passed, no finding in our kernels, ours right everywhere, no missed goal."""
     tests = data.get("tests", {}).values()
     failed = any(x.get("status") != "passed" for x in tests)
     passed = any(x.get("counts", {}).get("passed") for x in tests)
@@ -442,7 +433,6 @@ def is_well(data: dict[str, Any]) -> bool:
 
 
 def lines(data: dict[str, Any]) -> Iterator[str]:
-    """A line for each thing worth knowing beside the tables."""
     for name, x in data.get("profile", {}).items():
         ms = f"step {x.get('step_ms')} ms, kernels {x.get('kernels_ms')} ms"
         yield f"profile {name}: {ms} {x.get('reason', '')}"
@@ -469,7 +459,6 @@ def lines(data: dict[str, Any]) -> Iterator[str]:
 
 
 def _rate(found: Any) -> Any:
-    """Rates alone, of a measurement or of several."""
     if not isinstance(found, dict):
         return found
     rates = [found[unit] for unit in ("gb_per_s", "tflops", "reason") if unit in found]
@@ -503,7 +492,6 @@ def _why(entry: dict[str, Any]) -> str:
 
 
 def _statuses(tree: dict[str, Any], *path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and content of each entry with a status, at any depth."""
     if "status" in tree:
         yield ", ".join(path), tree
     for name, x in tree.items():

@@ -31,7 +31,6 @@ TOP = 25  # kernels of a profile
 
 
 def measure_ceilings(device: torch.device, results: Results, *, toy: bool = False) -> None:
-    """A device-to-device copy and a square bf16 product with an fp32 result."""
     n, size = (64, 2**16) if toy else (SQUARE, COPY_BYTES)
     source = torch.empty(size // 4, dtype=torch.float32, device=device).normal_()
     target = torch.empty_like(source)
@@ -72,7 +71,6 @@ def measure_rows(device: torch.device, results: Results, *, toy: bool = False) -
 def _row_runs(
     backend: Any, logits: Tensor, ids: Tensor
 ) -> dict[str, tuple[int, Callable[[], Any]]]:
-    """The least bytes a logit that each run moves, and the run."""
     chunk = Chunk(logits, ids, LogitTransform())
     out = torch.empty_like(logits, dtype=torch.bfloat16)
     stats = backend.stats(chunk, entropy=True)

@@ -137,7 +137,6 @@ def step(model: PreTrainedModel, inputs: dict[str, Tensor], layout: Any) -> Any:
 
 
 def gradient(model: PreTrainedModel) -> Tensor:
-    """All gradients in one vector, in fp32."""
     return torch.cat([x.grad.flatten().float() for x in model.parameters() if x.grad is not None])
 
 

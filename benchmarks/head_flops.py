@@ -34,7 +34,6 @@ def counter() -> FlopCounterMode:
 
 
 def addmm(_self: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """Of shapes (n, k) and (k, m); whatever else is given."""
     return int(2 * a[0] * a[1] * b[1])
 
 
@@ -98,8 +97,6 @@ class Watch:
         return found
 
     def theirs(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """The `apply` of TRL's head, counted."""
-
         def wrapped(hidden: Tensor, weight: Tensor, *others: Any) -> Any:
             compute = lambda *given: apply(*given, *others)  # noqa: E731
             return self.call(compute, lambda found: [*found[:2]], hidden, weight, len(hidden))
@@ -107,8 +104,6 @@ class Watch:
         return wrapped
 
     def ours(self, score: Callable[..., Any]) -> Callable[..., Any]:
-        """`linear_logprob`, counted."""
-
         def wrapped(
             hidden: Tensor, head: Any, ids: Tensor, completion_mask: Tensor, **others: Any
         ) -> Any:
@@ -158,7 +153,6 @@ def count(
     trainer_class: type, *, compact: bool = False, steps: int = 2, kind: str = "qwen3",
     **options: Any,
 ) -> Counts:  # fmt: skip
-    """Head operations of `steps` optimizer steps of the tiny run of `tiny_run.py`."""
     from benchmarks import tiny_run
 
     counts = Counts(steps=steps)
@@ -169,7 +163,6 @@ def count(
 
 
 def table() -> list[str]:
-    """Markdown: default options; TRL's trainer without and with Triton, and ours."""
     from trl import GRPOTrainer
 
     from benchmarks.tables import markdown

@@ -26,7 +26,6 @@ CLOCKS = (
 
 
 def about(*, on_gpu: bool, commit: str | None = None) -> dict[str, Any]:
-    """Device, date, commit, machine and versions of a run."""
     found = report.collect()
     # without places on this machine
     found["backend"]["C++ library"] = found["backend"]["C++ library"].split(",")[0]
@@ -42,7 +41,6 @@ def about(*, on_gpu: bool, commit: str | None = None) -> dict[str, Any]:
 
 
 def clocks() -> dict[str, str]:
-    """Clocks, power and temperature at this moment, where nvidia-smi tells."""
     return _nvidia_smi(*CLOCKS)
 
 

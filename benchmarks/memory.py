@@ -55,8 +55,6 @@ class Peak:
 
 
 class _Held:
-    """A tensor that a graph has saved; gone when the graph is."""
-
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
@@ -99,18 +97,15 @@ def freed_memory_kept() -> Iterator[None]:
 
 
 def _mallopt(values: dict[int, int]) -> None:
-    """Set what glibc lets set; nothing elsewhere."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     for name, value in values.items() if mallopt is not None else ():
         mallopt(name, value)
 
 
 def is_measured(device: torch.device) -> bool:
-    """Whether `Peak` can tell."""
     return device.type == "cuda" or (sys.platform == "linux" and os.access(CLEAR_REFS, os.W_OK))
 
 
 def status_bytes(field: str) -> int:
-    """A field of this process's status, such as VmHWM; Linux only."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

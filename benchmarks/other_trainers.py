@@ -36,7 +36,6 @@ def words(count: int, draw: random.Random) -> str:
 
 
 def trainers() -> dict[str, tuple[Any, Any, dict[str, list[Any]], dict[str, Any]]]:
-    """Name -> (trainer, its configuration, data, options)."""
     draw = random.Random(0)
 
     def length() -> int:
@@ -65,7 +64,6 @@ class Given(step.Given):
 
 
 def train(name: str, way: str) -> tuple[list[dict[str, float]], list[float]]:
-    """What each step has logged, and its seconds."""
     trainer_class, config_class, data, options = trainers()[name]
     front = (step.Timed, Given) if name == "RLOO" else (step.Timed,)
     given = {"reward_funcs": tiny_run.reward} if name == "RLOO" else {}

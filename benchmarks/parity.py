@@ -77,7 +77,6 @@ INJECTED: dict[str, Callable[[torch.Tensor], dict[str, torch.Tensor]]] = {
 
 
 def grid() -> Iterator[Case]:
-    """The 64 configurations: loss type x ratio level x beta x num_iterations."""
     for loss_type, level, beta, n in product(
         LOSS_TYPES, ("token", "sequence"), (0.0, 0.04), (1, 2)
     ):
@@ -136,7 +135,6 @@ EXTRAS = [  # every other option that reaches the head or the gradient that come
 
 
 def run(case: Case, steps: int) -> Result:
-    """Trains with both trainers and compares."""
     from trl import GRPOTrainer
 
     from benchmarks import tiny_run
@@ -181,7 +179,6 @@ def mixed(case: Case, base: type) -> type:
 
 
 def lora() -> Any:
-    """Adapters on the attention of the body; the head stays frozen."""
     from peft import LoraConfig
 
     modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -201,7 +198,6 @@ def differences(stock: list[dict[str, float]], ours: list[dict[str, float]]) -> 
 
 
 def table(results: list[Result]) -> list[str]:
-    """Markdown rows, one per configuration."""
     from benchmarks import tables
 
     return tables.markdown([
@@ -217,7 +213,6 @@ def table(results: list[Result]) -> list[str]:
 
 
 def page(results: list[Result], flops: list[str], steps: int) -> str:
-    """docs/dev/parity.md."""
     import transformers
     import trl
 

@@ -72,7 +72,6 @@ def reference(inputs: Inputs) -> Reference:
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """(n, V) in float64, of which no whole copy of the weight is made."""
     return torch.cat([hidden @ part.double().t() for part in weight.split(SLICE)], dim=1)
 
 
@@ -114,7 +113,6 @@ def is_right(found: dict[str, float], case: BenchCase) -> bool:
 
 
 def _sampled(ids: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Rows of the hidden states, and of the weight, whose gradients are compared."""
     g = torch.Generator().manual_seed(SEED)
     rows = torch.randperm(len(ids), generator=g)[:SAMPLE].sort().values.to(ids.device)
     others = torch.randint(vocab, (SAMPLE,), generator=g).to(ids.device)

@@ -52,7 +52,6 @@ class Results:
         return here
 
     def merge(self, *path: str, **value: Any) -> None:
-        """Put `value` into the dictionary at `path`, and save."""
         self.at(*path).update(value)
         self.save()
 
@@ -87,7 +86,6 @@ class DeviceLost(RuntimeError):
 
 
 def check_device() -> None:
-    """Raise `DeviceLost` if the GPU no longer answers."""
     if torch.cuda.is_available():
         try:
             torch.cuda.synchronize()
@@ -97,7 +95,6 @@ def check_device() -> None:
 
 
 def failure(error: Exception) -> dict[str, str]:
-    """``status`` and ``reason`` of something that went wrong."""
     if isinstance(error, Absence):
         return {"status": "absent", "reason": str(error)}
     if isinstance(error, torch.OutOfMemoryError):
@@ -106,7 +103,6 @@ def failure(error: Exception) -> dict[str, str]:
 
 
 def describe(error: Exception) -> str:
-    """The error and where it was raised, in a few lines."""
     where = traceback.extract_tb(error.__traceback__)[-3:]
     places = " < ".join(f"{Path(x.filename).name}:{x.lineno}" for x in reversed(where))
     return f"{type(error).__name__}: {str(error)[:1500]} [{places}]"

@@ -285,7 +285,6 @@ def train(
 
 
 def without_generation(seconds: dict[str, float]) -> float:
-    """Seconds of a step, of those of its phases."""
     return sum(seconds.values()) - seconds["generation"]
 
 
@@ -349,7 +348,6 @@ def _compared(name: str, stock: list[dict[str, float]], found: dict[str, Any]) -
 
 
 def _apart(stock: list[dict[str, float]], logs: list[dict[str, float]]) -> dict[str, float]:
-    """The largest difference over the steps of each figure that stock TRL logs."""
     if not stock:
         raise RuntimeError(f"expected the logs of {STOCK} to compare with, got none")
     same = [{k: x for k, x in log.items() if k in stock[0]} for log in logs]
@@ -357,5 +355,4 @@ def _apart(stock: list[dict[str, float]], logs: list[dict[str, float]]) -> dict[
 
 
 def seconds(samples: Sequence[Sequence[float]]) -> float:
-    """Seconds of a step: the median over the rounds, the mean over the steps."""
     return statistics.fmean(statistics.median(step) for step in zip(*samples, strict=True))

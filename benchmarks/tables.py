@@ -31,7 +31,6 @@ SHARES = ("sequences/gradient", "tokens/computed", "tokens/gradient")  # that ou
 
 
 def lines(data: dict[str, Any]) -> list[str]:
-    """The summary, the parts with their conditions, how to read the tables."""
     text = summary(data)
     sections = [
         ("A whole training step", "step", step_lines(data.get("step") or {})),
@@ -56,7 +55,6 @@ def lines(data: dict[str, Any]) -> list[str]:
 
 
 def write(data: dict[str, Any], path: Path) -> None:
-    """Write the page."""
     about = "Written by `python -m benchmarks`; do not edit. "
     about += "[How it is measured](../../docs/dev/measuring.md), "
     about += "and [how to read the tables](../../docs/dev/measuring.md#reading-the-tables)."
@@ -92,7 +90,6 @@ def _step(data: dict[str, Any]) -> str:
 
 
 def _time(data: dict[str, Any]) -> str:
-    """The first main case, and those in which a peer is faster than ours by over 2%."""
     cases = figures.of_part(data, "main")
     main = next((x for x in cases.values() if not x.get("score") and figures.median(x, OURS)), {})
     over = figures.over(main, "trl", OURS)
@@ -109,7 +106,6 @@ def _time(data: dict[str, Any]) -> str:
 
 
 def _accuracy(data: dict[str, Any]) -> str:
-    """The largest mean error of a log-probability over the sizes of logits, ours and TRL's."""
     cases = figures.of_part(data, "accuracy")
     measured = (
         (figures.measured(c, x, "errors", "logp_mean") for c in cases.values())
@@ -131,7 +127,6 @@ def _accuracy(data: dict[str, Any]) -> str:
 
 
 def _timed(cases: dict[str, Case]) -> list[str]:
-    """The shape of each case, and a row for each provider that ran; the others in words."""
     if not cases:
         return []
     unit, scale = figures.unit(cases)
@@ -175,7 +170,6 @@ def _over_ours(case: Case, name: str) -> str:
 
 
 def _overview(cases: dict[str, Case]) -> list[str]:
-    """A line a case: our time, the others' over it, operations and memory of ours and TRL's."""
     if len(cases) < 2:
         return []
     unit, scale = figures.unit(cases)
@@ -200,7 +194,6 @@ def _overview(cases: dict[str, Case]) -> list[str]:
 
 
 def _accuracy_lines(cases: dict[str, Case]) -> list[str]:
-    """A line for each provider: its errors at each size of the logits."""
     if not cases:
         return []
     kinds: dict[str, tuple[str, Callable[[float | None], str]]] = {
@@ -245,7 +238,6 @@ def _groups(step: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def step_lines(step: dict[str, Any]) -> list[str]:
-    """A table for each scene, then one for single groups."""
     scenes = figures.scenes({"step": step})
     if not scenes:
         return []
@@ -292,7 +284,6 @@ def _variant(scene: dict[str, Any], name: str) -> dict[str, str]:
 
 
 def _share(value: float | None) -> str:
-    """A share with one digit behind the point."""
     return share(None if value is None else round(value, 3))
 
 
@@ -350,7 +341,6 @@ def with_range(over: tuple[float, float, float], form: Callable[[float], str] = 
 
 
 def count(number: int, word: str) -> str:
-    """1 thread, 2 threads."""
     return f"{number} {word}" + ("" if number == 1 else "s")
 
 
@@ -361,14 +351,12 @@ def tidy(text: Any, most: int = 160) -> str:
 
 
 def failed(x: dict[str, Any]) -> str:
-    """The status and the reason of what did not run or was wrong; blank if all was well."""
     if x.get("status") in (None, "ok", "complete"):
         return ""
     return tidy(": ".join(str(part) for part in (x["status"], x.get("reason")) if part))
 
 
 def busy(measured: dict[str, Any]) -> str:
-    """How much of the machine other processes used."""
     others = measured.get("cpu_of_others")
     if others is None:
         return ""
@@ -402,7 +390,6 @@ def shape(case: Case) -> str:
 
 
 def about(case: Case) -> str:
-    """Shape, kind of loss, rounds, and what else the machine did, as far as the keys tell."""
     kind = []
     if case.get("score"):
         kind.append("scoring")
@@ -430,13 +417,11 @@ def about(case: Case) -> str:
 
 
 def common(cases: dict[str, Case]) -> Case:
-    """The keys and values that all of them have."""
     first = next(iter(cases.values()), {})
     return {k: x for k, x in first.items() if all(c.get(k, ...) == x for c in cases.values())}
 
 
 def where(data: dict[str, Any]) -> str:
-    """The device, and the threads of a CPU."""
     if data.get("device") != "cpu":
         return str(data.get("device", ""))
     system = (data.get("machine") or {}).get("system") or {}
@@ -446,7 +431,6 @@ def where(data: dict[str, Any]) -> str:
 
 
 def made(data: dict[str, Any]) -> str:
-    """The packages, and ten digits of the commit."""
     versions = {x: short((data.get("versions") or {}).get(name)) for name, x in PACKAGES.items()}
     packages = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     commit, dash, rest = str(data.get("commit") or "unknown").partition("-")
@@ -454,13 +438,11 @@ def made(data: dict[str, Any]) -> str:
 
 
 def footer(data: dict[str, Any]) -> str:
-    """The conditions in one line, for below a table."""
     day = str(data.get("date", ""))[:10]
     return tidy("; ".join(x for x in (where(data), made(data), day) if x), 400)
 
 
 def conditions_of(data: dict[str, Any]) -> list[str]:
-    """Machine, versions, backend, commit, date, rounds and command, a line each."""
     machine = data.get("machine") or {}
     system, devices = machine.get("system") or {}, (machine.get("devices") or {}).items()
     cores = f"{system['cores']} cores" if system.get("cores") else ""

@@ -36,12 +36,10 @@ def end_at_signals() -> None:
 
 
 def is_asked() -> bool:
-    """Return True if somebody has asked the command to end."""
     return _asked
 
 
 def is_past(until: float) -> bool:
-    """Return True if ``time.time()`` is past `until`, or the command was asked to end."""
     return _asked or time.time() > until
 
 
@@ -69,7 +67,6 @@ class Clock:
         )
 
     def time(self, step: Callable[[], Any]) -> float:
-        """Run `step` once, by itself on the device."""
         if not self.on_gpu:
             started = time.perf_counter()
             step()
@@ -108,7 +105,6 @@ def order(names: Sequence[str], i: int) -> list[str]:
 
 
 def quantiles(samples: list[float]) -> dict[str, Any]:
-    """Median and 20% and 80% quantiles of milliseconds."""
     if not samples:
         return {"samples": 0}
     at = sorted(samples)

@@ -117,7 +117,6 @@ def train(
 
 
 def record(trainer: Any, history: History) -> None:
-    """From now on, what `trainer` logs goes to `history`, too."""
     step, log = trainer.training_step, trainer.log
 
     def training_step(*args: Any, **kwargs: Any) -> torch.Tensor:

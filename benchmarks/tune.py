@@ -49,8 +49,6 @@ SHORTLIST = 6
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is timed."""
-
     row_counts: tuple[int, ...]
     vocabs: tuple[int, ...]
     tiles: tuple[RowConfig, ...]
@@ -139,8 +137,6 @@ def tune(
 def tuned(
     part: Sequence[str], arch: str, sizes: Sizes, device: torch.device, until: float
 ) -> dict[int, RowConfig]:
-    """The winner for each size of vocabulary: fp32 logits, gradients in bf16."""
-
     def runs(kernel: str, n: int, vocab: int) -> Workload:
         out = torch.float32 if INTERPRETED else torch.bfloat16
         options: dict[str, Any] = {"loss": Loss("clipped", "k3"), "entropy": kernel == "stats"}
@@ -219,7 +215,6 @@ def write(table: list[Entry], out: Path) -> None:
 
 
 def text_of(table: list[Entry]) -> str:
-    """JSON with an entry a line."""
     return "[\n" + ",\n".join(f"  {json.dumps(e)}" for e in table) + "\n]\n"
 
 

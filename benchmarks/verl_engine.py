@@ -44,7 +44,6 @@ WAYS: dict[str, dict[str, str]] = {  # verl's fused_kernel_options
 
 
 def engine(shape: Shape, options: dict[str, str]) -> Any:
-    """verl's engine around a model that verl has wrapped."""
     model = verl_step.model(SIZE, shape, options)
     model.config.tie_word_embeddings = True  # verl's head cannot read one that is divided
     model.tie_weights()

@@ -134,7 +134,6 @@ def batch(size: Size, shape: Shape, micro: int, *, packed: bool) -> Any:
 
 
 def step(made: Any, data: Any, loss: Any, *, scored: bool) -> tuple[float, float, Tensor]:
-    """CPU seconds, the loss, and all gradients in one vector."""
     tensordict_utils = verl("utils.tensordict_utils")
     data = data.clone()
     made.module.zero_grad()

@@ -57,7 +57,6 @@ def main() -> int:
 
 
 def by_release(release: str, arguments: argparse.Namespace) -> int:
-    """The exit status of the same command in a process that imports `release`."""
     command = [sys.executable, "-m", "benchmarks.aot", "--workers", str(arguments.workers)]
     command += ["--quick"] if arguments.quick else []
     command += [f"--target={x}" for x in arguments.target or ()]
@@ -66,7 +65,6 @@ def by_release(release: str, arguments: argparse.Namespace) -> int:
 
 
 def environment(release: str) -> dict[str, str]:
-    """The environment of a process that imports `release` of Triton, installed alone if need be."""
     if version("triton") == release:
         return dict(os.environ)
     folder = FOLDER / f"triton-{release}"

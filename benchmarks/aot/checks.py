@@ -48,20 +48,17 @@ class Result:
 
 
 def target_of(arch: str) -> GPUTarget:
-    """Of ``"sm_90"``, ``"gfx942"``."""
     if arch.startswith("gfx"):
         return GPUTarget("hip", arch, 64)
     return GPUTarget("cuda", int(arch[3:]), 32)
 
 
 def compile_for(launch: Launch, arch: str) -> Any:
-    """What Triton makes of a launch for a target."""
     source = ASTSource(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
     return triton.compile(source, target=target_of(arch), options=launch.options)
 
 
 def compile_launch(launch: Launch, arch: str) -> Result:
-    """Compile and check."""
     try:
         compiled = compile_for(launch, arch)
     except Exception as error:
@@ -95,7 +92,6 @@ def may_spill(arch: str, kernel: str) -> int:
 
 
 def spills_in_inner_loops(code: list[Instruction]) -> bool:
-    """Whether a loop without another one in it moves registers to or from the stack."""
     return any(count(loop, *SPILLING) for loop in inner_loops(code))
 
 

@@ -51,7 +51,6 @@ class Loss(NamedTuple):
 
 
 def transform_of(name: str, vocab: int, n: int = N, device: torch.device = META) -> LogitTransform:
-    """The transform of that name, for `n` rows of `vocab` logits."""
     bias, inv_t = torch.randn(vocab, device=device), torch.rand(n, 1, device=device)
     return {
         "plain": LogitTransform(),

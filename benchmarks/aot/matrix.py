@@ -45,7 +45,6 @@ class Case:
     is_quick: bool = False
 
     def caught(self) -> Launch:
-        """The kernel's launch."""
         if self.config is None:
             launch = partial(_scale, **self.options)
         else:
@@ -66,7 +65,6 @@ def all_cases(quick: bool) -> list[Case]:
 
 
 def line_of(case: Case) -> tuple[str, bool]:
-    """The line of a case, and whether it breaks a rule."""
     try:
         result = compile_launch(case.caught(), case.arch)
     except Exception as error:  # it is one more thing to report, next to what else breaks
@@ -174,7 +172,6 @@ def _scales(arch: str) -> Iterator[Case]:
 
 
 def empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
-    """A tensor to compile for."""
     return torch.empty(shape, dtype=dtype, device=META)
 
 

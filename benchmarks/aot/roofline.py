@@ -76,7 +76,6 @@ def _case(kernel: str, variant: str, **options: Any) -> Case:
 
 
 def counts_of(case: Case) -> tuple[str, list[str]]:
-    """The line of a case, and the rules that it breaks."""
     compiled = compile_for(case.caught(), ARCH)
     code = disassembled(compiled.asm["cubin"])
     sweeps = SWEEPS.get(case.kernel, 1)

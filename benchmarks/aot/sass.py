@@ -38,12 +38,10 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """What a thread moves by a load or a store."""
         return next((WIDTHS[word] for word in self.code.split(".") if word in WIDTHS), 4)
 
 
 def disassembled(cubin: bytes) -> list[Instruction]:
-    """By the disassembler that comes with Triton."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -54,7 +52,6 @@ def disassembled(cubin: bytes) -> list[Instruction]:
 
 
 def parsed(text: str) -> list[Instruction]:
-    """The instructions of one kernel, in order."""
     made: list[Instruction] = []
     labels: list[str] = []
     for line in text.splitlines():
@@ -91,5 +88,4 @@ def count(instructions: list[Instruction], *names: str) -> int:
 
 
 def moved(instructions: list[Instruction], names: tuple[str, ...]) -> int:
-    """Bytes that a thread moves by loads or stores of these names."""
     return sum(x.bytes for x in instructions if x.name in names)

@@ -180,7 +180,6 @@ def from_rows(inputs: Inputs, rows: Rows, note: str, *, packs: bool = True) -> F
 
 
 def from_nll(inputs: Inputs, nll: Callable[[Tensor, Tensor], Tensor], note: str) -> Forward:
-    """A forward around -logp (N,) of hidden states (N, H) and ids (N,); no entropies."""
     ids = without_masked(inputs)
 
     def logps() -> Scored:
@@ -190,7 +189,6 @@ def from_nll(inputs: Inputs, nll: Callable[[Tensor, Tensor], Tensor], note: str)
 
 
 def without_masked(inputs: Inputs) -> Tensor:
-    """Ids (N,) with `IGNORE` where the mask is 0."""
     ids = inputs.ids.masked_fill(inputs.mask == 0, IGNORE) if inputs.case.padding else inputs.ids
     return ids.reshape(-1)
 

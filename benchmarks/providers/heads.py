@@ -68,7 +68,6 @@ def _run(inputs: Inputs, backend: str, engine: str, workspace: str) -> Run:
 
 
 def eager(inputs: Inputs) -> Forward:
-    """`torch.log_softmax` of the logits in fp32, and the tokens' picked from that."""
     return from_logps(inputs, lambda: _scores(*_operands(inputs)))
 
 
@@ -90,7 +89,6 @@ def _operands(inputs: Inputs) -> tuple[Any, ...]:
 def _scores(
     hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None, wants_entropy: bool
 ) -> Scored:
-    """Log-probabilities (B, T), and where wanted entropies (B, T) without gradient."""
     log_p = torch.log_softmax(capped(linear(hidden, weight), softcap).float(), dim=-1)
     fixed = log_p.detach()
     entropies = -(fixed.exp() * fixed).sum(dim=-1) if wants_entropy else None

@@ -59,7 +59,6 @@ def trl(inputs: Inputs) -> Forward:
 
 
 def _alone() -> Any:
-    """`trl.kernels.chunked_logprob`, where the trainers cannot be imported."""
     without_init("trl", "trl.kernels", "trl.trainer")
     utils = types.ModuleType("trl.trainer.utils")
     utils.maybe_gather_lm_head_ctx = lambda *_: nullcontext()
@@ -104,7 +103,6 @@ def liger_grpo(inputs: Inputs, *, compiled: str = "on a GPU") -> Forward:
 
 
 def liger_ce(inputs: Inputs) -> Forward:
-    """By its own choice of kernel for the device."""
     from liger_kernel.ops import fused_linear_scaled_cross_entropy as module
 
     # on Hopper: its CuTe DSL kernel, or ImportError
@@ -187,7 +185,6 @@ def module(folder: str, name: str) -> ModuleType:
 
 
 def unsloth(inputs: Inputs) -> Forward:
-    """The head with its own choice of chunks."""
     without_init("unsloth_zoo", "unsloth_zoo.fused_losses")
     module = importlib.import_module("unsloth_zoo.fused_losses.fused_linear")
     case = inputs.case
@@ -242,7 +239,6 @@ def linear_ce(inputs: Inputs) -> Forward:
 
 
 def cce(inputs: Inputs) -> Forward:
-    """By its own choice of implementation and gradient filter."""
     import cut_cross_entropy as package
     from cut_cross_entropy.linear_cross_entropy import LCE_IMPL_DEFAULT as CHOSEN
 

@@ -60,7 +60,6 @@ def run_all(todo: Sequence[Job], results: Results, model: Path, *, short: bool) 
 
 
 def _run(job: Job, model: Path, *, short: bool) -> dict[str, Any]:
-    """One training in a process of its own: status, seconds, and its logs or its error."""
     started = time.monotonic()
     tests = not short and job.steps == STEPS
     with ProcessPoolExecutor(1, multiprocessing.get_context(START)) as alone:
@@ -93,7 +92,6 @@ def compare(data: dict[str, Any]) -> None:
 
 
 def is_wrong(data: dict[str, Any]) -> bool:
-    """True if a training failed, or the first seed's defaults are not stock TRL's."""
     runs = data["runs"]
     first = runs.get(f"{DEFAULTS}, seed {SEEDS[0]}", {})
     cases = (data.get("errors") or {}).get("cases", {})

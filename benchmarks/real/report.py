@@ -26,7 +26,6 @@ def trained(data: dict[str, Any]) -> dict[str, Run]:
 
 
 def named(data: dict[str, Any], name: str) -> list[Run]:
-    """The trainings of one variant, by seed."""
     runs = (run for run in trained(data).values() if run["name"] == name)
     return sorted(runs, key=lambda run: run["seed"])
 
@@ -43,7 +42,6 @@ def over(data: dict[str, Any], run: Run, steps: slice, *phases: str) -> float:
 
 
 def faster(data: dict[str, Any], run: Run, steps: slice, *phases: str) -> str:
-    """A cell with the same, for trainings of ours."""
     return "" if run["name"] == STOCK else times(over(data, run, steps, *phases))
 
 
@@ -96,7 +94,6 @@ def _trainings(data: dict[str, Any]) -> list[str]:
 
 
 def _steps(data: dict[str, Any]) -> list[str]:
-    """A line for a few steps of the first seed."""
     stock, ours = (next(iter(named(data, name)), None) for name in (STOCK, DEFAULTS))
     if stock is None or ours is None:
         return []
@@ -115,7 +112,6 @@ def _steps(data: dict[str, Any]) -> list[str]:
 
 
 def _options(data: dict[str, Any]) -> list[str]:
-    """A line for each variant, over the steps that all have."""
     first = [run for run in trained(data).values() if run["seed"] == 0]
     steps = slice(min((len(run["steps"]) for run in first), default=0))
     if len(first) <= 2:

@@ -28,7 +28,6 @@ HELD_OUT = random.Random(0).sample(PAIRS, 21)
 
 
 def problems(pairs: list[tuple[int, int]]) -> Dataset:
-    """Conversations that ask for the sum of each pair, and the answers."""
     system = {"role": "system", "content": "Answer with one number."}
     asked = [{"role": "user", "content": f"Calculate {a} + {b}."} for a, b in pairs]
     answers = [a + b for a, b in pairs]
@@ -36,7 +35,6 @@ def problems(pairs: list[tuple[int, int]]) -> Dataset:
 
 
 def training_problems(count: int, seed: int) -> Dataset:
-    """`count` problems, none of them held out."""
     draw, pairs = random.Random(seed), [x for x in PAIRS if x not in HELD_OUT]
     return problems([draw.choice(pairs) for _ in range(count)])
 
