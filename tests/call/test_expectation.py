@@ -130,6 +130,7 @@ COSTS: dict[str, Row] = {
     "a pair without entropies": ((A, None), 1e4 * A, None, 3.0),
     "an expectation without entropies": (ONLY_A, A, None, 3.0),
     "both": ((A, B), A, B, 3.0),
+    "both, of which one is 0": ((0 * A, B), 0 * A, B, 3.0),
     "both, a function": (ask, -0.3 * A, -0.3 * B, 3.0),
     # rows that do not fit, and no others, are computed again: 6VH each
     **{f"{a} rows wrong about a, {b} about b": (
