@@ -39,11 +39,8 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What needs a GPU is skipped without one; of what every backend runs, two of three are slow in
     the interpreter."""
-    interpreted = [
-        x
-        for x in items
-        if getattr(x, "callspec", None) and x.callspec.params.get("every_backend") == "triton"
-    ]
+    of_all = [x for x in items if hasattr(x, "callspec") and "every_backend" in x.fixturenames]
+    interpreted = [x for x in of_all if x.callspec.params["every_backend"] == "triton"]
     for i, item in enumerate(interpreted):
         if i % 3:
             item.add_marker(pytest.mark.slow)
@@ -54,11 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skipped = [
-        report
-        for report in terminalreporter.stats.get("skipped", [])
-        if NO_GPU in str(report.longrepr)
-    ]
+    stats = terminalreporter.stats.get("skipped", [])
+    skipped = [report for report in stats if NO_GPU in str(report.longrepr)]
     if skipped:
         terminalreporter.write_line(
             f"{len(skipped)} tests marked gpu did NOT run: {NO_GPU}", yellow=True

@@ -137,12 +137,9 @@ def check_findings(library: Path, environment: dict[str, str]) -> str:
 def suites(best: str, *, quick: bool) -> list[tuple[str, list[str]]]:
     """Instruction sets and pytest's arguments."""
     files = sorted(Path(__file__).parent.rglob("test_*.py"))
-    engine = [str(file.relative_to(ROOT)) for file in files if "every_backend" in file.read_text()]
-    rows = [
-        str(file.relative_to(ROOT))
-        for file in files
-        if file.match("test_cpp_*") and file.name not in BUILDING
-    ]
+    engine = [str(x.relative_to(ROOT)) for x in files if "every_backend" in x.read_text()]
+    of_rows = [x for x in files if x.match("test_cpp_*") and x.name not in BUILDING]
+    rows = [str(x.relative_to(ROOT)) for x in of_rows]
     if quick:
         return [("auto", [*rows, RANDOM, *SOME])]
     others = [(isa, [*rows, RANDOM, *OTHERS]) for isa in ISAS[: ISAS.index(best)]]
@@ -150,23 +147,17 @@ def suites(best: str, *, quick: bool) -> list[tuple[str, list[str]]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.sanitize", description=__doc__.split("\n\n")[0]
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="200 random cases and some of the row tests"
-    )
+    about, quick = __doc__.split("\n\n")[0], "200 random cases and some of the row tests"
+    parser = argparse.ArgumentParser(prog="python -m tests.sanitize", description=about)
+    parser.add_argument("--quick", action="store_true", help=quick)
     quick = parser.parse_args(arguments).quick
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
         library, environment = build_sanitized(Path(folder))
         print(f"built in {time.perf_counter() - begun:.0f} s", flush=True)
         best = check_findings(library, environment)
-        print(
-            "reads and writes too far, and unaligned ones, are seen; instruction sets up to "
-            f"{best}",
-            flush=True,
-        )
+        seen = "reads and writes too far, and unaligned ones, are seen"
+        print(f"{seen}; instruction sets up to {best}", flush=True)
         environment["GRPO_KERNELS_RANDOM_FACTOR"] = "1" if quick else str(FACTOR)
         runs, failed = suites(best, quick=quick), 0
         for isa, chosen in runs:

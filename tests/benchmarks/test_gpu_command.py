@@ -4,7 +4,6 @@ goes wrong."""
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
@@ -15,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import gpu
 from benchmarks.gpu import FAMILIES, GOALS, PARTS
 from benchmarks.machine import ROOT
 from benchmarks.plan import GOAL_CASES, gpu_cases
-from benchmarks.run import Results
 from benchmarks.timing import quantiles
 
 TOY = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -66,25 +63,6 @@ def test_dry_run(tmp_path: Path) -> None:
     assert found["micro"]["rows"]["triton"]["fused"]["status"] == "ok"
     assert found["profile"]["main"]["kernels"]
     assert "goals" not in found  # a CPU at toy size has none
-
-
-@pytest.mark.slow
-def test_layouts_of_a_training_step(tmp_path: Path) -> None:
-    """Each layout by itself, at every shape; errors at the smallest; what each computes is said."""
-    pytest.importorskip("transformers")
-    from benchmarks.gpu_step import measure_layouts
-
-    results = Results(tmp_path / "results.json")
-    measure_layouts(torch.device("cpu"), results, math.inf, toy=True)
-    layouts, said = results.data["layouts"], [*gpu.lines(results.data)]
-    assert layouts["flash_attention_2"] == {"status": "absent", "reason": "dry run"}
-    assert len(layouts["sdpa"]) == len(layouts["hybrid"]) == 2
-    every = [x for name in ("sdpa", "hybrid") for x in layouts[name].values()]
-    assert all(x["status"] == "ok" for found in every for x in found.values())
-    for shape, found in layouts["sdpa"].items():
-        computed = [found[x]["computed"] for x in ("padded", "trim", "tree")]
-        assert computed[0] == 1 > computed[1] > computed[2]
-        assert any(text.startswith(f"sdpa, {shape}, tree: ") for text in said)
 
 
 def test_what_did_not_run_is_said_and_is_no_failure() -> None:

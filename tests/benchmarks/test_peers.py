@@ -1,9 +1,6 @@
 """Every peer of the benchmarks on small cases: its result is right, or it says why there is none.
-
-Two peers whose licences are not permissive are installed by `make bench` alone, which runs their
-tests with them. Where they are not, what stands in for them has the same names and arguments
-(tests/stand_ins), so that the adapters' calls are tested everywhere.
-"""
+Where peers with licences that are not permissive are absent, stand-ins (tests/stand_ins) have the
+same names and arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ import torch
 
 from benchmarks.cases import Absence, BenchCase, Inputs, make_inputs
 from benchmarks.machine import ROOT
-from benchmarks.providers import Outcome, build, forgotten, peers
+from benchmarks.providers import Outcome, build, forgotten
 from benchmarks.reference import errors, is_right, reference
 from benchmarks.run import Step
 
@@ -115,19 +112,6 @@ def test_compiled() -> None:
             assert is_right(errors(step(), inputs, reference(inputs)), inputs.case)
 
 
-def hide(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on nothing of `package` is imported, and asking for it is an error."""
-
-    class Hidden:
-        def find_spec(self, module: str, *_: object) -> None:
-            if module.partition(".")[0] == package:
-                raise ModuleNotFoundError(f"No module named {package!r}")
-
-    for module in [x for x in sys.modules if x.partition(".")[0] == package]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setattr(sys, "meta_path", [Hidden(), *sys.meta_path])
-
-
 @pytest.mark.parametrize(
     "case", [CASES[name] for name in ("fp32", "soft-cap", "padding", "score, padding")]
 )
@@ -155,11 +139,3 @@ def test_only_bench_installs_what_is_not_permissive(
     assert RESTRICTED & named == (RESTRICTED if targets == ("bench",) else set())
     for file in ("pyproject.toml", "requirements/constraints.txt"):
         assert not any(package in (ROOT / file).read_text() for package in RESTRICTED)
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(PACKAGES[name], monkeypatch)
-    peers.module.cache_clear()  # verl's adapter keeps what it imported
-    with pytest.raises(Absence, match=PACKAGES[name]):
-        build(name, make_inputs(TOY, CPU))

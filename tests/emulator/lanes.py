@@ -117,20 +117,14 @@ class Lanes:
         if found is None:
             bits = self.kernel.bits(name)
             dtype = UNSIGNED[bits] if bits else np.dtype(bool)
-            found = self.registers[name] = np.full(
-                self.count, ANYTHING % 2**bits if bits else True, dtype
-            )
+            anything = ANYTHING % 2**bits if bits else True
+            found = self.registers[name] = np.full(self.count, anything, dtype)
         return found
 
     # -- running
 
     def run(self) -> None:
-        """Until every lane has returned.
-
-        Raises:
-            Fault: a lane did what it must not; the error says where.
-            UnknownInstruction: there is one in the lanes' way.
-        """
+        """Until every lane has returned."""
         code = self.kernel.code
         targets = {self.kernel.labels[i.operands[0]] for i in code if i.opcode.startswith("bra")}
         with np.errstate(all="ignore"):
@@ -186,9 +180,8 @@ class Lanes:
         places = self._at.reshape(-1, self.threads)
         arrived = waits.any(1)
         if (arrived & gone.any(1)).any():
-            raise Fault(
-                f"{self.kernel.name}: threads wait at a barrier for others that have returned"
-            )
+            what = "threads wait at a barrier for others that have returned"
+            raise Fault(f"{self.kernel.name}: {what}")
         if (places[arrived] != places[arrived, :1]).any():
             raise Fault(f"{self.kernel.name}: threads of a program wait at different barriers")
         self.epoch[arrived] += 1
@@ -197,10 +190,6 @@ class Lanes:
 
 def _smallest(kernel: Kernel) -> int:
     """Bytes of the smallest access to shared memory."""
-    kinds = [
-        step.opcode.rsplit(".", 1)[1]
-        for step in kernel.code
-        if step.opcode.startswith(("ld.shared", "st.shared"))
-    ]
-    matrices = [2 for step in kernel.code if step.opcode.startswith("ldmatrix")]
-    return min([16, *matrices, *(TYPES[kind].itemsize for kind in kinds)])
+    shared = ("ld.shared", "st.shared", "ldmatrix")
+    opcodes = [step.opcode for step in kernel.code if step.opcode.startswith(shared)]
+    return min([16, *(TYPES[opcode.rsplit(".", 1)[1]].itemsize for opcode in opcodes)])

@@ -30,15 +30,6 @@ from tests.emulator.ptx import Kernel, parse
 MOST_LANES = 2**15  # that run at once
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A kernel as it would be loaded."""
-
-    kernel: Kernel
-    threads: int
-    shared_bytes: int
-
-
 @dataclass
 class Emulation:
     """What a launch becomes."""
@@ -50,48 +41,37 @@ class Emulation:
     def launch(self, function: JITFunction, grid: Any, given: dict[str, Any]) -> None:
         """Run `function` on CPU tensors."""
         described = describe(function, given)
-        compiled = self._compiled(described)
+        kernel, threads, shared = self._compiled(described)
         programs = math.prod(grid(given) if callable(grid) else grid)
         values = list(_values(function, given, described.signature))
-        tensors = {name: x for name, x, _ in values if isinstance(x, Tensor)}
-        memory = Global(tensors, compiled.threads)
+        memory = Global({name: x for name, x, _ in values if isinstance(x, Tensor)}, threads)
         before = Before.of(self.rows_before, given, programs)
         words = [before.word(name, x, kind, memory) for name, x, kind in values]
-        names = compiled.kernel.parameters
-        words += [0] * (len(names) - len(words))  # Triton's own, which these kernels do not use
-        at_once = max(1, MOST_LANES // compiled.threads)
-        for first in range(before.programs, before.programs + programs, at_once):
-            lanes = Lanes(
-                compiled.kernel,
-                dict(zip(names, words, strict=True)),
-                memory,
-                compiled.shared_bytes,
-                programs=before.programs + programs,
-                threads=compiled.threads,
-                first=first,
-                count=min(at_once, before.programs + programs - first),
-                number=(first - before.programs) * compiled.threads,
-            )
-            lanes.run()
+        words += [0] * (len(kernel.parameters) - len(words))  # Triton's own, which are not used
+        arguments = dict(zip(kernel.parameters, words, strict=True))
+        at_once, end = max(1, MOST_LANES // threads), before.programs + programs
+        for first in range(before.programs, end, at_once):
+            grid_of = {"programs": end, "first": first, "count": min(at_once, end - first)}
+            number = (first - before.programs) * threads
+            Lanes(
+                kernel, arguments, memory, shared, threads=threads, number=number, **grid_of
+            ).run()
         memory.copy_back()
         self.launches += 1
 
-    def _compiled(self, launch: Launch) -> Compiled:
-        key = (
-            self.arch,
-            launch.kernel.__name__,
-            *(repr(x) for x in (launch.signature, launch.constexprs)),
-        )
-        key += tuple(repr(x) for x in (launch.attrs, launch.options))
+    def _compiled(self, launch: Launch) -> tuple[Kernel, int, int]:
+        """The kernel, its threads, and the bytes of its shared memory."""
+        of_launch = launch.signature, launch.constexprs, launch.attrs, launch.options
+        key = (self.arch, launch.kernel.__name__, *map(repr, of_launch))
         if key not in _COMPILED:
             with mock.patch.object(knobs.runtime, "add_stages_inspection_hook", _without_assembler):
                 found = compile_for(launch, self.arch)
-            kernel = parse(found.asm["ptx"])
-            _COMPILED[key] = Compiled(kernel, 32 * found.metadata.num_warps, found.metadata.shared)
+            about = found.metadata
+            _COMPILED[key] = parse(found.asm["ptx"]), 32 * about.num_warps, about.shared
         return _COMPILED[key]
 
 
-_COMPILED: dict[tuple[str, ...], Compiled] = {}
+_COMPILED: dict[tuple[str, ...], tuple[Kernel, int, int]] = {}
 
 
 def _without_assembler(*compilation: Any) -> tuple[str, str]:
@@ -121,18 +101,15 @@ class Before:
             return Before(0, 0, 0)
         n, block = given["n"], given["BLOCK_N"]
         if rows % block:
-            raise ValueError(
-                f"rows_before: expected a multiple of the tile's {block} rows, got {rows}"
-            )
+            raise ValueError(f"rows_before: expected a multiple of {block}, got {rows}")
         return Before(rows, rows // block * (programs // -(-n // block)), n)
 
     def word(self, name: str, value: Any, kind: str, memory: Global) -> int:
         """An argument as the kernel gets it."""
         if isinstance(value, Tensor):
             is_of_rows = self.rows and value.dim() > 0 and len(value) == self.n
-            return memory.pointer(name) - (
-                self.rows * value.stride(0) * value.element_size() if is_of_rows else 0
-            )
+            before = self.rows * value.stride(0) * value.itemsize if is_of_rows else 0
+            return memory.pointer(name) - before
         if kind == "fp32":
             return int(struct.unpack("<I", struct.pack("<f", float(value)))[0])
         return int(value) + (self.rows if name == "n" else 0)
@@ -154,16 +131,8 @@ def _values(
 
 @contextmanager
 def emulated(arch: str, *, rows_before: int = 0) -> Iterator[Emulation]:
-    """Inside, Triton's kernels run on CPU tensors, as compiled for `arch`.
-
-    Args:
-        arch: ``"sm_80"`` or ``"sm_90"``.
-        rows_before: rows that kernels are told to come before those that are there.
-
-    Raises:
-        Fault: by a launch, at the first access or step that is wrong.
-        UnknownInstruction: by a launch whose kernel has one.
-    """
+    """Inside, Triton's kernels run on CPU tensors, as compiled for `arch`, and are told that
+    `rows_before` rows come before those that are there."""
     emulation = Emulation(arch, rows_before)
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:

@@ -40,11 +40,7 @@ class Space:
     def locate(
         self, addresses: Places, width: int, programs: NDArray[np.int64]
     ) -> tuple[Places, Places]:
-        """Places (k,) of accesses of `width` bytes, and their cells (k, w).
-
-        Raises:
-            Fault: some lie elsewhere.
-        """
+        """Places (k,) of accesses of `width` bytes, and their cells (k, w)."""
         raise NotImplementedError
 
     def load(
@@ -54,10 +50,8 @@ class Space:
         places, cells = self._access(addresses, size * count, programs)
         unwritten = ~self.written[cells]
         if unwritten.any():
-            raise Fault(
-                f"reads {self.name} memory that nobody wrote, "
-                f"{self._where(addresses, unwritten.any(1))}"
-            )
+            where = self._where(addresses, unwritten.any(1))
+            raise Fault(f"reads {self.name} memory that nobody wrote, {where}")
         self.trace.read(cells, who)
         return self._elements(size)[(places // size)[:, None] + np.arange(count)]
 
@@ -72,10 +66,8 @@ class Space:
         self._elements(size)[at] = values
         other = (self._elements(size)[at] != values).any(1)
         if other.any():
-            where = self._where(addresses, other)
-            raise Fault(
-                f"race: lanes write different values to {self.name} memory at once, {where}"
-            )
+            where = f"{self.name} memory at once, {self._where(addresses, other)}"
+            raise Fault(f"race: lanes write different values to {where}")
         self.written[cells] = True
 
     def _access(
@@ -83,10 +75,8 @@ class Space:
     ) -> tuple[Places, Places]:
         misaligned = addresses % width != 0
         if misaligned.any():
-            raise Fault(
-                f"misaligned: {width} bytes of {self.name} memory "
-                f"{self._where(addresses, misaligned)}"
-            )
+            where = self._where(addresses, misaligned)
+            raise Fault(f"misaligned: {width} bytes of {self.name} memory {where}")
         return self.locate(addresses, width, programs)
 
     def _elements(self, size: int) -> NDArray:
@@ -110,10 +100,8 @@ class Shared(Space):
     ) -> tuple[Places, Places]:
         outside = (addresses < 0) | (addresses + width > self._size)
         if outside.any():
-            where = self._where(addresses, outside)
-            raise Fault(
-                f"outside of the {self._size} bytes of shared memory that a program has, {where}"
-            )
+            where = f"shared memory that a program has, {self._where(addresses, outside)}"
+            raise Fault(f"outside of the {self._size} bytes of {where}")
         places = addresses + programs * self._size
         return places, (places // self._cell)[:, None] + np.arange(max(1, width // self._cell))
 
@@ -157,9 +145,8 @@ class Global(Space):
         size, cells = GAP, 0
         for names, first, last in _overlapping(tensors):
             place = -(-size // PAGE) * PAGE + first % PAGE
-            region = Region(
-                names, tuple(tensors[name] for name in names), first, last, place, cells
-            )
+            of_region = tuple(tensors[name] for name in names)
+            region = Region(names, of_region, first, last, place, cells)
             self.regions.append(region)
             size, cells = place + last - first + GAP, cells + region.cells
         super().__init__(-(-size // PAGE) * PAGE, cells, threads)
@@ -183,37 +170,27 @@ class Global(Space):
     def copy_back(self) -> None:
         """What is in memory now goes to the tensors."""
         for region in self.regions:
-            _bytes(region)[...] = self.data[
-                region.place : region.place + region.last - region.first
-            ]
+            end = region.place + region.last - region.first
+            _bytes(region)[...] = self.data[region.place : end]
 
     def locate(
         self, addresses: Places, width: int, programs: NDArray[np.int64]
     ) -> tuple[Places, Places]:
         places = addresses - BASE
-        index = (
-            int(np.searchsorted(self._places, places[0], "right")) - 1 if len(self._places) else -1
-        )
+        index = int(np.searchsorted(self._places, places[0], "right")) - 1
         if index < 0:
-            raise Fault(
-                f"outside of every argument, {self._where(addresses, addresses == addresses[0])}"
-            )
+            where = self._where(addresses, addresses == addresses[0])
+            raise Fault(f"outside of every argument, {where}")
         region = self.regions[index]
         inside = places - region.place
         outside = (inside < 0) | (inside + width > region.last - region.first)
         if not outside.any():
-            cells = (
-                region.cell
-                + (inside // region.size)[:, None]
-                + np.arange(max(1, width // region.size))
-            )
+            first = region.cell + inside // region.size
+            cells = first[:, None] + np.arange(max(1, width // region.size))
             outside = ~self._is_element[cells].all(1)
         if outside.any():
-            byte = int(inside[outside][0])
-            names = " and ".join(region.names)
-            raise Fault(
-                f"outside of the elements of {names}: byte {byte} of {region.last - region.first}"
-            )
+            byte = f"byte {int(inside[outside][0])} of {region.last - region.first}"
+            raise Fault(f"outside of the elements of {' and '.join(region.names)}: {byte}")
         return places, cells
 
 
@@ -222,10 +199,8 @@ def _overlapping(tensors: dict[str, Tensor]) -> list[tuple[tuple[str, ...], int,
     extents = []
     for name, x in tensors.items():
         if x.numel() > 0:
-            most = sum(
-                (size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)
-            )
-            extents.append((x.data_ptr(), x.data_ptr() + (most + 1) * x.element_size(), name))
+            ends = ((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+            extents.append((x.data_ptr(), x.data_ptr() + (sum(ends) + 1) * x.itemsize, name))
     found: list[tuple[tuple[str, ...], int, int]] = []
     for first, last, name in sorted(extents):
         if found and first < found[-1][2]:

@@ -45,9 +45,8 @@ class Instruction:
     line: str = ""  # of the source: "steps.py:93"
 
     def __str__(self) -> str:
-        return f"{self.opcode} {', '.join(self.operands)}" + (
-            f" ({self.line})" if self.line else ""
-        )
+        line = f" ({self.line})" if self.line else ""
+        return f"{self.opcode} {', '.join(self.operands)}{line}"
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,7 @@ class Kernel:
 
 
 def parse(text: str) -> Kernel:
-    """The only kernel in `text`.
-
-    Raises:
-        UnknownInstruction: no kernel, or a statement of an unknown form.
-    """
+    """The only kernel in `text`."""
     entry = ENTRY.search(text)
     if entry is None:
         raise UnknownInstruction("expected PTX with a .visible .entry, got none")
@@ -85,35 +80,28 @@ def parse(text: str) -> Kernel:
     while at < end:
         found = STATEMENT.match(body, at)
         if found is None:
-            raise UnknownInstruction(
-                f"{name}: expected a statement of PTX, got {body[at : at + 80].strip()!r}"
-            )
+            given = body[at : at + 80].strip()
+            raise UnknownInstruction(f"{name}: expected a statement of PTX, got {given!r}")
         at = found.end()
         if found["label"]:
             labels[found["label"]] = len(code)
         elif found["file"]:
             line = f"{files.get(found['file'], '?')}:{found['line']}"
         elif found["kind"]:
-            prefixes = (
-                re.sub(r"<\d+>$|\d*$", "", each.strip()) for each in found["registers"].split(",")
-            )
-            registers |= dict.fromkeys(prefixes, BITS[found["kind"]])
+            for each in found["registers"].split(","):
+                registers[re.sub(r"<\d+>$|\d*$", "", each.strip())] = BITS[found["kind"]]
         elif found["opcode"]:
             operands, negated = split(found["operands"]), found["negated"] == "!"
             code.append(Instruction(found["opcode"], operands, found["guard"], negated, line))
-    return Kernel(
-        name, tuple(re.findall(r"(\w+_param_\d+)", parameters)), registers, tuple(code), labels
-    )
+    names = tuple(re.findall(r"(\w+_param_\d+)", parameters))
+    return Kernel(name, names, registers, tuple(code), labels)
 
 
 @functools.cache
 def split(operands: str) -> tuple[str, ...]:
     """The operands between commas, without those inside of braces."""
-    return (
-        tuple(part.strip() for part in re.split(r",(?![^{]*\})", operands))
-        if operands.strip()
-        else ()
-    )
+    parts = re.split(r",(?![^{]*\})", operands) if operands.strip() else ()
+    return tuple(part.strip() for part in parts)
 
 
 @functools.cache
@@ -132,17 +120,10 @@ def address(operand: str) -> tuple[str, int]:
 Values = NDArray[Any]
 
 UNSIGNED = {bits: np.dtype(f"u{bits // 8}") for bits in (8, 16, 32, 64)}
-TYPES = {
-    f"{kind}{bits}": np.dtype(f"{'iu'[kind != 's']}{bits // 8}")
-    for kind in "sub"
-    for bits in UNSIGNED
-}
-TYPES |= {
-    "f16": np.dtype("f2"),
-    "f32": np.dtype("f4"),
-    "f64": np.dtype("f8"),
-    "bf16": np.dtype("u2"),
-}
+KINDS = ((kind, bits) for kind in "sub" for bits in UNSIGNED)
+TYPES = {f"{x}{bits}": np.dtype(f"{'iu'[x != 's']}{bits // 8}") for x, bits in KINDS}
+TYPES |= {"f16": np.dtype("f2"), "f32": np.dtype("f4"), "f64": np.dtype("f8")}
+TYPES |= {"bf16": np.dtype("u2")}
 
 
 @functools.cache
@@ -150,14 +131,9 @@ def constant(operand: str, kind: str) -> Values:
     """A number of PTX: ``3``, ``0f3F800000``; a name's address is 0, where shared memory begins."""
     dtype = TYPES[kind]
     if re.fullmatch(r"0[fFdD][0-9A-Fa-f]+", operand):
-        form = "<f" if operand[1] in "fF" else "<d"
-        bits = bytes.fromhex(operand[2:])[::-1]
-        return (
-            np.asarray(struct.unpack(form, bits)[0], "f4" if form == "<f" else "f8")
-            .view(UNSIGNED[8 * len(bits)])
-            .view(dtype)
-        )
+        form, wide = ("<f", "f4") if operand[1] in "fF" else ("<d", "f8")
+        number = struct.unpack(form, bytes.fromhex(operand[2:])[::-1])[0]
+        return np.asarray(number, wide).view(dtype)
     number = 0 if operand == "global_smem" else int(operand, 0)
-    return np.asarray(number & ((1 << 8 * dtype.itemsize) - 1), UNSIGNED[8 * dtype.itemsize]).view(
-        dtype
-    )
+    unsigned = UNSIGNED[8 * dtype.itemsize]
+    return np.asarray(number & ((1 << 8 * dtype.itemsize) - 1), unsigned).view(dtype)

@@ -1,13 +1,5 @@
-"""The workspace is bounded, whatever the number of tokens and the vocabulary, and
-docs/dev/design.md, "Memory", has the formula: with R the rows of a chunk, n the counted tokens and
-s the share with gradient, beyond what the caller holds and the gradients it gets, a call takes
-
-    R (V + H) + max(scratch, weight slice)   (at most `workspace_bytes`)
-  + s n H           (d hidden, in fp32, until the backward: one pass and frozen head)
-  + V H             (d weight, in fp32, until the backward: one pass; within it: two)
-
-elements of the accumulator.
-"""
+"""The workspace is bounded, whatever the number of tokens and the vocabulary; docs/dev/design.md,
+"Memory", has the formula."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.adapter_case import check_adapter
 from tests.support.case_builder import Case
-from tests.support.cases import fixed_cases, wide_cases
+from tests.support.cases import fixed_cases
 from tests.support.on_device import BACKENDS, report, run_on
 from tests.support.reference import reference_loss
 from tests.support.run_case import allowed_engines
@@ -16,15 +16,6 @@ from tests.support.tolerance import assert_matches, bounds_of, computed_in
 PARTS = 24
 CPU_PART = 47  # every so many cases on a CPU
 TRAINING = ("auto", "one_pass", "two_pass", "lean", "frozen", "score")
-
-
-def chosen(
-    cases: list[Case], device: torch.device, part: int, parts: int, every: int
-) -> list[Case]:
-    """The cases of one part; on a CPU all of them are few, and in the first part."""
-    if device.type == "cuda":
-        return cases[part::parts]
-    return cases[::every] if part == 0 else []
 
 
 def check(case: Case, device: torch.device, backend: str, failures: dict[str, Exception]) -> int:
@@ -47,7 +38,10 @@ def check(case: Case, device: torch.device, backend: str, failures: dict[str, Ex
 def test_fixed_cases(device: torch.device, part: int, backend: str) -> None:
     failures: dict[str, Exception] = {}
     tried = 0
-    for case in chosen(list(fixed_cases()), device, part, PARTS, CPU_PART):
+    cases = fixed_cases()[part::PARTS]
+    if device.type == "cpu":  # a few, in the first part
+        cases = fixed_cases()[::CPU_PART] if part == 0 else ()
+    for case in cases:
         if backend == "triton" and computed_in(case) == torch.float64:
             with pytest.raises(ValueError, match="backend"):
                 run_on(case, device, "auto", backend)
@@ -55,14 +49,6 @@ def test_fixed_cases(device: torch.device, part: int, backend: str) -> None:
         tried += check(case, device, backend, failures)
     assert tried or device.type == "cpu"
     report(failures, tried)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_wide_cases(device: torch.device, backend: str) -> None:
-    """The kernels' main loops."""
-    failures: dict[str, Exception] = {}
-    cases = chosen(list(wide_cases()), device, 0, 1, every=len(wide_cases()))
-    report(failures, sum(check(case, device, backend, failures) for case in cases))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -96,27 +96,6 @@ def test_a_row_does_not_depend_on_its_batch(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_masked_positions_and_padding_change_no_bit(
-    device: torch.device, dtype: torch.dtype, backend: str, as_in_use: None
-) -> None:
-    n, h, v = (640, 512, 32_003) if device.type == "cuda" else (16, 16, 70)
-    hidden, weight, ids = (x.detach() for x in leaves(device, n, h, v, dtype))
-    hidden, ids = hidden.view(-1, 8, h), ids.view(-1, 8)
-    mask = torch.rand(ids.shape, device=device) > 0.3
-    run = Run(backend=backend)
-    alone = linear_logprob(hidden[mask], weight, ids[mask], run=run)
-    pad = lambda x, value: torch.cat([x, x.new_full((len(x), 3, *x.shape[2:]), value)], 1)  # noqa: E731
-    wide = linear_logprob(
-        pad(hidden, torch.nan), weight, pad(ids, -100), completion_mask=pad(mask, False), run=run
-    )
-    for name in ("logps", "entropies"):
-        got, want = getattr(wide, name), getattr(alone, name)
-        assert same_bits(got[:, :8][mask], want)
-        assert not got[:, 8:].any()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_ratio_is_exactly_one_on_policy(
     device: torch.device, engine: str, dtype: torch.dtype, backend: str, as_in_use: None

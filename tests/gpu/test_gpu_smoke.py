@@ -1,9 +1,5 @@
-"""The smoke test of ``python -m benchmarks.gpu``: kernels, engines, a bandwidth.
-
-All but the bandwidth is held against float64, at V 9001 (whole steps of a tile and a tail; rows
-that are not aligned; all that a head may have), 1088 and 151936. The sanitizers watch the small
-ones.
-"""
+"""The smoke test of ``python -m benchmarks.gpu``: kernels and engines against float64 at V 9001
+(rows that are not aligned), 1088 and 151936, and a bandwidth; sanitizers watch the small ones."""
 
 from __future__ import annotations
 

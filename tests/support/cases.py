@@ -2,8 +2,7 @@
 
 A random and on-policy, B head and loss options, C shapes and chunk edges, D masks and counts, E
 garbage where masked, F extremes where counted, G layouts and dtypes, H the KL term over the
-vocabulary, from another head. Beside them `head_cases()`: I heads with an adapter, J kept sets;
-and large vocabularies, `wide_cases()`.
+vocabulary, from another head. Beside them `head_cases()`: I heads with an adapter, J kept sets.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tests.support.case_builder import PER_TOKEN, Case, make_case
 from tests.support.random_cases import random_case
 from tests.support.reference_terms import CLIPPED, TERMS
 
-__all__ = ["LOSSES", "Case", "fixed_cases", "random_case", "wide_cases"]
+__all__ = ["LOSSES", "Case", "fixed_cases", "random_case"]
 
 # (loss type, level): GMPO has one level only.
 LOSSES = [
@@ -383,25 +382,6 @@ def group_j() -> Iterator[Case]:
 def head_cases() -> tuple[Case, ...]:
     """Groups I and J, which run on a CPU alone."""
     return (*group_i(), *group_j())
-
-
-def wide_cases() -> tuple[Case, ...]:
-    """A dozen with vocabularies of several steps of a kernel's tile, for a GPU: in the interpreter
-    they take long."""
-    kinds: dict[str, Options] = {
-        "on-policy": {"old": False, "zero_adv": True, "dtype": torch.bfloat16},
-        "everything": {
-            "beta": 0.05, "entropy_coef": 0.02, "bias": True, "final_logit_softcapping": 6.0,
-            "temperature": 0.9,
-        },
-        "frozen": loss("grpo", "sequence") | {"dtype": torch.float16, "frozen": ("weight",)},
-    }  # fmt: skip
-    found = []
-    for v in (9001, 8192, 4096):
-        shape: Options = {"v": v, "b": 2, "t": 5, "mask": "ragged"}
-        found += [make_case(f"wide/{v}/{name}", **shape, **kind) for name, kind in kinds.items()]
-        found.append(full_kl(f"wide/{v}/full-kl", **shape))
-    return tuple(found)
 
 
 @cache

@@ -9,16 +9,10 @@ import numpy as np
 
 
 def prepare() -> None:
-    """Convert between float32 and bfloat16 exactly; multiply row by row; be quiet about NaN.
-
-    The interpreter drops bfloat16's low bits. Its `tl.dot` is a BLAS's, which on some processors
-    gives the same row other bits at another place of the tile; on a GPU a row's bits do not depend
-    on that.
-
-    A launch patches the kernel's `tl` and takes that back, and every call of a device function does
-    it again, which takes as long as running it. The patches of device functions stay, so once for
-    each module will do.
-    """
+    """The interpreter drops bfloat16's low bits. Its `tl.dot` is a BLAS's, which on some processors
+    gives the same row other bits at another place of the tile. A launch patches the kernel's `tl`
+    and takes that back, and so does every call of a device function, which takes as long as running
+    it; those patches stay, so once for each module will do."""
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -1,8 +1,5 @@
-"""CPU tensors that say they are on a GPU, so that its code paths run and waits are counted.
-
-A wait is a host read: of a value (``item``, ``tolist``, ``bool``), of a number of elements
-(``nonzero``, indexing with a bool tensor), or a copy to or from the host that blocks.
-"""
+"""CPU tensors that say they are on a GPU, so that its code paths run and waits are counted: host
+reads of a value or of a number of elements, and copies to or from the host that block."""
 
 from __future__ import annotations
 

@@ -99,14 +99,8 @@ def gradient(at: Truth, ids: Tensor, a: Tensor, b: Tensor | None) -> tuple[Tenso
     dz = a * torch.where(hot > 0, others, -p) - b * p * away
     rho = 2 * at.e + TERMS + 4 * U * finite.abs() + at.bound["log_sum"][:, None]
     size = torch.where(hot > 0, others * FEW + p * at.bound["logps"][:, None], p * rho) * a.abs()
-    of_entropy = FEW * (1 + at.want["entropies"][:, None]) + at.bound["logps"][:, None]
-    of_entropy = (
-        of_entropy
-        + away.abs() * rho
-        + 2 * at.e
-        + at.bound["entropies"][:, None]
-        + FEW * finite.abs()
-    )
+    of_entropy = FEW * (1 + at.want["entropies"][:, None] + finite.abs()) + away.abs() * rho
+    of_entropy += 2 * at.e + (at.bound["logps"] + at.bound["entropies"])[:, None]
     size = size + b.abs() * p * of_entropy
     d = dz * at.slope
     return d, (size + FEW * dz.abs()) * at.slope.abs() + d.abs() * at.slope_error

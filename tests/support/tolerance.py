@@ -1,18 +1,12 @@
-"""How far a result may lie from the float64 reference, per element and dtype, with no global
-relative tolerance.
+"""How far a result may lie from the float64 reference, per element and dtype.
 
-- logp: e = 2 * 2^-22 * max_v(sum |h| |w| + |bias|) * scale / T + 2e-5 (float64: 2^-51 and 1e-11),
-  from a product with float32 accumulation whose result nobody rounded. The entropy's bound follows
-  from it to first order.
+- logp: e = 2 * 2^-22 * max_v(sum |h| |w| + |bias|) * scale / T + 2e-5 (float64: 2^-51 and 1e-11).
+  The entropy's bound follows from it to first order.
 - loss, d loss / d logp, d loss / d entropy: the reference evaluated again at logps and entropies
-  moved by their bounds, so that it widens by itself at clip edges and steep ratios; plus 16 float32
-  roundings of the terms in their sums.
+  moved by their bounds, plus 16 float32 roundings of the terms in their sums.
 - gradients: to first order from those, plus one rounding of d logits in the input's dtype if that
   has 16 bits, the rounding of a float32-accumulated product, and one ulp of the output's dtype.
-- a divergence: to first order from the errors of both heads' logits, plus their square; from a
-  teacher's list, as far as it moves if the logits do.
-- an adapter: its rank's products count as the head's; between them is one rounding of the wider
-  dtype.
+- a divergence: to first order from the errors of both heads' logits, plus their square.
 
 Where a discrete choice (top-entropy or off-policy mask) lies within the bounds, only logps and
 entropies are compared.

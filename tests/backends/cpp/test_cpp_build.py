@@ -10,8 +10,6 @@ import os
 import shlex
 import subprocess
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkProcess
@@ -223,35 +221,12 @@ def fork(work: Callable[[], object]) -> ForkProcess:
     return process
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_many_processes_compile_once(world: World) -> None:
     world.compiler(f'sleep 0.5; printf "{GOOD}" > "$out"')
     processes = [fork(world.find) for _ in range(4)]
     for process in processes:
         process.join(300)
     assert sorted(world.events().split(", ")) == ["compile", *["load cached"] * 4]
-
-
-def test_who_waits_for_a_lock_says_so_and_the_lock_ends_with_its_holder(
-    world: World, capfd: pytest.CaptureFixture[str]
-) -> None:
-    world.compiler(f'touch "{world.folder}/begun"; exec sleep 600')
-    holder = fork(world.find)
-    wait_until((world.folder / "begun").exists)
-    capfd.readouterr()
-    world.compiles(GOOD)
-    threading.Timer(0.3, holder.kill).start()
-    assert world.find().origin.startswith("built in ")
-    holder.join()
-    waiting, compiling = capfd.readouterr().err.splitlines()
-    assert waiting.startswith("grpo_kernels: waiting for another process, which compiles the C++")
-    assert compiling.startswith("grpo_kernels: compiling the C++ kernels")
 
 
 def test_file_system_without_locks(world: World) -> None:

@@ -69,34 +69,6 @@ def test_every_loss(kind: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind"),
-    [
-        pytest.param("apart", 3, marks=quick),
-        pytest.param("together", 0, marks=slow),
-        ("together", 3),
-        ("apart", 0),
-    ],
-)
-def test_gradients_replace_logits(layout: str, kind: int) -> None:
-    """Those of `grad` and `fused` are as those written elsewhere."""
-    raw, ids = rows_of(9001)
-    n, backend = len(ids), BACKENDS[layout]
-    transform, (a, b) = make_transform(n, 9001, kind, None), torch.randn(2, n)
-    stats = backend.stats(Chunk(raw, ids, transform), entropy=True)
-    loss = make_loss(stats.logps, 9)
-
-    def in_place_and_not(write) -> Tensor:
-        x, out = raw.clone(), torch.empty_like(raw)
-        write(Chunk(raw.clone(), ids, transform), out)
-        write(Chunk(x, ids, transform), x)
-        assert torch.equal(x, out)
-        return out
-
-    in_place_and_not(lambda chunk, out: backend.grad(chunk, stats, Coefficients(a, b), out))
-    in_place_and_not(lambda chunk, out: backend.fused(chunk, loss, out))
-
-
-@pytest.mark.parametrize(
     "dtype", [pytest.param(torch.bfloat16, marks=quick), torch.float16, torch.float32]
 )
 @pytest.mark.parametrize("n", [7 * 9001, 2 * TILE])
