@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_kernels.backends.cpp_rows import build
-from tests.support.sources import ROOT
+from tests.sanitize import ROOT
 
 pytestmark = pytest.mark.unit
 

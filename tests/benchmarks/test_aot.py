@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from benchmarks.aot.checks import broken_by_code, may_spill, narrow_products, spills_in_inner_loops
 from benchmarks.aot.sass import parsed
-from tests.support.sources import ROOT
+from benchmarks.machine import ROOT
 
 ROW_KERNELS = ("stats", "grad", "fused", "diverge")
 KERNELS = (*ROW_KERNELS, "scale")
