@@ -300,6 +300,7 @@ def grpo_loss(
         sets = None
         if kept_ids is not None:
             sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
+
         # the tokens that count, and their loss
         dtype = accumulator_dtype_of(hidden, head)
         tokens = _tokens(completion_ids, completion_mask, advantages, dtype, arguments)
