@@ -19,8 +19,13 @@ from benchmarks.providers import build
 from benchmarks.run import Results, Step, measure_runs
 from benchmarks.timing import Clock
 from grpo_kernels.backends import choose_backend
-from grpo_kernels.backends.fused_loss import FusedLoss
-from grpo_kernels.backends.interface import Chunk, Coefficients, FusedRowBackend, LogitTransform
+from grpo_kernels.backends.interface import (
+    Chunk,
+    Coefficients,
+    FusedLoss,
+    FusedRowBackend,
+    LogitTransform,
+)
 
 SPREAD = 2.5  # standard deviation of the logits
 COPY_BYTES = 2 * 2**30

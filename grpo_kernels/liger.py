@@ -206,10 +206,10 @@ def _clipped(
         log_ratio = sequence_means(log_ratio, counted)
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]
     clipped = torch.zeros_like(counted)
-    if loss_type.capped is not None:
-        clipped = loss_type.capped(config, log_ratio.exp(), advantages)
-    elif loss_type.clipped is not None:
-        below, above = loss_type.clipped(config, log_ratio.exp(), log_ratio, advantages)
+    if loss_type.capped_tokens is not None:
+        clipped = loss_type.capped_tokens(config, log_ratio.exp(), advantages)
+    elif loss_type.clipped_tokens is not None:
+        below, above = loss_type.clipped_tokens(config, log_ratio.exp(), log_ratio, advantages)
         clipped = below | above
     return (clipped & counted).sum().to(logps.dtype) / counted.sum().clamp(min=1)
 

@@ -31,8 +31,10 @@ and its forward and backward are::
 Logit scale, soft-cap and rounding are left out here (`LogitTransform`). The loop is shown as the
 torch backend runs it (backends/torch_rows.py). For most losses the kernels of C++ (csrc/ops.cpp)
 and Triton (backends/triton_rows) do the five lines from z to d_logits at once, `fused`, and return
-w * l of their rows, too; `Job.fuses` and `Objective.fused_loss` say when. Rows that certainly get
-no gradient, such as those with A = 0, run through a loop of their own, without one.
+w * l of their rows, too (on-policy, without what is known of it beforehand); `Job.fuses` and
+`Objective.fused_loss` say when. Without such a kernel, the loss is evaluated for a and b of each
+chunk, and once more at the end for its value. Rows that certainly get no gradient, such as those
+with A = 0, run through a loop of their own, without one.
 
 In other engines the gradient comes later, or without a and b:
 
@@ -80,6 +82,7 @@ from grpo_kernels.base.checks import (
 from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.engine.autograd import LossWithGradient, first_order
 from grpo_kernels.engine.kept import score_kept
+from grpo_kernels.engine.passes import first_pass, scale_frozen_
 from grpo_kernels.engine.plan import (
     Job,
     Rows,
@@ -89,7 +92,6 @@ from grpo_kernels.engine.plan import (
     checked_on_all_ranks,
     plan,
 )
-from grpo_kernels.engine.sweep import first_pass, scale_frozen_
 from grpo_kernels.engine.top_k import TopKLogps, check_listed
 from grpo_kernels.engine.workspace import accumulator_of
 from grpo_kernels.head import (
@@ -322,17 +324,17 @@ def grpo_loss(
     # the loop over the rows; in one_pass and frozen it computes d hidden and d weight too
     first = first_pass(job, head_tensors, reference_tensors, row_objective)
     with torch.no_grad():
-        # the loss; of its coefficients one_pass reads none, since `first` has their gradient
+        # the loss
         evaluation = row_objective.evaluate(first.stats)
         if job.engine == "frozen":
             scale_frozen_(first, evaluation.d_logp)
-        if job.when == "later":
-            first = first._replace(coefficients=evaluation.coefficients)
         results = first.stats.logps, first.entropies
         count = _gradient_count(job, row_objective, evaluation)
         metrics = _metrics(config, tokens, *results, evaluation, count, num_items_in_batch)
         logps, entropies = map(tokens.layout.scatter, results)
-    loss = LossWithGradient.apply(job, evaluation.loss, first, reference_tensors, *head_tensors)
+    # a backward reads the coefficients only if `first` does not have their gradient
+    of_loss = evaluation.loss, first, evaluation.coefficients
+    loss = LossWithGradient.apply(job, *of_loss, reference_tensors, *head_tensors)
     return LossOutput(loss, logps, entropies, metrics, job.engine, job.backend.name)
 
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import (
     Chunk,
     Coefficients,
     DivergenceStats,
+    FusedLoss,
     LogitTransform,
     ReferenceLogits,
     RowStats,

@@ -5,10 +5,11 @@ chunk, in this order::
 
     prepare_(logits, transform)             raw logits -> the form that the backend reads
     stats(chunk, ...)    -> RowStats        log-probability, entropy, the numbers `grad` needs
-    grad(chunk, stats, a, b, out)           out = d loss / d raw logits
+    diverge(chunk, stats, reference_stats)  the divergence from a second head, if there is one
+    grad(chunk, stats, coefficients, out)   out = d loss / d raw logits
 
-If a `FusedLoss` can describe the loss and the backend fuses, ``fused`` takes the place of the last
-two. `torch_rows.TorchRows` runs anywhere and is the oracle for every other backend;
+If a `FusedLoss` can describe the loss and the backend fuses, ``fused`` takes the place of all but
+the first. `torch_rows.TorchRows` runs anywhere and is the oracle for every other backend;
 `triton_rows.rows.TritonRows` runs on a GPU, `cpp_rows.CppRows` on a CPU.
 
 The backend that `BackendName` calls x is the module ``x_rows``. Importing it compiles nothing, and

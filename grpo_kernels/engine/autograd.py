@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -23,18 +22,10 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import TOPK_LOGPS, Coefficients, RowBackend, RowStats
 from grpo_kernels.base.checks import is_one, warn_once
-from grpo_kernels.base.tensors import is_nonzero, map_tensors, take
+from grpo_kernels.base.tensors import map_tensors
+from grpo_kernels.engine.passes import FirstPass, first_pass, second_pass
 from grpo_kernels.engine.plan import Job, Objective
 from grpo_kernels.engine.remainder import check_remainder, ratio_at, split_off
-from grpo_kernels.engine.slices import sweep_slices
-from grpo_kernels.engine.sweep import (
-    FirstPass,
-    first_pass,
-    gradient_work,
-    indices_of,
-    indices_of_false,
-    sweep,
-)
 from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import HeadTensors
 from grpo_kernels.results import Scores
@@ -110,9 +101,9 @@ def _refuse() -> tuple[Tensor | None, ...]:
 class LossWithGradient(torch.autograd.Function):
     """A scalar loss of all rows' log-probabilities and entropies.
 
-    ``forward(ctx, job, loss, first, reference, *tensors)`` -> loss (), where `reference` and
-    `tensors` belong to the heads. `loss` and the first pass's result `first`, with what a backward
-    needs of it, are computed already; here the loss gets its gradient.
+    ``forward(ctx, job, loss, first, coefficients, reference, *tensors)`` -> loss (), where
+    `reference` and `tensors` belong to the heads. `loss`, its `coefficients` (n,) and the first
+    pass are computed already; here the loss gets its gradient.
     """
 
     @staticmethod
@@ -121,12 +112,13 @@ class LossWithGradient(torch.autograd.Function):
         job: Job,
         loss: Tensor,
         first: FirstPass,
+        coefficients: Coefficients,
         reference: HeadTensors | None,
         *inputs: Any,
     ) -> Tensor:
         tensors, stats = HeadTensors(*inputs), first.stats.for_gradient()
         if job.when == "later":
-            _save(ctx, job, tensors, (tensors, reference, stats, first.coefficients))
+            _save(ctx, job, tensors, (tensors, reference, stats, coefficients))
         else:
             _save(ctx, job, tensors, (first.grads, first.live_rows))
         return loss.clone()  # the copy joins the graph, `loss` must not
@@ -143,27 +135,32 @@ class LossWithGradient(torch.autograd.Function):
         else:
             (grads, indices), factor = _saved(ctx), d_loss
         gradients = _input_gradients(grads, ctx.shapes_and_dtypes, job, indices, factor)
-        return None, None, None, None, *gradients
+        return *[None] * 5, *gradients
 
 
 @first_order
 class LinearScores(torch.autograd.Function):
     """Log-probabilities, entropies and divergences from a second head, all differentiable.
 
-    ``forward(ctx, job, first, reference, *tensors)`` -> logps (N,), entropies (N,) or None,
-    divergences (N,) or None, and the extras, of which the log-probabilities of more ids (N, K) are
-    differentiable too. If the gradient for expected coefficients is stored, the backward scales it
-    by s. A second pass then adds the gradient of the remainder, upstream - s * expected, in the
-    rows where the remainder exceeds rounding (`remainder.py`).
+    ``forward(ctx, job, first, expected, reference, *tensors)`` -> logps (N,), entropies (N,) or
+    None, divergences (N,) or None, and the extras, of which the log-probabilities of more ids (N,
+    K) are differentiable too. If the gradient for `expected` coefficients is stored, the backward
+    scales it by s. A second pass then adds the gradient of the remainder, upstream - s * expected,
+    in the rows where the remainder exceeds rounding (`remainder.py`).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, job: Job, first: FirstPass, reference: HeadTensors | None, *inputs: Any
+        ctx: Any,
+        job: Job,
+        first: FirstPass,
+        expected: Coefficients | None,
+        reference: HeadTensors | None,
+        *inputs: Any,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         tensors, stats = HeadTensors(*inputs), first.stats
-        needed = tensors, reference, first._replace(stats=stats.for_gradient())
+        needed = tensors, reference, first._replace(stats=stats.for_gradient()), expected
         _save(ctx, job, tensors, None if job.when == "never" else needed)
 
         def result(x: Tensor | None) -> Tensor | None:
@@ -189,9 +186,10 @@ class LinearScores(torch.autograd.Function):
         with ctx.job.gather():
             d_topk = dict(zip(ctx.job.extras, d_extras, strict=True)).get(TOPK_LOGPS)
             upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk)
-            tensors, reference, first = _saved(ctx)
-            grads = _gradient(ctx.job, ctx.shapes_and_dtypes, tensors, reference, first, upstream)
-            return None, None, None, *grads
+            tensors, reference, first, expected = _saved(ctx)
+            of_call = ctx.job, ctx.shapes_and_dtypes, tensors, reference, first, expected
+            grads = _gradient(*of_call, upstream)
+            return None, None, None, None, *grads
 
 
 def scored(
@@ -205,25 +203,25 @@ def scored(
 ) -> Scores:
     """Run one forward, and return its results in the shape of the positions."""
     n = len(job.rows)
-    expected: dict[str, Tensor] = {}  # noted, since a caller's function may answer otherwise later
+    answers: dict[str, Tensor] = {}  # noted, since a caller's function may answer otherwise later
 
     def noted(rows: Tensor, stats: RowStats) -> Coefficients:
         coefficients = objective.coefficients_at(rows, stats)
         for name, x in coefficients._asdict().items():
             if x is not None:
-                expected.setdefault(name, x.new_zeros(n))[rows] = x
+                answers.setdefault(name, x.new_zeros(n))[rows] = x
         return coefficients
 
-    first = first_pass(job, tensors, reference, objective, noted)
+    first, expected = first_pass(job, tensors, reference, objective, noted), None
     if job.engine == "one_pass":
-        coefficients = Coefficients(**expected)
+        expected = Coefficients(**answers)
         if job.fuses and objective.fused_loss() is not None:  # known beforehand, and never asked
             every = torch.arange(n, device=job.rows.positions.device)
-            coefficients = objective.coefficients_at(every, first.stats)
-        if job.d_result(coefficients) is None:
-            coefficients = job.with_d_result(first.stats.logps.new_zeros(n), coefficients)
-        first = first._replace(coefficients=coefficients)
-    logps, entropies, divergence, *extras = LinearScores.apply(job, first, reference, *tensors)
+            expected = objective.coefficients_at(every, first.stats)
+        if job.d_result(expected) is None:
+            expected = job.with_d_result(first.stats.logps.new_zeros(n), expected)
+    of_head = job, first, expected, reference
+    logps, entropies, divergence, *extras = LinearScores.apply(*of_head, *tensors)
     results = {
         "logps": logps if has_ids else None,
         "entropies": entropies,
@@ -259,56 +257,13 @@ def scatter(x: Tensor, rows: Any, n: int) -> Tensor:
     return x.clone() if full is x else full
 
 
-def second_pass(
-    job: Job,
-    tensors: HeadTensors,
-    reference: HeadTensors | None,
-    stats: RowStats,
-    coefficients: Coefficients,
-) -> tuple[HeadTensors, Tensor]:
-    """Compute the gradient of the rows with a non-zero coefficient (n,), on logits that are
-    projected again; also return the rows' indices.
-
-    Waits for the device once, to count these rows. At least one coefficient is not None.
-    """
-    indices, coefficients = _nonzero(coefficients)
-    job = job.of_rows(indices)
-    if coefficients.d_divergence is None:  # then the reference has no part in it
-        job, reference = replace(job, reference_dtype=None), None
-    stats, coefficients = take((stats, coefficients), indices)
-    if job.order == "slices":
-        return sweep_slices(job, tensors, reference, stats, coefficients), indices
-    tensors, reference = job.converted(tensors, reference)
-    stats_of_first = lambda chunk, rows, at, out: (take(stats, at), None)  # noqa: E731
-    coefficients_of = lambda at, _: take(coefficients, at)  # noqa: E731
-    work = gradient_work(job, tensors, coefficients_of, stats_of_first, keeps=False)
-    grads = sweep(job, tensors, reference, work, job.needs_grad)[1]
-    assert grads is not None
-    return grads, indices
-
-
-def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
-    """Return the indices where any coefficient (n,) is not 0, and the coefficients.
-
-    If there are several, any that is zero everywhere becomes None.
-    """
-    nonzero = [None if x is None else is_nonzero(x) for x in coefficients]
-    present = [x for x in nonzero if x is not None]
-    if len(present) == 1 or device_of(present[0].device).is_capturing():
-        return indices_of(present[0]), coefficients
-    any_nonzero = torch.stack(present).any(dim=0)
-    count, *counts = torch.stack([any_nonzero.sum(), *(x.sum() for x in present)]).tolist()
-    next_count = iter(counts)
-    kept = (x if x is not None and next(next_count) else None for x in coefficients)
-    return indices_of_false(~any_nonzero, count), Coefficients(*kept)
-
-
 def _gradient(
     job: Job,
     shapes_and_dtypes: HeadTensors,
     tensors: HeadTensors,
     reference: HeadTensors | None,
     first: FirstPass,
+    expected: Coefficients | None,
     upstream: Coefficients,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the head's tensors; `upstream` holds the gradient of each result,
@@ -333,7 +288,8 @@ def _gradient(
         complete = alone and live_rows.shape[0] == len(rows)  # then nothing waits for the device
         any_left = not complete and check_remainder(remainder, upstream)[0]
     else:
-        factor, remainder = split_off(upstream, first.coefficients)
+        assert expected is not None
+        factor, remainder = split_off(upstream, expected)
         any_left, far = check_remainder(remainder, upstream)
         if far:  # stored and remainder are far larger than their sum, and would cancel
             warn_once(WRONG_EXPECTATION)

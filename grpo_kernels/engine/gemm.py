@@ -67,7 +67,7 @@ class Products:
         return self.weight.shape[1] * self._product_dtype.itemsize
 
     def operand(self, hidden: Tensor) -> Tensor:
-        """Return hidden states rounded to the compute dtype, in the form that the products take."""
+        """Return hidden states rounded to `operand_dtype`, in the form that the products take."""
         return hidden.to(self.operand_dtype).to(self._product_dtype)
 
     @property

@@ -27,15 +27,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends import check_backend, choose_backend
-from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import (
     Coefficients,
+    FusedLoss,
     FusedRowBackend,
     LogitTransform,
     RowBackend,
@@ -257,8 +257,9 @@ class Job:
         is known. `Objective.fused_loss` is None for losses that no kernel computes."""
         if self.shard is not None or self.rows.top_k is not None:
             return False
-        alone, backend = self.reference_dtype is None, cast(FusedRowBackend, self.backend)
-        return hasattr(backend, "fused") and (alone or backend.fuses_reference)
+        if not isinstance(self.backend, FusedRowBackend):
+            return False
+        return self.reference_dtype is None or self.backend.fuses_reference
 
     @property
     def result_is_divergence(self) -> bool:
@@ -396,10 +397,11 @@ def plan(
     if workspace_bytes is None:
         widest = head.weight if shard is None else widest_part(head.weight, shard)
         workspace_bytes = default_workspace(widest, needs_grad, memory, heads=len(weights))
+    engine = "score"
     if objective is not None:
         rows = in_range(rows, names, vocab, 0 if shard is None else shard.start)
     else:
-        serves = choose_backend("torch", hidden.device, dtype)[0]
+        serves, engine = choose_backend("torch", hidden.device, dtype)[0], "kept_sets"
     job = Job(
         rows=rows,
         needs_grad=needs_grad,
@@ -414,6 +416,7 @@ def plan(
         shard=shard,
         entropy=entropy,
         extras=extras,
+        engine=engine,
         gather=run.gather or nullcontext,
     )
     if objective is not None:
@@ -464,7 +467,7 @@ def choose_engine(name: str, job: Job, objective: Objective) -> str:
     return "score" if no_gradient else name
 
 
-def in_range(rows: Rows, names: tuple[str, str], vocab: int, first_id: int) -> Rows:
+def in_range(rows: Rows, names: tuple[str, str], vocab: int, shard_start: int) -> Rows:
     """Return `rows` with ids in range, counted from this rank's first id.
 
     Raises:
@@ -488,8 +491,8 @@ def in_range(rows: Rows, names: tuple[str, str], vocab: int, first_id: int) -> R
                 f"{names[1]}: expected ids in [0, V) = [0, {vocab}), or -1 for padding, where the "
                 f"mask counts, got {bad}"
             )
-        top_k = replace(top_k, ids=top_k.ids - first_id)
-    ids = ids - first_id if first_id else ids
+        top_k = replace(top_k, ids=top_k.ids - shard_start)
+    ids = ids - shard_start if shard_start else ids
     return replace(rows, ids=ids, invalid=invalid, top_k=top_k)
 
 

@@ -1,4 +1,4 @@
-"""The loop over the vocabulary product, chunk after chunk of rows, and the first pass of a call.
+"""The loop over the vocabulary product, chunk after chunk of rows.
 
 For each chunk of rows: project, and do the row work. For each group of chunks, whose d logits share
 one product: add up the gradients. The logits of a chunk are the only tensor with a vocabulary
@@ -9,25 +9,25 @@ written into the same memory. Three functions make the row work of a chunk::
     fused_work     statistics, loss and d logits by one kernel, if no token depends on others
     gradient_work  d logits from statistics, of this or of a first pass, and coefficients
 
-The gradient is computed in the first pass ("now") or in a second one ("later", `autograd.py`). For
-``lean`` alone the second pass is another loop, by slices of the vocabulary (`slices.py`).
+A call sweeps over its rows once or twice (`passes.py`). For ``lean`` alone the second pass is
+another loop, by slices of the vocabulary (`slices.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import (
     TOPK_LOGPS,
     Chunk,
     Coefficients,
     DivergenceStats,
+    FusedLoss,
     ReferenceLogits,
     RowStats,
 )
@@ -35,7 +35,7 @@ from grpo_kernels.base.choices import EXTRAS
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.gemm import Products
-from grpo_kernels.engine.plan import Job, Objective, Rows
+from grpo_kernels.engine.plan import Job, Rows
 from grpo_kernels.engine.ranks import widest_part
 from grpo_kernels.engine.top_k import TopKLogps
 from grpo_kernels.engine.workspace import Group, device_of, divide
@@ -45,103 +45,6 @@ Index = Tensor | slice  # index of rows: (m,) int64, or a slice
 # chunk, its rows, their index among the sweep's rows (`at`), memory for d logits (m, V) (`out`) ->
 # statistics (None if they were known), and the factor () that d logits carry in fp16
 RowWork = Callable[[Chunk, Rows, Index, Tensor | None], tuple[RowStats | None, Tensor | None]]
-
-
-class FirstPass(NamedTuple):
-    """Results of a first pass: the statistics (n,) of all rows and, if due now, a gradient.
-
-    `grads` is the gradient from the rows `live_rows` (m,), in the accumulator's dtype: of the loss
-    in one_pass, of the sum of the rows' results in frozen, and None if it is computed later. The
-    caller adds the `coefficients` (n,) that its backward needs: those of the loss if it computes
-    the gradient, those that were expected if it compares them.
-    """
-
-    stats: RowStats
-    grads: HeadTensors | None = None
-    live_rows: Tensor | None = None
-    coefficients: Coefficients = Coefficients()
-
-    @property
-    def entropies(self) -> Tensor:
-        """The entropies (n,), if the pass computed them."""
-        assert self.stats.entropies is not None
-        return self.stats.entropies
-
-
-def first_pass(
-    job: Job,
-    tensors: HeadTensors,
-    reference: HeadTensors | None,
-    objective: Objective,
-    coefficients_at: Callable[[Tensor, RowStats], Coefficients] | None = None,
-) -> FirstPass:
-    """Compute the statistics of all rows and, if due now, the gradient of the live rows.
-
-    Waits for the device once, to count the live rows, unless all rows are. `coefficients_at` takes
-    the place of the objective's.
-    """
-    coefficients_at = coefficients_at or objective.coefficients_at
-    with torch.no_grad():
-        tensors, reference = job.converted(tensors, reference)
-        if job.when != "now":
-            return FirstPass(sweep(job, tensors, reference, stats_work(job))[0])
-        n, live = len(job.rows), objective.live
-        if live is None:
-            live_rows = torch.arange(n, device=job.rows.positions.device)
-        else:
-            live_rows = indices_of(live)
-        fuses = job.engine == "one_pass" and job.fuses
-        fused_loss = objective.fused_loss() if fuses else None
-
-        def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
-            if job.engine == "frozen":
-                return job.with_d_result(torch.ones_like(stats.logps))
-            return coefficients_at(live_rows[at], stats)
-
-        # the rows with gradient, then those without
-        grad_job, grad_loss = job, fused_loss
-        if live_rows.shape[0] < n:
-            grad_job, grad_loss = job.of_rows(live_rows), take(fused_loss, live_rows)
-        work = stats_work(grad_job) if grad_loss is None else fused_work(grad_job, grad_loss)
-        # in fp16 d logits need a factor, which all coefficients of a chunk determine: `fused_work`
-        # then computes statistics and loss alone
-        if grad_loss is None or job.products(tensors.weight).scales_gradient:
-            work = gradient_work(grad_job, tensors, coefficients_of, work)
-        stats, grads = sweep(grad_job, tensors, reference, work, job.needs_grad, grad_loss)
-        if live is not None and live_rows.shape[0] < n:
-            others = indices_of_false(live, n - live_rows.shape[0])
-            stats = _with_others(job, tensors, reference, fused_loss, (live_rows, stats), others)
-        return FirstPass(stats, grads, live_rows)
-
-
-def _with_others(
-    job: Job,
-    tensors: HeadTensors,
-    reference: HeadTensors | None,
-    fused_loss: FusedLoss | None,
-    done: tuple[Tensor, RowStats],
-    others: Tensor,
-) -> RowStats:
-    """Return the statistics of all rows: of the `done` ones, at an index, and of the `others`,
-    which get no gradient."""
-    (index, stats), job_of_others, loss_of_others = (
-        done,
-        job.of_rows(others),
-        take(fused_loss, others),
-    )
-    work = stats_work(job_of_others)
-    if loss_of_others is not None:
-        work = fused_work(job_of_others, loss_of_others)
-    more = sweep(job_of_others, tensors, reference, work, fused_loss=loss_of_others)[0]
-    both = concatenated(job, [stats, more], stats.logps, fused_loss)
-    return take(both, torch.cat([index, others]).argsort())
-
-
-def scale_frozen_(first: FirstPass, d_logp: Tensor) -> None:
-    """With a frozen head, turn the gradient of each row's log-probability into the loss's, in
-    place."""
-    assert first.grads is not None
-    first.grads.hidden.mul_(d_logp[first.live_rows, None])
 
 
 def stats_work(job: Job) -> RowWork:

@@ -637,7 +637,7 @@ _UNUSED = "not used by loss_type = {!r}; leave it out"
 def _unread(config: LossConfig) -> tuple[str, ...]:
     """Return the fields that are set and that only other loss types read."""
     read = loss_type_of(config).reads
-    if loss_type_of(config).capped is not None and config.epsilon_high is None:
+    if loss_type_of(config).capped_tokens is not None and config.epsilon_high is None:
         read = ("epsilon",)  # the cap then
     of_others = {name for x in LOSSES.values() for name in x.reads}.difference(read)
     if not loss_type_of(config).masks:
@@ -662,7 +662,7 @@ def warn_of_loss(config: LossConfig, *, on_policy: bool) -> None:
     for name in unread:
         warn_once(f"{name}: {_UNUSED.format(config.loss_type)}")
     low, high = config.epsilon, config.clip_high
-    if loss_type_of(config).capped is not None and high < 1.0:
+    if loss_type_of(config).capped_tokens is not None and high < 1.0:
         warn_once(
             f"epsilon_high: in {config.loss_type!r} it is the cap on the ratio itself, so {high:g} "
             "caps nearly every token; pass 5 (presets.CISPO)"
@@ -672,7 +672,7 @@ def warn_of_loss(config: LossConfig, *, on_policy: bool) -> None:
             f"delta: {config.delta:g} is below the clip range's bound, 1 + epsilon_high = "
             f"{1.0 + high:g}, and lowers ratios within it; INTELLECT-2's is 4"
         )
-    if on_policy or loss_type_of(config).clipped is not outside_range:  # of a ratio
+    if on_policy or loss_type_of(config).clipped_tokens is not outside_range:  # of a ratio
         return
     if config.epsilon_high is not None and high >= 1.0:
         warn_once(

@@ -146,8 +146,8 @@ class LossType:
     corrects_kl: bool = True  # the KL estimate may be multiplied by the ratio
 
     # for metrics: the tokens that are clipped (below a range, above it), and the capped ones
-    clipped: Callable[[Config, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    capped: Callable[[Config, Tensor, Tensor], Tensor] | None = None
+    clipped_tokens: Callable[[Config, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    capped_tokens: Callable[[Config, Tensor, Tensor], Tensor] | None = None
     phi: Callable[..., Tensor] | None = None  # a formula: argument, advantages, constants -> (n,)
 
     @property
@@ -177,20 +177,30 @@ CLIP = ("epsilon", "epsilon_high", "delta")
 LOSSES = {
     loss.name: loss
     for loss in (
-        LossType("grpo", "clipped", clip_range, CLIP, "sequence_mean", clipped=outside_range),
-        LossType("bnpo", "clipped", clip_range, CLIP, "token_mean", clipped=outside_range),
-        LossType("dr_grpo", "clipped", clip_range, CLIP, "max_length", clipped=outside_range),
-        LossType("dapo", "clipped", clip_range, CLIP, "num_items", clipped=outside_range),
+        LossType(
+            "grpo", "clipped", clip_range, CLIP, "sequence_mean", clipped_tokens=outside_range,
+        ),
+        LossType(
+            "bnpo", "clipped", clip_range, CLIP, "token_mean", clipped_tokens=outside_range,
+        ),
+        LossType(
+            "dr_grpo", "clipped", clip_range, CLIP, "max_length", clipped_tokens=outside_range,
+        ),
+        LossType(
+            "dapo", "clipped", clip_range, CLIP, "num_items", clipped_tokens=outside_range,
+        ),
         LossType(
             "cispo", "cispo", lambda c: (c.clip_high,), ("epsilon_high",), "num_items",
             is_linear=True,
-            capped=lambda c, ratio, advantages: (ratio > c.clip_high) & (advantages > 0),
+            capped_tokens=lambda c, ratio, advantages: (ratio > c.clip_high) & (advantages > 0),
         ),
         LossType(
             "sapo", "sapo", lambda c: (c.sapo_temperature_pos, c.sapo_temperature_neg),
             ("sapo_temperature_pos", "sapo_temperature_neg"), "sequence_mean",
         ),
-        LossType("luspo", "clipped", clip_range, CLIP, "sequence_sum", clipped=outside_range),
+        LossType(
+            "luspo", "clipped", clip_range, CLIP, "sequence_sum", clipped_tokens=outside_range,
+        ),
         LossType(
             "vespo", "vespo", vespo_shape,
             ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "num_items",
@@ -198,7 +208,8 @@ LOSSES = {
         ),
         LossType(
             "gmpo", "unclipped", lambda _: (), CLIP[:2], "sequence_mean", log_ratio=clipped_mean,
-            importance_ratio=None, masks=False, corrects_kl=False, clipped=outside_log_range,
+            importance_ratio=None, masks=False, corrects_kl=False,
+            clipped_tokens=outside_log_range,
         ),
     )
 }  # fmt: skip

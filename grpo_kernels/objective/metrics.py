@@ -103,12 +103,12 @@ def loss_metrics(
         mean_of("ratio", ratios, by_sequence or not of_level, empty=1.0)
         if inputs.phi is not None:
             mean_of("vespo/phi_seq_mean", inputs.phi, tokens.advantages_per_sequence, empty=1.0)
-        if loss_type.capped is not None:
-            capped = loss_type.capped(config, ratios, tokens.advantages)
+        if loss_type.capped_tokens is not None:
+            capped = loss_type.capped_tokens(config, ratios, tokens.advantages)
             mean_of("cispo_clip_ratio", capped, counts_sequences)
-        if loss_type.clipped is not None:
+        if loss_type.clipped_tokens is not None:
             both = ratios, inputs.token_log_ratio
-            low, high = loss_type.clipped(config, *both, tokens.advantages)
+            low, high = loss_type.clipped_tokens(config, *both, tokens.advantages)
             mean_of("clip_ratio/low_mean", low, counts_sequences)
             mean_of("clip_ratio/high_mean", high, counts_sequences)
             mean_of("clip_ratio/region_mean", low | high, counts_sequences)

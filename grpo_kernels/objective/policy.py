@@ -56,8 +56,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times
-from grpo_kernels.backends.fused_loss import FusedLoss
-from grpo_kernels.backends.interface import TOPK_LOGPS, Coefficients, RowStats
+from grpo_kernels.backends.interface import TOPK_LOGPS, Coefficients, FusedLoss, RowStats
 from grpo_kernels.base.tensors import bounded, is_nonzero, quantile, scored_difference
 from grpo_kernels.objective.config import (
     LossConfig,
@@ -325,9 +324,16 @@ class PolicyObjective:
             at_one = self._at_ratio_one.metric_inputs
             if not self.loss_type.is_linear:
                 policy_loss = policy_loss + self._at_ratio_one.policy_loss
-        both = terms["log_ratio"], terms["log_ratio"], terms.get("kl")
-        of_one = (None, None) if at_one is None else (at_one.phi, at_one.near_policy)
-        metric_inputs = MetricInputs(*both, *of_one, *self._sampling_terms(None))
+        ratio, difference = self._sampling_terms(None)
+        metric_inputs = MetricInputs(
+            log_ratio=terms["log_ratio"],
+            token_log_ratio=terms["log_ratio"],
+            kl=terms.get("kl"),
+            phi=None if at_one is None else at_one.phi,
+            near_policy=None if at_one is None else at_one.near_policy,
+            importance_sampling_ratio=ratio,
+            sampling_difference=difference,
+        )
         return policy_loss, terms["d_logp"], metric_inputs
 
     def _centering(
@@ -388,9 +394,17 @@ class PolicyObjective:
             a = a + kl_a
         if kl is not None:
             loss = loss + config.beta * kl
-        sampling = self._sampling_terms(logps)
-        inputs = log_ratio.value, token_log_ratio, kl, phi, near_policy, *sampling
-        return loss, a, MetricInputs(*inputs)
+        ratio, difference = self._sampling_terms(logps)
+        metric_inputs = MetricInputs(
+            log_ratio=log_ratio.value,
+            token_log_ratio=token_log_ratio,
+            kl=kl,
+            phi=phi,
+            near_policy=near_policy,
+            importance_sampling_ratio=ratio,
+            sampling_difference=difference,
+        )
+        return loss, a, metric_inputs
 
     def _sampling_terms(self, logps: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return the importance sampling ratio; and old - sampling logps, NaN included, if the

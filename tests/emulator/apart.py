@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from grpo_kernels.backends.fused_loss import FusedLoss
-from grpo_kernels.backends.interface import Chunk, Coefficients, RowStats
+from grpo_kernels.backends.interface import Chunk, Coefficients, FusedLoss, RowStats
 from grpo_kernels.backends.triton_rows.rows import TritonRows
 
 MULTIPLE = 64

@@ -11,11 +11,11 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import (
     Chunk,
     Coefficients,
     DivergenceStats,
+    FusedLoss,
     LogitTransform,
     ReferenceLogits,
 )

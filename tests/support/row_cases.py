@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.formulas import ESTIMATORS
-from grpo_kernels.backends.fused_loss import FusedLoss
 from grpo_kernels.backends.interface import (
     Chunk,
     DivergenceStats,
+    FusedLoss,
     LogitTransform,
     ReferenceLogits,
     RowBackend,

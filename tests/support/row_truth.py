@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times
-from grpo_kernels.backends.fused_loss import FusedLoss
-from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.backends.interface import FusedLoss, LogitTransform, RowStats
 from tests.support import reference_terms
 from tests.support.row_cases import tensors_of
 

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.fused_loss import LOSS_TERMS, FusedLoss
 from grpo_kernels.backends.interface import (
+    LOSS_TERMS,
     Chunk,
     Coefficients,
     DivergenceStats,
+    FusedLoss,
     FusedRowBackend,
     LogitTransform,
     RowBackend,

@@ -9,8 +9,13 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from grpo_kernels.backends.fused_loss import FusedLoss
-from grpo_kernels.backends.interface import Chunk, Coefficients, FusedRowBackend, RowStats
+from grpo_kernels.backends.interface import (
+    Chunk,
+    Coefficients,
+    FusedLoss,
+    FusedRowBackend,
+    RowStats,
+)
 from grpo_kernels.backends.triton_rows.device import RowConfig, arch_of, on, row_config
 from grpo_kernels.backends.triton_rows.divergence import launch_diverge
 from grpo_kernels.backends.triton_rows.fused import launch_fused

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.backends.formulas import times
-from grpo_kernels.backends.fused_loss import FusedLoss
-from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.interface import Chunk, FusedLoss, RowStats
 from tests.support.row_cases import ON_POLICY, PLAIN, same
 from tests.support.surrogate_suite import EACH, INF, NAN, Constants, SurrogateSuite
 

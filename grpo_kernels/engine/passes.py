@@ -1,0 +1,169 @@
+"""The two passes of a call over its rows: the forward's, and the one that a backward may need.
+
+The first pass computes each row's statistics and, in the engines one_pass and frozen, the gradient
+on the same logits. The second projects the rows with a coefficient other than 0 again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.interface import Coefficients, FusedLoss, RowStats
+from grpo_kernels.base.tensors import is_nonzero, take
+from grpo_kernels.engine.plan import Job, Objective
+from grpo_kernels.engine.slices import sweep_slices
+from grpo_kernels.engine.sweep import (
+    Index,
+    concatenated,
+    fused_work,
+    gradient_work,
+    indices_of,
+    indices_of_false,
+    stats_work,
+    sweep,
+)
+from grpo_kernels.engine.workspace import device_of
+from grpo_kernels.head import HeadTensors
+
+
+class FirstPass(NamedTuple):
+    """Results of a first pass: the statistics (n,) of all rows and, if due now, a gradient.
+
+    `grads` is the gradient from the rows `live_rows` (m,), in the accumulator's dtype: of the loss
+    in one_pass, of the sum of the rows' results in frozen, and None if it is computed later.
+    """
+
+    stats: RowStats
+    grads: HeadTensors | None = None
+    live_rows: Tensor | None = None
+
+    @property
+    def entropies(self) -> Tensor:
+        """The entropies (n,), if the pass computed them."""
+        assert self.stats.entropies is not None
+        return self.stats.entropies
+
+
+def first_pass(
+    job: Job,
+    tensors: HeadTensors,
+    reference: HeadTensors | None,
+    objective: Objective,
+    coefficients_at: Callable[[Tensor, RowStats], Coefficients] | None = None,
+) -> FirstPass:
+    """Compute the statistics of all rows and, if due now, the gradient of the live rows.
+
+    Waits for the device once, to count the live rows, unless all rows are. `coefficients_at` takes
+    the place of the objective's.
+    """
+    coefficients_at = coefficients_at or objective.coefficients_at
+    with torch.no_grad():
+        tensors, reference = job.converted(tensors, reference)
+        if job.when != "now":
+            return FirstPass(sweep(job, tensors, reference, stats_work(job))[0])
+        n, live = len(job.rows), objective.live
+        if live is None:
+            live_rows = torch.arange(n, device=job.rows.positions.device)
+        else:
+            live_rows = indices_of(live)
+        fuses = job.engine == "one_pass" and job.fuses
+        fused_loss = objective.fused_loss() if fuses else None
+
+        def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
+            if job.engine == "frozen":
+                return job.with_d_result(torch.ones_like(stats.logps))
+            return coefficients_at(live_rows[at], stats)
+
+        # the rows with gradient, then those without
+        grad_job, grad_loss = job, fused_loss
+        if live_rows.shape[0] < n:
+            grad_job, grad_loss = job.of_rows(live_rows), take(fused_loss, live_rows)
+        work = stats_work(grad_job) if grad_loss is None else fused_work(grad_job, grad_loss)
+        # in fp16 d logits need a factor, which all coefficients of a chunk determine: `fused_work`
+        # then computes statistics and loss alone
+        if grad_loss is None or job.products(tensors.weight).scales_gradient:
+            work = gradient_work(grad_job, tensors, coefficients_of, work)
+        stats, grads = sweep(grad_job, tensors, reference, work, job.needs_grad, grad_loss)
+        if live is not None and live_rows.shape[0] < n:
+            others = indices_of_false(live, n - live_rows.shape[0])
+            stats = _with_others(job, tensors, reference, fused_loss, (live_rows, stats), others)
+        return FirstPass(stats, grads, live_rows)
+
+
+def _with_others(
+    job: Job,
+    tensors: HeadTensors,
+    reference: HeadTensors | None,
+    fused_loss: FusedLoss | None,
+    done: tuple[Tensor, RowStats],
+    others: Tensor,
+) -> RowStats:
+    """Return the statistics of all rows: of the `done` ones, at an index, and of the `others`,
+    which get no gradient."""
+    (index, stats), job_of_others, loss_of_others = (
+        done,
+        job.of_rows(others),
+        take(fused_loss, others),
+    )
+    work = stats_work(job_of_others)
+    if loss_of_others is not None:
+        work = fused_work(job_of_others, loss_of_others)
+    more = sweep(job_of_others, tensors, reference, work, fused_loss=loss_of_others)[0]
+    both = concatenated(job, [stats, more], stats.logps, fused_loss)
+    return take(both, torch.cat([index, others]).argsort())
+
+
+def scale_frozen_(first: FirstPass, d_logp: Tensor) -> None:
+    """With a frozen head, turn the gradient of each row's log-probability into the loss's, in
+    place."""
+    assert first.grads is not None
+    first.grads.hidden.mul_(d_logp[first.live_rows, None])
+
+
+def second_pass(
+    job: Job,
+    tensors: HeadTensors,
+    reference: HeadTensors | None,
+    stats: RowStats,
+    coefficients: Coefficients,
+) -> tuple[HeadTensors, Tensor]:
+    """Compute the gradient of the rows with a non-zero coefficient (n,), on logits that are
+    projected again; also return the rows' indices.
+
+    Waits for the device once, to count these rows. At least one coefficient is not None.
+    """
+    indices, coefficients = _nonzero(coefficients)
+    job = job.of_rows(indices)
+    if coefficients.d_divergence is None:  # then the reference has no part in it
+        job, reference = replace(job, reference_dtype=None), None
+    stats, coefficients = take((stats, coefficients), indices)
+    if job.order == "slices":
+        return sweep_slices(job, tensors, reference, stats, coefficients), indices
+    tensors, reference = job.converted(tensors, reference)
+    stats_of_first = lambda chunk, rows, at, out: (take(stats, at), None)  # noqa: E731
+    coefficients_of = lambda at, _: take(coefficients, at)  # noqa: E731
+    work = gradient_work(job, tensors, coefficients_of, stats_of_first, keeps=False)
+    grads = sweep(job, tensors, reference, work, job.needs_grad)[1]
+    assert grads is not None
+    return grads, indices
+
+
+def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
+    """Return the indices where any coefficient (n,) is not 0, and the coefficients.
+
+    If there are several, any that is zero everywhere becomes None.
+    """
+    nonzero = [None if x is None else is_nonzero(x) for x in coefficients]
+    present = [x for x in nonzero if x is not None]
+    if len(present) == 1 or device_of(present[0].device).is_capturing():
+        return indices_of(present[0]), coefficients
+    any_nonzero = torch.stack(present).any(dim=0)
+    count, *counts = torch.stack([any_nonzero.sum(), *(x.sum() for x in present)]).tolist()
+    next_count = iter(counts)
+    kept = (x if x is not None and next(next_count) else None for x in coefficients)
+    return indices_of_false(~any_nonzero, count), Coefficients(*kept)
