@@ -4,7 +4,6 @@ divergence of both models' own logits."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -131,9 +130,8 @@ def test_a_larger_vocabulary_and_options() -> None:
         torch.testing.assert_close(got[counts].double(), want[counts], rtol=1e-5, atol=1e-5)
 
 
-def test_a_teacher_with_dropout_is_warned_of_in_train_mode(
-    forget_warnings: Callable[[], None],
-) -> None:
+@pytest.mark.usefixtures("forget_warnings")
+def test_a_teacher_with_dropout_is_warned_of_in_train_mode() -> None:
     own, other = models("llama", "llama", torch.float32)
     ids, attention_mask = text_batch()
     inputs = ids, attention_mask, last_columns(attention_mask)

@@ -110,7 +110,7 @@ def of_one_process(
     return losses, logps, {name: x.grad.clone() for name, x in model.named_parameters()}
 
 
-def wrapped(wrap: str, model: Any) -> Any:
+def wrapped(wrap: str, model: Any, layers: Any = None) -> Any:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
@@ -122,7 +122,7 @@ def wrapped(wrap: str, model: Any) -> Any:
         return DistributedDataParallel(model, static_graph="static" in wrap)
     if wrap.startswith("ZeRO"):
         return zero3.divided(model)
-    for layer in model.model.layers:
+    for layer in model.model.layers if layers is None else layers:
         fully_shard(layer, reshard_after_forward=True)
     for name in ("trunk", "head"):
         if name in wrap:
@@ -176,6 +176,40 @@ def test_ddp_and_fsdp2(ranks: Ranks) -> None:
 def test_zero3() -> None:
     with Ranks() as made:
         check(ZERO3_JOBS, made.run(run_all, ZERO3_JOBS))
+
+
+def autocast(rank: int, world_size: int, has_lora: bool) -> list[Any]:
+    """(loss, gradients) of three steps in bf16 autocast, padded and by default."""
+    found = []
+    for options in (PADDED, {}):
+        model: Any = tiny_models.model("qwen3").train()
+        layers = model.model.layers
+        if has_lora:
+            import peft
+
+            torch.manual_seed(3)
+            fields = {"target_modules": ["q_proj", "v_proj", "up_proj"], "init_lora_weights": False}
+            model = peft.get_peft_model(model, peft.LoraConfig(r=4, **fields))
+        around, steps = wrapped("FSDP2", model, layers), []
+        for _ in range(3):
+            around.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(around, batch(rank), **options).loss
+            loss.backward()
+            steps.append((loss.detach(), gradients_of(around)))
+        found.append(steps)
+    return found
+
+
+@pytest.mark.parametrize("has_lora", [False, True])
+def test_a_cast_made_without_graph_takes_no_gradient(has_lora: bool, ranks: Ranks) -> None:
+    for padded, by_default in ranks.run(autocast, has_lora):
+        for (want, expected), (loss, gradients) in zip(padded, by_default, strict=True):
+            assert abs(loss - want) < 0.02
+            for name, x in expected.items():
+                got = gradients[name]
+                assert got is not None, f"{name}: no gradient"
+                assert (got - x).norm() <= 0.1 * x.norm() + 1e-4, name
 
 
 def hooks_on_one_rank(rank: int, world_size: int) -> list[bool]:

@@ -254,20 +254,6 @@ def test_what_is_handed_over_gives_the_models_log_probabilities(
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_no_logits_are_made_once_the_head_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids, attention_mask, _ = scene("qwen3")
-    plain = model(input_ids=ids, attention_mask=attention_mask)
-    with head_inputs(model):
-        model(input_ids=ids, attention_mask=attention_mask)
-    monkeypatch.setattr(model.lm_head, "forward", lambda *_: pytest.fail("the head has projected"))
-    layers = {"output_hidden_states": True}
-    with head_inputs(model) as found:
-        output = model(input_ids=ids, attention_mask=attention_mask, **layers)
-    torch.testing.assert_close(output.hidden_states[-1], found.hidden)
-    monkeypatch.undo()
-    assert torch.equal(model(input_ids=ids, attention_mask=attention_mask).logits, plain.logits)
-
-
 def test_one_forward_is_expected() -> None:
     """A call within another is refused; the outer one goes on, and the model is as before."""
     model, ids, *_ = scene()

@@ -116,19 +116,6 @@ def test_buffers_and_attributes_are_those_of_one_padded_forward() -> None:
     assert_same(found[1][3], found[0][3])
 
 
-def test_autocasts_cache_gets_no_entry() -> None:
-    """Else a cast made without graph would take the gradient of the caller's own forward."""
-    given, found = batch(), []
-    for options in (PADDED, {}):
-        model = llama()
-        with torch.autocast("cpu", torch.bfloat16):
-            for _ in range(2):  # in one region
-                _, gradients = loss_of(model, given, **options)
-        found.append(gradients)
-    for name, want in found[0].items():
-        assert ((found[1][name] - want).norm() / want.norm()) < 0.1, name
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_around_the_first_call_recomputes_the_same(reentrant: bool) -> None:
     model, given = llama(), batch()
@@ -338,11 +325,6 @@ def test_a_body_without_a_config_runs_as_given() -> None:
     model = llama()
     model.model = Body(model.model)
     assert_right(model, batch(), "config")
-
-
-def test_deep_models_in_sixteen_bits_keep_the_tree() -> None:
-    model = tiny.text_model("llama", torch.bfloat16, num_hidden_layers=24)
-    assert is_a_tree(model, batch())
 
 
 def test_types_of_tokens_that_differ_are_no_tree() -> None:

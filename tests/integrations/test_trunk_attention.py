@@ -159,16 +159,6 @@ def test_attention_that_is_replaced_later_gives_way(monkeypatch: pytest.MonkeyPa
     assert_right(model, given, "0 calls of its layers", "layout='trim' is used")
 
 
-def test_without_segments_the_wrapper_does_nothing() -> None:
-    model = model_of("qwen3", "sdpa")
-    ids = torch.arange(3, 15)[None]
-    before = model(input_ids=ids).logits
-    loss_of(model, batch())
-    assert torch.equal(model(input_ids=ids).logits, before)
-    module = ALL_ATTENTION_FUNCTIONS["sdpa"].__module__  # by which DeepSpeed's is told
-    assert module == "transformers.integrations.sdpa_attention"
-
-
 def test_parts_cost_the_least_of_all() -> None:
     draw = random.Random(3)
 

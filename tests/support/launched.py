@@ -1,5 +1,4 @@
-"""Run a script as a process of `accelerate launch` on GPUs, but on a CPU: ``launched.py SCRIPT
-OPTIONS...``."""
+"""``launched.py SCRIPT OPTIONS...``: a process of `accelerate launch` on GPUs, but on a CPU."""
 
 from __future__ import annotations
 
