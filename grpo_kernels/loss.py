@@ -496,6 +496,7 @@ def policy_loss_from_logps(
     check_shape("entropies", entropies, ("logps.shape", tuple(logps.shape)))
     no_ids, dtype = torch.zeros_like(logps, dtype=torch.long), accumulator_of(logps.dtype)
     tokens = _tokens(no_ids, completion_mask, advantages, dtype, arguments)
+    check_logps("logps", logps.detach().reshape(-1)[tokens.layout.positions])
     row_objective = _row_objective(config, objective, tokens, num_items_in_batch)
     return _loss_of_logps(
         config, row_objective, tokens, logps, entropies, num_items_in_batch, "given"

@@ -312,6 +312,8 @@ def linear_divergence(
     with checked_on_all_ranks("linear_divergence", head.process_group, arguments) as ranks:
         if teacher is None:
             raise TypeError("teacher: expected (hidden, head), got NoneType")
+        if not isinstance(entropy, bool):
+            raise TypeError(f"entropy: expected a bool, got {entropy!r}")
         hidden, head, both = read_heads(hidden, head, both, prefix="teacher.")
         if completion_ids is not None:
             check_ids("completion_ids", completion_ids, hidden)

@@ -354,11 +354,11 @@ def check_finite(name: str, rows: Tensor) -> None:
 
 def check_logps(name: str, rows: Tensor | None) -> None:
     """Require what looks like log-probabilities (n,), on a CPU. If any is below 0, others may be
-    above, where rounding may put a token that is nearly certain. NaN passes from a sampler alone,
-    which could not score the token; elsewhere it would make the loss NaN."""
+    above, where rounding may put a token that is nearly certain. NaN passes from a sampler, which
+    could not score the token, and in the policy's own `logps`, where it makes the loss NaN."""
     if rows is None or rows.device.type != "cpu" or rows.numel() == 0:
         return
-    if not name.startswith("sampling"):
+    if not name.startswith("sampling") and name != "logps":
         _check_no_nan(name, rows, "mask them, or look for NaN in the model that scored them")
     if bool((rows < 0).any()):
         return

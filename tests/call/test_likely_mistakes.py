@@ -112,6 +112,10 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "teacher.head: ... call causal_lm_divergence(student"),
     (lambda: linear_divergence(HIDDEN, WEIGHT, (LOGITS, WEIGHT)), ValueError,
      "teacher.hidden: expected ...: these look like logits"),
+    (lambda: linear_divergence(HIDDEN, WEIGHT, (HIDDEN, WEIGHT), entropy="full"),  # type: ignore
+     TypeError, "entropy: expected a bool, got 'full'"),
+    (lambda: given_loss(logps=-LOGPS), ValueError,
+     "logps: expected log-probabilities, <= 0 ...: take the logarithm of probabilities"),
     (lambda: linear_divergence(HIDDEN, WEIGHT, None), TypeError,  # type: ignore[arg-type]
      "teacher: expected (hidden, head), got NoneType"),
     (lambda: objectives.gspo, HINT, "...presets.GSPO is that loss"),
