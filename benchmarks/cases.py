@@ -183,12 +183,7 @@ def make_inputs(case: BenchCase, device: torch.device) -> Inputs:
 
 
 def policy_loss(inputs: Inputs, logps: Tensor, entropies: Tensor | None = None) -> Tensor:
-    """The loss of per-token `logps` (B, T) in plain torch: what a trainer puts behind a fused
-    log-probability.
-
-    Raises:
-        Absence: the case chooses tokens by entropy, and there are no `entropies` (B, T).
-    """
+    """The loss of per-token `logps` (B, T) in plain torch, behind a fused log-probability."""
     case, mask = inputs.case, inputs.mask.to(logps.dtype)
     old = logps.detach() if inputs.old is None else inputs.old.to(logps.dtype)
     advantages = inputs.advantages[:, None].to(logps.dtype)

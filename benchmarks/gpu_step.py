@@ -18,20 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import timing
+from benchmarks import groups, timing
 from benchmarks.cases import Absence
-from benchmarks.groups import (
-    PADDED,
-    TOY_HYBRID,
-    TOY_SHAPES,
-    TOY_SIZE,
-    TREE,
-    Shape,
-    Size,
-    gradient,
-    group,
-    step,
-)  # fmt: skip
+from benchmarks.groups import PADDED, TREE, Shape, Size, gradient, step
 from benchmarks.memory import MIB, Peak
 from benchmarks.run import Results, measure_runs
 from benchmarks.timing import Clock
@@ -43,9 +32,9 @@ SHAPES = (Shape(256, 1024, 8), Shape(1024, 2048, 8), Shape(4096, 1024, 16), Shap
 LAYOUTS = (PADDED, "trim", TREE)
 # name: model, attention, the package that it needs
 MODELS = {
-    "sdpa": (SIZE, TOY_SIZE, "sdpa", None),
-    "flash_attention_2": (SIZE, TOY_SIZE, "flash_attention_2", "flash_attn"),
-    "hybrid": (HYBRID, TOY_HYBRID, "sdpa", None),
+    "sdpa": (SIZE, groups.TOY_SIZE, "sdpa", None),
+    "flash_attention_2": (SIZE, groups.TOY_SIZE, "flash_attention_2", "flash_attn"),
+    "hybrid": (HYBRID, groups.TOY_HYBRID, "sdpa", None),
 }
 LIMIT = 120.0  # seconds, after which a layout of a shape hangs
 # an error may be that many times the padded batch's in bf16, and the floor
@@ -56,7 +45,7 @@ def measure_layouts(
     device: torch.device, results: Results, until: float, *, toy: bool = False
 ) -> None:
     """Write ``layouts``, by attention and shape, after each; past `until` no shape is begun."""
-    shapes = TOY_SHAPES if toy else SHAPES
+    shapes = groups.TOY_SHAPES if toy else SHAPES
     longest = max(x.prompt + x.completion for x in shapes)
     for name, (full, small, attention, package) in MODELS.items():
         with results.noting("layouts", name):
@@ -65,7 +54,7 @@ def measure_layouts(
             size = small if toy else full
             # made in bf16, as transformers loads models: frequencies of RoPE stay in fp32
             model = size.model(longest, dtype=torch.bfloat16).float().to(device)
-            inputs = group(model, shapes[0])
+            inputs = groups.group(model, shapes[0])
             loss = step(model, inputs, PADDED).loss.item()
             truth = Truth(inputs, loss, gradient(model))
             model = size.model(longest, dtype=torch.bfloat16, attn_implementation=attention)
@@ -77,7 +66,7 @@ def measure_layouts(
                     continue
                 with results.noting(*at):
                     first = truth if shape == shapes[0] else None
-                    inputs = group(model, shape) if first is None else first.inputs
+                    inputs = groups.group(model, shape) if first is None else first.inputs
                     right = _checked(model, inputs, results, at, first)
                     with results.noting(*at, seconds=LIMIT):
                         measure_runs(right, Clock(device), results, at, once=toy)

@@ -53,12 +53,7 @@ class Size:
     linear_dim: int = 0  # of a hybrid's linear heads, as many as `heads`; 0: no hybrid
 
     def model(self, longest: int, **options: Any) -> PreTrainedModel:
-        """The model with random weights, the same each time, for sequences of at most `longest`
-        tokens.
-
-        Args:
-            options: of transformers' ``from_config``: dtype, attn_implementation.
-        """
+        """With random weights, the same each time, for sequences of at most `longest` tokens."""
         torch.manual_seed(0)
         fields: dict[str, Any] = {
             "hidden_size": self.hidden, "intermediate_size": self.intermediate,

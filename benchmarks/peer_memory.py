@@ -16,11 +16,8 @@ LIGER_ROWS, LIGER_COLUMNS = 2048, 4096  # of Liger 0.8.5's loss, a sequence afte
 
 
 def estimate(size: Size, *, softcap: bool = False, length: int = 1024) -> list[Need]:
-    """Return the needs of all logits, TRL and Liger, for sequences of `length` tokens; Liger has
-    none where it cannot.
-
-    It has no soft-cap, and gives no log-probabilities without a loss.
-    """
+    """The needs of all logits, TRL and Liger, for sequences of `length` tokens; Liger's loss has no
+    soft-cap, and gives no log-probabilities without a loss."""
     liger_ = [] if size.score or softcap else [liger(size, min(length, size.rows))]
     return [all_logits(size, softcap), trl(size, softcap), *liger_]
 

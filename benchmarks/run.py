@@ -63,12 +63,8 @@ class Results:
 
     @contextmanager
     def noting(self, *path: str, seconds: float | None = None) -> Iterator[None]:
-        """Write whatever goes wrong within at `path`, and no more; after `seconds` the process ends
-        with a traceback.
-
-        Raises:
-            DeviceLost: an error such as an illegal address, which stays with the process.
-        """
+        """Write whatever goes wrong within at `path`, unless the device is lost; after `seconds`
+        the process ends with a traceback."""
         if seconds is not None:
             faulthandler.dump_traceback_later(seconds, exit=True)
         try:
@@ -121,27 +117,17 @@ def finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class How:
-    """How cases are measured.
-
-    Attributes:
-        device: where.
-        backend: of ours.
-        one_by_one: time each provider with ours and the products alone, so that one that crashes
-            costs none that was measured before, and a ratio is of the same minute; else all in the
-            same rounds.
-        flush: overwrite the L2 cache before each step.
-        once: one round, and no step to warm up.
-        seconds: of the rounds of one provider, after the first few.
-        until: ``time.time()`` after which no provider is begun.
-    """
+    """How cases are measured."""
 
     device: torch.device = CPU
     backend: str = "auto"
+    # each provider with ours and the products alone: one that crashes costs none that was measured
+    # before, and a ratio is of the same minute; else all in the same rounds
     one_by_one: bool = False
-    flush: bool = False
+    flush: bool = False  # the L2 cache, before each step
     once: bool = False
-    seconds: float = math.inf
-    until: float = math.inf
+    seconds: float = math.inf  # of the rounds of one provider, after the first few
+    until: float = math.inf  # ``time.time()`` after which no provider is begun
 
 
 class Step:
@@ -164,11 +150,9 @@ def beyond(peak: Peak, inputs: Inputs) -> float | None:
 
 
 def check(name: str, step: Step, inputs: Inputs, want: Reference) -> dict[str, Any]:
-    """Run the first call: ``status`` "checked" or "wrong", the errors, and counted operations in
-    NVH.
+    """Run the first call: ``status`` "checked" or "wrong", errors, and counted operations in NVH.
 
-    Products have no result to compare. In the part "accuracy" a peer's errors are what is measured,
-    however large.
+    In the part "accuracy" a peer's errors are what is measured, however large.
     """
     provider, case = named(name), inputs.case
     inputs.clear_gradients()

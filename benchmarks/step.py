@@ -53,20 +53,11 @@ MOST = tuple(name for name in EVERY if name != ALL_OPTIONS)
 
 @dataclass(frozen=True)
 class Scene:
-    """A model, its batches, and the variants that train it.
-
-    Attributes:
-        prompt: fewest and most tokens of a prompt.
-        completion: median and most tokens of a completion; lengths are log-normal of deviation
-            `sigma`.
-        generated: micro-batches that TRL generates at once, and shuffles; None: those of a step.
-        steps: optimizer steps of a training, the first of which warms up.
-        rounds: timed trainings of each variant.
-    """
+    """A model, its batches, and the variants that train it."""
 
     variants: tuple[str, ...] = EVERY
-    prompt: tuple[int, int] = (16, 64)
-    completion: tuple[int, int] = (48, 384)
+    prompt: tuple[int, int] = (16, 64)  # fewest and most tokens
+    completion: tuple[int, int] = (48, 384)  # median and most tokens; lengths are log-normal
     sigma: float = 0.8
     checkpointing: bool = False
     vocab: int = 2048
@@ -75,10 +66,10 @@ class Scene:
     sequences: int = 8  # of a micro-batch
     micro_batches: int = 4
     group: int = 8
-    generated: int | None = None
+    generated: int | None = None  # micro-batches at once, which TRL shuffles; None: of a step
     loss_type: str = "dapo"
-    steps: int = 7
-    rounds: int = 3
+    steps: int = 7  # of a training, the first of which warms up
+    rounds: int = 3  # timed trainings of each variant
 
     def toy(self) -> Scene:
         """The scene in seconds; with two variants where another scene has all of them."""
@@ -235,28 +226,19 @@ def prompts(scene: Scene) -> Dataset:
 
 
 def policy(scene: Scene) -> Any:
+    h = scene.hidden
+    sizes = {"vocab_size": scene.vocab, "hidden_size": h, "intermediate_size": 3 * h}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": h // 8}
     return tiny_models.model(
-        vocab_size=scene.vocab,
-        hidden_size=scene.hidden,
-        intermediate_size=3 * scene.hidden,
-        num_hidden_layers=scene.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=scene.hidden // 8,
-        max_position_embeddings=1024,
+        num_hidden_layers=scene.layers, max_position_embeddings=1024, **sizes, **heads
     )
 
 
 def train(
     scene: Scene, name: str, *, watched: bool = False, **changed: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Train one variant; returns its model and ``seconds`` by step, ``logs`` by step, ``saved``
-    bytes by micro-batch.
-
-    Args:
-        watched: count what graphs save, which takes time.
-        changed: options of the trainer's configuration.
-    """
+    """Train one variant; its model, and ``seconds`` and ``logs`` by step, ``saved`` bytes by
+    micro-batch if `watched`, which takes time."""
     options = VARIANTS[name]
     scene = scene.by_groups() if name == ONE_GROUP else scene
     arguments: dict[str, Any] = {

@@ -50,12 +50,9 @@ class TooLongToQueue(Exception):
 class Clock:
     """Milliseconds of a step: CUDA events on a GPU, the wall clock on a CPU.
 
-    Args:
-        device: where the step runs.
-        flush: overwrite the L2 cache before each step.
-        queued: leave the time the host takes to launch out of it: while the device sleeps, the step
-            is put behind the first event. For steps of which the host knows all beforehand, such as
-            one kernel.
+    `flush` overwrites the L2 cache before each step. `queued` leaves out the time that the host
+    takes to launch: the step is put behind the first event while the device sleeps. It is for steps
+    of which the host knows all beforehand, such as one kernel.
     """
 
     def __init__(self, device: torch.device, *, flush: bool = False, queued: bool = False) -> None:
@@ -127,16 +124,10 @@ def interleaved(
     before: Callable[[str], None] = lambda name: None,
     after: Callable[[str], None] = lambda name: None,
 ) -> Iterator[dict[str, list[float]]]:
-    """Run the steps in turn, in another order each round, and yield all samples so far after each
-    round.
+    """Run the steps in turn, in another order each round; yield all samples so far after each.
 
-    Args:
-        steps: by name.
-        failed: called with the name and the error of a step that raised; it is left out from then
-            on.
-        until: ``time.time()`` after which no round is begun, once there have been `LEAST_ROUNDS`.
-        rounds: the most rounds.
-        before, after: called with the name before and after each step, outside the measured time.
+    A step that raised is told to `failed` and left out from then on. After `until` no round is
+    begun, once there have been `LEAST_ROUNDS`; `before` and `after` are not timed.
     """
     samples: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)

@@ -92,11 +92,8 @@ def train(
     prepare: Callable[[Any], None] | None = None,
     **arguments: Any,
 ) -> History:
-    """Trains a fresh tiny model with a TRL trainer and returns everything that was logged.
-
-    `prepare` gets the trainer before it starts; `arguments` are the trainer's own, by default those
-    of GRPO.
-    """
+    """Train a fresh tiny model; `prepare` gets the trainer before it starts, whose own `arguments`
+    are by default those of GRPO."""
     quiet()
     history = History()
     with warnings.catch_warnings():

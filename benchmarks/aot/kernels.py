@@ -9,15 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import (
-    Chunk,
-    Coefficients,
-    DivergenceStats,
-    FusedLoss,
-    LogitTransform,
-    ReferenceLogits,
-    RowStats,
-)
+from grpo_kernels.backends import interface
+from grpo_kernels.backends.interface import Chunk, FusedLoss, LogitTransform
 from grpo_kernels.backends.triton_rows import divergence, fused, grad, reduce
 from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.objective import losses
@@ -68,16 +61,8 @@ def row_runs(
     out: torch.dtype | None = BF16, loss: Loss | None = None, entropy: bool = False,
     extras: tuple[str, ...] = (),
 ) -> Callable[[RowConfig], Callable[[], Any]]:  # fmt: skip
-    """Return a function of the configuration that returns the launch of a row kernel.
-
-    Args:
-        kernel: with a reference "grad" is its kernel for two heads.
-        apart: rows begin at multiples of 64 elements, as the engine lays them on a GPU.
-        transform: a name of `transform_of`.
-        reference: its transform, and beta.
-        out: dtype of the gradient; None: none is written.
-        entropy: statistics have it; "grad" has its gradient.
-    """
+    """From a configuration to the launch of a row kernel; "grad" may have a `reference`'s transform
+    and beta, too. Rows `apart` begin at multiples of 64, as the engine lays them on a GPU."""
 
     def rows(dtype: torch.dtype) -> Tensor:
         width = -(-vocab // 64) * 64 if apart else vocab
@@ -89,17 +74,19 @@ def row_runs(
     def numbers() -> Tensor:
         return torch.rand(n, device=device)
 
-    pair = reference and ReferenceLogits(
+    pair = reference and interface.ReferenceLogits(
         logits(), transform_of(reference[0], vocab, n, device), reference[1]
     )
     ids = torch.randint(vocab, (n,), device=device)
     chunk = Chunk(logits(), ids, transform_of(transform, vocab, n, device), reference=pair)
-    diverged = pair and DivergenceStats(*(numbers() for _ in range(4)))
-    statistics = RowStats(
+    diverged = pair and interface.DivergenceStats(*(numbers() for _ in range(4)))
+    statistics = interface.RowStats(
         -numbers(), chunk.logits.amax(1), numbers(), numbers(), divergence=diverged
     )
     gradient = None if out is None else rows(out)
-    coefficients = Coefficients(numbers(), numbers() if entropy else None, pair and numbers())
+    coefficients = interface.Coefficients(
+        numbers(), numbers() if entropy else None, pair and numbers()
+    )
     of_rows = loss and loss.of_rows(numbers)
     wanted = {"entropy": entropy, "extras": extras}
     launch: Callable[[Any], Any] = {

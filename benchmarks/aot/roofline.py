@@ -15,20 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.aot import in_processes, is_interpreted
+from benchmarks.aot import in_processes, is_interpreted, sass
 from benchmarks.aot.checks import compile_for, nvidia_usage
 from benchmarks.aot.kernels import Loss, V
 from benchmarks.aot.matrix import Case
-from benchmarks.aot.sass import (
-    LOADS,
-    SPILLING,
-    STORES,
-    Instruction,
-    count,
-    disassembled,
-    inner_loops,
-    moved,
-)  # fmt: skip
+from benchmarks.aot.sass import LOADS, count, moved
 from grpo_kernels.backends.triton_rows.device import row_config
 from grpo_kernels.base.choices import EXTRAS
 
@@ -39,8 +30,7 @@ TABLE = re.compile(
     rf"By Triton (?P<triton>[\w.]+):\n\n{re.escape(HEAD)}\n\|[-:| ]+\|\n(?P<lines>(?:\|.*\n)+)"
 )
 SWEEPS = {"fused": 2}  # over a row
-# kernel: whose tiles it has
-ENTRIES = {"diverge": "stats"}
+ENTRIES = {"diverge": "stats"}  # kernel: whose tiles it has
 ODD = {"vocab": 151665}
 SOFTCAP = {"transform": "soft-cap"}
 CONSTANT = {"loss": Loss("constant")}
@@ -77,9 +67,9 @@ def _case(kernel: str, variant: str, **options: Any) -> Case:
 
 def counts_of(case: Case) -> tuple[str, list[str]]:
     compiled = compile_for(case.caught(), ARCH)
-    code = disassembled(compiled.asm["cubin"])
+    code = sass.disassembled(compiled.asm["cubin"])
     sweeps = SWEEPS.get(case.kernel, 1)
-    loops = inner_loops(code, lambda x: x.name in LOADS)[:sweeps]
+    loops = sass.inner_loops(code, lambda x: x.name in LOADS)[:sweeps]
     registers, _ = nvidia_usage(compiled.asm)
     shared, threads = compiled.metadata.shared, 32 * compiled.metadata.num_warps
     heads = 2 if "reference" in case.options else 1
@@ -90,21 +80,21 @@ def counts_of(case: Case) -> tuple[str, list[str]]:
     return line, few + _broken(loops)
 
 
-def _an_element(loops: list[list[Instruction]], heads: int) -> list[str]:
+def _an_element(loops: list[list[sass.Instruction]], heads: int) -> list[str]:
     """Instructions, results of the special function unit, and bytes, for each sweep."""
     # of a thread in a round, each logit in fp32
     elements = [moved(loop, LOADS) // (4 * heads) for loop in loops]
     each = list(zip(loops, elements, strict=True))
     instructions = " + ".join(f"{len(loop) / n:.1f}" for loop, n in each)
     specials = sum(count(loop, "MUFU") / n for loop, n in each)
-    loaded, stored = (sum(moved(x, names) // n for x, n in each) for names in (LOADS, STORES))
+    loaded, stored = (sum(moved(x, names) // n for x, n in each) for names in (LOADS, sass.STORES))
     return [instructions, f"{specials:.2f}", f"{loaded} + {stored}"]
 
 
-def _broken(loops: list[list[Instruction]]) -> list[str]:
+def _broken(loops: list[list[sass.Instruction]]) -> list[str]:
     found = []
     for loop in loops:
-        forbidden = {"SHFL": count(loop, "SHFL"), "spilled": count(loop, *SPILLING)}
+        forbidden = {"SHFL": count(loop, "SHFL"), "spilled": count(loop, *sass.SPILLING)}
         forbidden["narrow loads"] = sum(x.name in LOADS and x.bytes < 16 for x in loop)
         found += [f"{n} {what} in a loop over a row" for what, n in forbidden.items() if n]
     return found
@@ -124,22 +114,15 @@ def ctas_per_sm(registers: int, threads: int, shared: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.aot.roofline", description=__doc__)
-    add = parser.add_argument
-    add("--update", action="store_true", help="write the table of docs/dev/roofline.md anew")
-    add("--case", metavar="TEXT", help="only those whose kernel and variant contain this")
-    add("--workers", type=int, default=2, metavar="N")
+    update = "write the table of docs/dev/roofline.md anew"
+    parser.add_argument("--update", action="store_true", help=update)
+    parser.add_argument("--workers", type=int, default=2, metavar="N")
     arguments = parser.parse_args()
     if is_interpreted():
         return 2
-    if arguments.update and arguments.case:
-        print("error: --update writes all cases, not those of --case alone", file=sys.stderr)
-        return 2
     import triton
 
-    everything = cases()
-    named = [f"{x.kernel} {x.variant}" for x in everything]
-    places = [i for i, name in enumerate(named) if (arguments.case or "") in name]
-    found = list(in_processes(counts_of, [everything[i] for i in places], arguments.workers))
+    found = list(in_processes(counts_of, cases(), arguments.workers))
     text = DOCUMENT.read_text()
     table = TABLE.search(text)
     assert table, f"no table in {DOCUMENT}"
@@ -152,7 +135,7 @@ def main() -> int:
     expected = table["lines"].splitlines()
     differs = 0
     print(HEAD)
-    for place, (line, broken) in zip(places, found, strict=True):
+    for place, (line, broken) in enumerate(found):
         if is_pinned and expected[place] != line:
             broken.append(f"expected {expected[place]}")
         differs += bool(broken)
@@ -160,7 +143,7 @@ def main() -> int:
     if not is_pinned and not arguments.update:
         why = f"the document's are by {table['triton']}, and were not compared"
         print(f"by Triton {triton.__version__}; {why}")
-    print(f"{differs} of {len(places)} kernels are not as in {DOCUMENT.name}")
+    print(f"{differs} of {len(found)} kernels are not as in {DOCUMENT.name}")
     return 1 if differs else 0
 
 

@@ -41,24 +41,15 @@ Rows = Callable[[Tensor, Tensor], Scored]  # (n, H), (n,) -> (n,) each
 
 @dataclass(frozen=True)
 class Provider:
-    """Where an adapter is, and what can be said of it.
+    """Where an adapter is, and what can be said of it."""
 
-    Attributes:
-        adapter: module of this package and function in it, ``function(inputs)``, or with
-            `arguments` too.
-        label: for readers, with "{}" for the version of `package`, a distribution.
-        counted: its matrix products are torch's, so that torch can count their operations.
-        compared: it has results to compare.
-        lacks: names of `LACKING`, for which it is absent.
-    """
-
-    adapter: str
-    label: str
+    adapter: str  # module of this package, and function in it
+    label: str  # for readers, with "{}" for the version of `package`, a distribution
     package: str = ""
-    arguments: Mapping[str, str] = field(default_factory=dict)
-    counted: bool = True
-    compared: bool = True
-    lacks: tuple[str, ...] = ()
+    arguments: Mapping[str, str] = field(default_factory=dict)  # beside the inputs
+    counted: bool = True  # its matrix products are torch's, so that torch can count operations
+    compared: bool = True  # it has results to compare
+    lacks: tuple[str, ...] = ()  # of `LACKING`, for which it is absent
 
 
 # the cases that want it, and the reason not to do them
@@ -106,11 +97,7 @@ PROVIDERS = {
 
 
 def named(name: str) -> Provider:
-    """The provider `name`; ``ours@128`` is ours with a workspace of so many MiB.
-
-    Raises:
-        ValueError: there is no provider of that name.
-    """
+    """The provider `name`; ``ours@128`` is ours with a workspace of so many MiB."""
     kind, _, mib = name.partition("@")
     if kind in PROVIDERS and (not mib or (kind.startswith("ours") and mib.isdigit())):
         found, more = PROVIDERS[kind], {"workspace": mib} if mib else {}
@@ -120,12 +107,8 @@ def named(name: str) -> Provider:
 
 
 def build(name: str, inputs: Inputs, backend: str = "auto") -> Forward:
-    """The forward of the provider `name`, with `backend` for ours.
-
-    Raises:
-        Absence: it is not installed, or does not do this case.
-        ValueError: there is no provider of that name.
-    """
+    """The forward of the provider `name`, with `backend` for ours; `Absence` if it is not installed
+    or does not do this case."""
     provider = named(name)
     module, _, function = provider.adapter.partition(".")
     arguments = {**({"backend": backend} if function == "ours" else {}), **provider.arguments}
@@ -180,17 +163,13 @@ def from_rows(inputs: Inputs, rows: Rows, note: str, *, packs: bool = True) -> F
 
 
 def from_nll(inputs: Inputs, nll: Callable[[Tensor, Tensor], Tensor], note: str) -> Forward:
-    ids = without_masked(inputs)
+    ids = inputs.ids.masked_fill(inputs.mask == 0, IGNORE) if inputs.case.padding else inputs.ids
+    ids = ids.reshape(-1)
 
     def logps() -> Scored:
         return -nll(inputs.hidden.reshape(-1, inputs.case.h), ids).view(inputs.ids.shape), None
 
     return from_logps(inputs, logps, f"{note}, no entropy")
-
-
-def without_masked(inputs: Inputs) -> Tensor:
-    ids = inputs.ids.masked_fill(inputs.mask == 0, IGNORE) if inputs.case.padding else inputs.ids
-    return ids.reshape(-1)
 
 
 @contextmanager
@@ -206,12 +185,7 @@ def forgotten(package: str) -> Iterator[None]:
 
 
 def without_init(*names: str) -> None:
-    """Make packages importable without running their ``__init__``, which wants what a kernel does
-    not (Ray, ...).
-
-    Raises:
-        ImportError: the first of them is not installed.
-    """
+    """Make packages importable without running their ``__init__``, which wants Ray and more."""
     for name in names:
         parent, _, last = name.rpartition(".")
         if name in sys.modules:

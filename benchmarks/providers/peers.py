@@ -13,19 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import providers
 from benchmarks.cases import EPSILON, Absence, Inputs
-from benchmarks.providers import (
-    IGNORE,
-    Forward,
-    Outcome,
-    Scored,
-    empty_package,
-    forgotten,
-    from_logps,
-    from_nll,
-    from_rows,
-    without_init,
-)  # fmt: skip
+from benchmarks.providers import IGNORE, Forward, Outcome, Scored, from_logps, from_rows
 
 OUTPUTS = ("log_probs", "entropy")  # what its GRPO trainer asks for
 TEMPERATURE, TILES = 1.0, 1  # as verl passes them
@@ -59,7 +49,7 @@ def trl(inputs: Inputs) -> Forward:
 
 
 def _alone() -> Any:
-    without_init("trl", "trl.kernels", "trl.trainer")
+    providers.without_init("trl", "trl.kernels", "trl.trainer")
     utils = types.ModuleType("trl.trainer.utils")
     utils.maybe_gather_lm_head_ctx = lambda *_: nullcontext()
     sys.modules["trl.trainer.utils"] = utils
@@ -164,10 +154,12 @@ def verl_triton(inputs: Inputs) -> Forward:
 @functools.cache
 def module(folder: str, name: str) -> ModuleType:
     """verl/utils/<folder>/<name>.py, with its siblings; verl itself is as it was afterwards."""
-    with forgotten("verl"):
-        without_init("verl", "verl.utils", f"verl.utils.{folder}")
-        empty_package(APART, [])
-        empty_package(f"{APART}.{folder}", list(sys.modules[f"verl.utils.{folder}"].__path__))
+    with providers.forgotten("verl"):
+        providers.without_init("verl", "verl.utils", f"verl.utils.{folder}")
+        providers.empty_package(APART, [])
+        providers.empty_package(
+            f"{APART}.{folder}", list(sys.modules[f"verl.utils.{folder}"].__path__)
+        )
         for sibling in SIBLINGS.get(name, ()):
             importlib.import_module(f"{APART}.{folder}.{sibling}")
         return importlib.import_module(f"{APART}.{folder}.{name}")
@@ -185,7 +177,7 @@ def module(folder: str, name: str) -> ModuleType:
 
 
 def unsloth(inputs: Inputs) -> Forward:
-    without_init("unsloth_zoo", "unsloth_zoo.fused_losses")
+    providers.without_init("unsloth_zoo", "unsloth_zoo.fused_losses")
     module = importlib.import_module("unsloth_zoo.fused_losses.fused_linear")
     case = inputs.case
     options = {
@@ -235,7 +227,7 @@ def linear_ce(inputs: Inputs) -> Forward:
         return function(hidden, inputs.weight, ids, **more).float()
 
     note = "in chunks, LinearCrossEntropyOptions()" if in_chunks else "options=None"
-    return from_nll(inputs, nll, note)
+    return providers.from_nll(inputs, nll, note)
 
 
 def cce(inputs: Inputs) -> Forward:
@@ -250,4 +242,4 @@ def cce(inputs: Inputs) -> Forward:
     def nll(hidden: Tensor, ids: Tensor) -> Tensor:
         return package.linear_cross_entropy(hidden, inputs.weight, ids, **options)
 
-    return from_nll(inputs, nll, f"{package.__version__}, impl={CHOSEN.name.lower()}")
+    return providers.from_nll(inputs, nll, f"{package.__version__}, impl={CHOSEN.name.lower()}")

