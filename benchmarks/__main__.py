@@ -52,9 +52,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def chosen(options: argparse.Namespace) -> list[BenchCase]:
     cases = [case for case in cpu_cases() if case.part in options.parts]
-    if options.smoke:
-        return [replace(case.toy(), rounds=min(case.rounds, 1)) for case in cases]
-    return cases
+    toys = [replace(case.toy(), rounds=min(case.rounds, 1)) for case in cases]
+    return toys if options.smoke else cases
 
 
 def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:

@@ -14,12 +14,8 @@ from grpo_kernels.commands.memory import MODELS
 
 SEED = 20240203
 SOFTCAPS = {"Gemma-2-2B": 30.0}
-# standard deviation of the logits 2.5: a flat softmax would flatter whoever skips small
-# probabilities
-SCALE = 11.0
-# of the policy since it generated: at epsilon 0.2 two ratios in five are outside, half of them
-# stopped
-DRIFT = 0.25
+SCALE = 11.0  # deviation of logits 2.5: a flat softmax would flatter who skips small probabilities
+DRIFT = 0.25  # at epsilon 0.2 two ratios in five are outside, half of them stopped
 EPSILON = 0.2
 BETA = 0.04
 SLICE_ROWS = 1024
@@ -35,14 +31,10 @@ HEADS = {
     for name, (v, h) in MODELS.items()
 }
 WORKLOADS: dict[str, dict[str, Any]] = {
-    "all tokens": {},
-    "padding": {"padding": 0.5},
-    "half zero": {"zero_share": 0.5},
-    "off-policy": {"drift": DRIFT},
-    "top entropy": {"top_entropy": 0.2},
-    "gspo": {"sequence": True, "drift": DRIFT},
-    "kl": {"beta": BETA},
-}
+    "all tokens": {}, "padding": {"padding": 0.5}, "half zero": {"zero_share": 0.5},
+    "off-policy": {"drift": DRIFT}, "top entropy": {"top_entropy": 0.2},
+    "gspo": {"sequence": True, "drift": DRIFT}, "kl": {"beta": BETA},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,8 +56,7 @@ class BenchCase:
     score: bool = False  # log-probabilities only, no gradient
     padding: float = 0.0  # share of positions that are masked: lengths go from short to full
     zero_share: float = 0.0  # of the sequences whose advantage is 0
-    # standard deviation of logp - old logp; 0: on-policy, no old log-probabilities
-    drift: float = 0.0
+    drift: float = 0.0  # standard deviation of logp - old logp; 0: on-policy, no old ones
     top_entropy: float = 1.0  # share of the tokens, those of highest entropy, that carry the loss
     sequence: bool = False  # one ratio a sequence (GSPO)
     beta: float = 0.0  # KL to a reference policy, estimator k3
@@ -112,7 +103,6 @@ class BenchCase:
         return self.top_entropy < 1 or self.part == "accuracy"
 
     def toy(self) -> BenchCase:
-        """The same at a size for a test, and for Triton's interpreter."""
         return replace(self, n=16, h=32, v=TOY_V, t=4)
 
     def about(self) -> dict[str, Any]:
@@ -171,15 +161,11 @@ def make_inputs(case: BenchCase, device: torch.device) -> Inputs:
     ref = (logps + DRIFT * normal(case.n)).view(shape) if case.beta else None
     trains = not case.score
     return Inputs(
-        case,
-        hidden.view(batch, case.t, case.h).requires_grad_(trains),
-        weight.detach().requires_grad_(trains and not case.frozen),
-        ids.view(shape),
-        (torch.arange(case.t) < torch.tensor(case.lengths)[:, None]).float().to(device),
-        advantages,
-        old,
-        ref,
-    )
+        case, hidden.view(batch, case.t, case.h).requires_grad_(trains),
+        weight.detach().requires_grad_(trains and not case.frozen), ids.view(shape),
+        (torch.arange(case.t) < torch.tensor(case.lengths)[:, None]).float().to(device), advantages,
+        old, ref,
+    )  # fmt: skip
 
 
 def policy_loss(inputs: Inputs, logps: Tensor, entropies: Tensor | None = None) -> Tensor:
@@ -210,11 +196,8 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 @functools.lru_cache(maxsize=1)
 def _weight(h: int, v: int, spread: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(V, H): the same for every case of that size, in memory once.
-
-    Drawing so many numbers takes longer than a step, so every block of rows is the first with its
-    columns moved on.
-    """
+    """(V, H), in memory once: every block of rows is the first with its columns moved on, since
+    drawing so many numbers takes longer than a step."""
     g = torch.Generator(device).manual_seed(SEED + 1)
     block = torch.randn(min(v, 8192), h, generator=g, device=device).mul_(spread / h**0.5)
     block = block.to(torch.bfloat16).to(dtype)

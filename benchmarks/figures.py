@@ -73,10 +73,7 @@ def names(cases: dict[str, Case]) -> list[str]:
     return list(dict.fromkeys(name for case in cases.values() for name in providers(case)))
 
 
-# The whole optimizer step, as `benchmarks.step` measures it.
-
-Scene = dict[str, Any]
-# Variants: whole steps, each trained in its own way.
+Scene = dict[str, Any]  # of the whole optimizer step, as `benchmarks.step` measures it
 STOCK, DEFAULTS, ALL_OPTIONS = "stock TRL", "defaults", "skip"
 UNGROUPED = "TRL's micro-batches"  # the defaults without regrouping
 ONE_GROUP = "one group a micro-batch"  # the same, with other micro-batches

@@ -52,8 +52,6 @@ FAMILIES = {"liger": ("liger_grpo", "liger_grpo/uncompiled", "liger_torch", "lig
 
 
 class Goal(NamedTuple):
-    """A ratio of two providers' times in one case, and its limit."""
-
     case: str
     over: str
     under: str
@@ -159,9 +157,6 @@ def run_steps(results: Results, options: argparse.Namespace) -> None:
             print(f"{step}: {describe(error)}", flush=True)
 
 
-# Tests, and sanitizers over the smoke test.
-
-
 def run(command: Sequence[str], until: float, log: Path, **env: str) -> tuple[int | None, str]:
     """Exit status (None: out of time) and output of `command`, interrupted at `until`."""
     path = os.pathsep.join(x for x in (str(ROOT), os.environ.get("PYTHONPATH", "")) if x)
@@ -192,7 +187,6 @@ def run_smoke(results: Results, options: argparse.Namespace, until: float) -> No
 
 
 def run_gpu_tests(results: Results, options: argparse.Namespace, until: float) -> None:
-    """The tests marked `gpu`, and by themselves those that want much memory."""
     others = [f"--ignore={name}" for name in ALONE]
     most = time.time() + 0.75 * (until - time.time())
     run_tests(results, "together", ["tests/gpu", "-m", "gpu", *others], most)
@@ -200,11 +194,7 @@ def run_gpu_tests(results: Results, options: argparse.Namespace, until: float) -
 
 
 def run_tests(results: Results, name: str, what: Sequence[str], until: float) -> None:
-    """Run pytest on `what`, and put counts, failures and what the tests recorded into ``tests``.
-
-    Several processes share the GPU where pytest-xdist is there: most of the time goes into
-    compiling kernels.
-    """
+    """Run pytest on `what`, in processes that share the GPU: most of the time compiles kernels."""
     xml = logs(results) / f"{name}.xml"
     command = [*PYTEST, "--color=no", "--tb=short", *what, f"--junitxml={xml}", "--durations=10"]
     if importlib.util.find_spec("xdist") is not None and "no:xdist" not in what:
@@ -221,7 +211,6 @@ def run_tests(results: Results, name: str, what: Sequence[str], until: float) ->
 
 
 def tests_summary(code: int | None, output: str, xml: Path) -> dict[str, Any]:
-    """Counts and failures, from pytest's XML, or else from its output."""
     statuses = {None: "out of time", 0: "passed", 1: "failed", 5: "nothing selected"}
     status = statuses.get(code, "error")
     found: dict[str, Any] = {"status": status, "exit_status": code}
@@ -302,9 +291,6 @@ def sanitizer_summary(code: int | None, output: str, tests: dict[str, int]) -> d
 def kernel_names() -> list[str]:
     text = "\n".join(path.read_text() for path in sorted(KERNELS.glob("*.py")))
     return re.findall(r"@triton\.jit[^\n]*\ndef (\w+)", text)
-
-
-# The benchmarks.
 
 
 class Item(NamedTuple):
@@ -389,11 +375,7 @@ STEPS: dict[str, tuple[float, Callable[[Results, argparse.Namespace, float], Non
 }
 
 
-# What came of it.
-
-
 def conclude(results: Results) -> bool:
-    """Judge the goals, save and print the results, the most important last. Whether all is well."""
     data = results.data
     if "cases" in data and not data.get("dry_run"):
         data["goals"] = judge(data["cases"])

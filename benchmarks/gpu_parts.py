@@ -120,21 +120,17 @@ def profile_step(
         # an operation's own entry counts its kernels again
         where = "CUDA" if clock.on_gpu else "CPU"
         averages = [x for x in prof.key_averages() if str(x.device_type).endswith(where)]
-        rows = [row for x in averages if (row := _row(x, clock.on_gpu))["ms"] > 0]
+        spent = f"self_{'device' if clock.on_gpu else 'cpu'}_time_total"
+        rows = [
+            {"name": str(x.key)[:160], "calls": x.count, "ms": round(getattr(x, spent) / 1e3, 4)}
+            for x in averages
+            if getattr(x, spent) > 0
+        ]
         rows.sort(key=lambda x: -x["ms"])
         total = sum(x["ms"] for x in rows)
         of_step = {"step_ms": round(ms, 3), "kernels_ms": round(total, 3), "distinct": len(rows)}
         results.merge(*path, status="ok", **of_step, kernels=rows[:TOP])
         inputs.clear_gradients()
-
-
-def _row(average: Any, on_gpu: bool) -> dict[str, Any]:
-    microseconds = average.self_device_time_total if on_gpu else average.self_cpu_time_total
-    return {
-        "name": str(average.key)[:160],
-        "calls": average.count,
-        "ms": round(microseconds / 1e3, 4),
-    }
 
 
 PARTS = {"ceilings": measure_ceilings, "rows": measure_rows}

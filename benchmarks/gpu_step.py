@@ -4,7 +4,6 @@ Each layout with each attention implementation, and of a hybrid of Qwen3.5's kin
 functions transformers takes (FLA's and causal_conv1d's where they are installed): errors in bf16
 against the padded batch in fp32, milliseconds of forward and backward, peak memory. The padded
 layout is what stock TRL computes.
-Imports nothing of TRL.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +55,7 @@ def measure_layouts(
             model = size.model(longest, dtype=torch.bfloat16).float().to(device)
             inputs = groups.group(model, shapes[0])
             loss = step(model, inputs, PADDED).loss.item()
-            truth = Truth(inputs, loss, gradient(model))
+            truth = loss, gradient(model)
             model = size.model(longest, dtype=torch.bfloat16, attn_implementation=attention)
             model = model.to(device)
             for shape in shapes:
@@ -65,32 +64,24 @@ def measure_layouts(
                     results.merge(*at, status="skipped", reason="no time left")
                     continue
                 with results.noting(*at):
-                    first = truth if shape == shapes[0] else None
-                    inputs = groups.group(model, shape) if first is None else first.inputs
-                    right = _checked(model, inputs, results, at, first)
+                    is_first = shape == shapes[0]
+                    given = inputs if is_first else groups.group(model, shape)
+                    right = _checked(model, given, results, at, truth if is_first else None)
                     with results.noting(*at, seconds=LIMIT):
                         measure_runs(right, Clock(device), results, at, once=toy)
                 model.zero_grad()
 
 
-class Truth(NamedTuple):
-    """A batch, and its loss and gradient in the padded layout, in fp32."""
-
-    inputs: dict[str, Tensor]
-    loss: float
-    gradient: Tensor
-
-    def errors(self, loss: float, found: Tensor) -> dict[str, float]:
-        """Errors of a loss, absolute, and of a gradient and its norm, relative."""
-        norm = self.gradient.norm()
-        apart = ((found - self.gradient).norm() / norm).item()
-        of_norm = ((found.norm() - norm).abs() / norm).item()
-        return {"loss": abs(loss - self.loss), "gradient": apart, "grad_norm": of_norm}
+def _errors(loss: float, found: Tensor, truth: tuple[float, Tensor]) -> dict[str, float]:
+    """Errors of a loss, absolute, and of a gradient and its norm, relative."""
+    norm = truth[1].norm()
+    apart, of_norm = (found - truth[1]).norm() / norm, (found.norm() - norm).abs() / norm
+    return {"loss": abs(loss - truth[0]), "gradient": apart.item(), "grad_norm": of_norm.item()}
 
 
 def _checked(
     model: Any, inputs: dict[str, Tensor], results: Results, path: tuple[str, ...],
-    truth: Truth | None,
+    truth: tuple[float, Tensor] | None,
 ) -> dict[str, Callable[[], Any]]:  # fmt: skip
     """Write status, peak memory and errors of each layout; the steps of those that are right."""
     found: dict[str, Callable[[], Any]] = {}
@@ -107,7 +98,7 @@ def _checked(
             about: dict[str, Any] = {"status": "ok", "computed": computed}
             about |= {} if extra is None else {"peak_mib": round(max(0, extra) / MIB, 1)}
             if truth is not None:
-                about["errors"] = errors = truth.errors(out.loss.item(), gradient(model))
+                about["errors"] = errors = _errors(out.loss.item(), gradient(model), truth)
                 allowed = TIMES_PADDED * errors["gradient"] + FLOOR if layout == PADDED else allowed
                 about["status"] = "ok" if errors["gradient"] <= allowed else "wrong"
             results.merge(*path, layout, **about)

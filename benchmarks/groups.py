@@ -7,9 +7,8 @@ most the ratio of their multiplications::
     P tokens once, C tokens G times    for G (P + C) tokens
     P^2 / 2 + G (P C + C^2 / 2)        for G (P + C)^2 / 2 pairs of a query and a key
 
-A *hybrid* has three layers of gated delta rule for each one of attention, as Qwen3.5.
-
-Imports nothing of TRL: a GPU's machine may lack it.
+A *hybrid* has three layers of gated delta rule for each one of attention, as Qwen3.5. Nothing of
+TRL is imported: a GPU's machine may lack it.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
 
 TREE, TRIM, PADDED = "tree", "trim", "padded"
 CHUNK = 64  # tokens of a chunk of the gated delta rule
-# standard deviation of new against old log-probabilities, without which no loss depends on the
-# model
-DRIFT = 0.1
+DRIFT = 0.1  # standard deviation of new against old log-probabilities; at 0 no loss would differ
 ROUNDS = 5
 LOSS = GRPOLoss(loss_type="dapo")
 
@@ -70,7 +67,6 @@ class Size:
         return model
 
     def work(self, tokens: float, pairs: float) -> float:
-        """Multiplications of the layers' forward, for `tokens` and `pairs` of a query and a key."""
         wide, linear = self.heads * self.head_dim, self.heads * self.linear_dim
         attention = 2 * self.hidden * (wide + self.kv_heads * self.head_dim)
         mlp, of_attention = 3 * self.hidden * self.intermediate, self.layers
@@ -174,12 +170,8 @@ def _measured(model: PreTrainedModel, size: Size, shape: Shape, rounds: int) -> 
     loss = abs(found[TREE].loss - found[PADDED].loss).item()
     apart = ((gradients[TREE] - gradients[PADDED]).norm() / gradients[PADDED].norm()).item()
     return {
-        "status": "ok" if max(loss, apart) <= TOLERANCE else "wrong",
-        "seconds": seconds,
-        "samples": samples,
-        "speed": speed,
-        "allowed": allowed,
-        "reached": speed / allowed,
+        "status": "ok" if max(loss, apart) <= TOLERANCE else "wrong", "seconds": seconds,
+        "samples": samples, "speed": speed, "allowed": allowed, "reached": speed / allowed,
         "computed": found[TREE].metrics["tokens/computed"].item(),
         "differences": {"loss": loss, "gradient": apart},
-    }
+    }  # fmt: skip

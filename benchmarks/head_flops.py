@@ -118,7 +118,6 @@ class Watch:
 
 @contextmanager
 def watched(counts: Counts, compact: bool = False) -> Iterator[Callable[[Any], None]]:
-    """Counts the head calls of both trainers; yields the hook that counts a trainer's tokens."""
     import trl.trainer.utils as trl_utils
 
     from grpo_kernels.trl import fused_head

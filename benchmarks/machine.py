@@ -16,8 +16,7 @@ from grpo_kernels.commands import report
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (  # torch, what the providers are made of, and what measures
     "torch", "triton", "trl", "transformers", "liger-kernel", "verl", "unsloth_zoo",
-    "cut-cross-entropy",
-    "numpy",
+    "cut-cross-entropy", "numpy",
 )  # fmt: skip
 CLOCKS = (
     "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu",
@@ -45,7 +44,6 @@ def clocks() -> dict[str, str]:
 
 
 def git_commit(root: Path) -> str | None:
-    """The commit of the checkout, with "-dirty" if files differ; None if nothing tells."""
     try:
         named = _output("git", "-C", str(root), "rev-parse", "HEAD")
         changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
@@ -69,8 +67,6 @@ def _output(*command: str) -> str:
 
 
 class Watch:
-    """Counts how much of the machine other processes use while this one measures."""
-
     def __init__(self) -> None:
         self._before = self._read()
 

@@ -83,12 +83,8 @@ def saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Inside, glibc keeps what is freed, so that time does not depend on how fast the system gives
-    out pages.
-
-    Left alone, a step of stock TRL in the part "step" has 176,000 page faults, which take a seventh
-    of its CPU time.
-    """
+    """Inside, glibc keeps what is freed: left alone, a step of stock TRL in the part "step" has
+    176,000 page faults, which take a seventh of its CPU time."""
     _mallopt({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1})
     try:
         yield

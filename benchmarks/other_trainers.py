@@ -109,8 +109,7 @@ def main() -> None:
                     if i == 0 and way == "stock TRL":
                         stock = logs
                     elif i == 0:
-                        kept = [{k: x for k, x in log.items() if k in stock[0]} for log in logs]
-                        apart[way] = max(parity.differences(stock, kept).values())
+                        apart[way] = max(parity.from_stock(stock, logs).values())
                         computed[way] = statistics.fmean(x["tokens/computed"] for x in logs)
             base = statistics.median(taken["stock TRL"])
             for way in WAYS:

@@ -50,15 +50,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Largest differences over the steps of a case, and the metric that had the largest."""
-
     case: Case
     loss: float
     grad_norm: float
     metric: float
     worst: str
     clipped: float  # largest share of clipped tokens of a step, for the loss types that log it
-    steps: int
     seconds: float
 
     @property
@@ -156,7 +153,7 @@ def run(case: Case, steps: int) -> Result:
     names = ("clip_ratio/region_mean", "cispo_clip_ratio")
     clipped = max(s.get(x, 0.0) for s in stock.steps for x in names)
     took = time.perf_counter() - began
-    return Result(case, loss, norm, worst[name], name, clipped, len(stock.steps), took)
+    return Result(case, loss, norm, worst[name], name, clipped, took)
 
 
 def mixed(case: Case, base: type) -> type:
@@ -195,6 +192,11 @@ def differences(stock: list[dict[str, float]], ours: list[dict[str, float]]) -> 
             apart = difference(name, left.get(name), right.get(name))
             worst[name] = max(worst.get(name, 0.0), apart)
     return worst
+
+
+def from_stock(stock: list[dict[str, float]], ours: list[dict[str, float]]) -> dict[str, float]:
+    """The same, of what stock TRL logs alone."""
+    return differences(stock, [{k: x for k, x in log.items() if k in stock[0]} for log in ours])
 
 
 def table(results: list[Result]) -> list[str]:

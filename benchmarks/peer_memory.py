@@ -23,10 +23,8 @@ def estimate(size: Size, *, softcap: bool = False, length: int = 1024) -> list[N
 
 
 def all_logits(size: Size, softcap: bool) -> Need:
-    """``log_softmax`` of the logits in fp32, under autograd.
-
-    It is kept for the backward, where its gradient and the gradient of the logits are beside it.
-    """
+    """``log_softmax`` of the logits in fp32, kept for the backward, where its gradient and that of
+    the logits are beside it."""
     logits = size.rows * size.vocab
     capped = logits * size.dtype.itemsize if softcap else 0  # kept by tanh
     forward, kept = 2 * FP32 * logits + capped, FP32 * logits + capped
@@ -41,13 +39,10 @@ def all_logits(size: Size, softcap: bool) -> Need:
 def trl(size: Size, softcap: bool) -> Need:
     """TRL 1.16's fused head, which projects again in the backward.
 
-    On a CPU it is given every position. Of a tile there are the buffer of the product, and copies
-    in fp32: three in the forward; in the backward seven and a mask of bytes. With a soft-cap there
-    is one more, its tanh.
-
-    On a GPU it is given the positions that count. There is the buffer alone, and products of 16-bit
-    operands are added to the sums in fp32. At the end the sums are cast while all of them are
-    alive.
+    On a CPU it is given every position; a tile has the buffer of the product and copies in fp32:
+    three in the forward, seven and a mask of bytes in the backward, and one more with a soft-cap.
+    On a GPU it is given the positions that count, and there is the buffer alone; at the end the
+    sums, in fp32, are cast while all of them are alive.
     """
     in_place = size.on_gpu
     positions = size.counted if in_place else size.rows
@@ -68,21 +63,14 @@ def trl(size: Size, softcap: bool) -> Need:
 
 
 def liger(size: Size, length: int) -> Need:
-    """Liger 0.8.5's fused GRPO loss, which has the gradients in the forward; every position, masked
-    or not.
-
-    Each sequence has gradients of its own in fp32, that of the weight too, which are added to those
-    that are returned.
-    """
+    """Liger 0.8.5's fused GRPO loss, which has the gradients in the forward, of all positions; each
+    sequence's own, in fp32, are added to those that are returned."""
     rows, columns = min(length, LIGER_ROWS), min(size.vocab, LIGER_COLUMNS)
     # a slab of the weight, or of its gradient
     tile, slab = rows * columns * FP32, columns * size.hidden * FP32
     narrow, of_rows = size.dtype.itemsize < FP32, rows * size.hidden * FP32
-    products = (
-        3 * tile
-        + (slab if narrow or not size.frozen else 0)
-        + (of_rows if narrow or size.frozen else 0)
-    )
+    products = 3 * tile + (slab if narrow or not size.frozen else 0)
+    products += of_rows if narrow or size.frozen else 0
     of_sequence = (length + (0 if size.frozen else size.vocab)) * size.hidden
     rounded = of_sequence * size.dtype.itemsize if narrow else 0
     # else two are there while the next is made

@@ -11,14 +11,12 @@ from benchmarks.figures import is_ours
 # There liger_torch is what liger_ce chooses.
 ON_CPU = (
     "trl", "liger_grpo", "liger_ce", "verl_triton", "verl_torch", "unsloth", "cce", "linear_ce",
-    "compiled",
-    "eager",
+    "compiled", "eager",
 )  # fmt: skip
 SHORT = ("ours", "products", "eager", "trl")
 ANCHORS = ("ours", "products")  # timed again with every peer, so that a ratio is of the same minute
 GOAL_CASES = ("main", "frozen", "half_zero", "score")
-# Liger's own choice last: on an H100 it compiles for a minute, or is absent where its compiler's
-# wheels are.
+# Liger's own choice last: on an H100 it compiles for a minute, or its compiler is absent.
 GOALS = (*ANCHORS, "trl", "liger_grpo", "liger_torch", "eager", "liger_ce")
 REST = (
     "unsloth", "verl_triton", "cce", "linear_ce", "compiled", "liger_grpo/uncompiled", "verl_torch",
@@ -81,11 +79,8 @@ def gpu_cases() -> list[BenchCase]:
 
 
 def passes(case: BenchCase) -> list[tuple[str, ...]]:
-    """The providers of `case` in the passes it is measured in, each with the anchors first.
-
-    A goal's case has three: what the goals are about, other peers, other forms of ours. Any other
-    has one.
-    """
+    """The providers of `case` in its passes, each with the anchors first: a goal's
+    case has three, about the goals, other peers, and other forms of ours."""
     anchors = tuple(name for name in case.providers if name in ANCHORS)
     others = [name for name in case.providers if name not in ANCHORS]
     if case.name not in GOAL_CASES:

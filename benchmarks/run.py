@@ -105,7 +105,6 @@ def describe(error: Exception) -> str:
 
 
 def finite(value: Any) -> Any:
-    """`value` as JSON can hold it: no NaN, no infinity, nothing but plain types."""
     if isinstance(value, dict):
         return {str(k): finite(x) for k, x in value.items()}
     if isinstance(value, list | tuple):
@@ -131,8 +130,6 @@ class How:
 
 
 class Step:
-    """A forward, and the backward of its loss if that has one."""
-
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
 
@@ -144,7 +141,6 @@ class Step:
 
 
 def beyond(peak: Peak, inputs: Inputs) -> float | None:
-    """MiB at the `peak`, without the gradients that the step returned."""
     extra = peak.extra_bytes(sum(x.grad.nbytes for x in inputs.leaves if x.grad is not None))
     return None if extra is None else round(max(0, extra) / MIB, 1)
 
@@ -169,7 +165,6 @@ def check(name: str, step: Step, inputs: Inputs, want: Reference) -> dict[str, A
 
 
 def measure_case(case: BenchCase, providers: Sequence[str], results: Results, how: How) -> None:
-    """Measure `providers` of `case`; results of others stay."""
     top = ("cases", case.name)
     gc.collect()
     gc.freeze()  # what was imported is not looked through again at every step
@@ -208,7 +203,6 @@ class _Task:
         self.watch = Watch()
 
     def turn(self, names: Sequence[str]) -> dict[str, Step]:
-        """Check the providers `names`, time those that are right with the anchors; their steps."""
         steps = {name: step for name in names if (step := self._checked(name)) is not None}
         if not self.anchors:
             self.watch = Watch()  # what the first checks compile is not other processes' work

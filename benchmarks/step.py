@@ -170,8 +170,6 @@ class Timed:
 
 
 class Given:
-    """In front of a trainer: its completions are given."""
-
     scene: Scene
     # bytes that the graph of each micro-batch saves; None: not counted
     saved: list[int] | None = None
@@ -243,15 +241,11 @@ def train(
     scene = scene.by_groups() if name == ONE_GROUP else scene
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": scene.sequences,
-        "gradient_accumulation_steps": scene.micro_batches,
-        "steps_per_generation": scene.generated,
-        "num_generations": scene.group,
-        "max_completion_length": scene.completion[1],
-        "loss_type": scene.loss_type,
-        "gradient_checkpointing": scene.checkpointing,
-        "learning_rate": 1e-4,
-        **changed,
-    }
+        "gradient_accumulation_steps": scene.micro_batches, "steps_per_generation": scene.generated,
+        "num_generations": scene.group, "max_completion_length": scene.completion[1],
+        "loss_type": scene.loss_type, "gradient_checkpointing": scene.checkpointing,
+        "learning_rate": 1e-4, **changed,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         args = tiny_run.config(folder, scene.steps, **arguments)
@@ -274,7 +268,6 @@ ONE_GROUP_TOLERANCE = 2e-5  # the weights that it begins a step with have other 
 
 
 def measure_all(results: Results, *, toy: bool = False) -> None:
-    """Write ``step`` into the results, after each measurement: ``scenes`` and ``groups``."""
     threads = torch.get_num_threads()
     tiny_run.quiet()
     gc.freeze()  # every training collects garbage, of which what is imported is none
@@ -315,7 +308,7 @@ def _compared(name: str, stock: list[dict[str, float]], found: dict[str, Any]) -
     """Status, differences from stock TRL, saved MiB and shares, of a variant's first round."""
     options, logs, saved = VARIANTS[name] or {}, found["logs"], found["saved"]
     divides = name == ONE_GROUP
-    metrics = _apart(stock, logs)
+    metrics = parity.from_stock(stock, logs)
     differences: dict[str, Any] = {key: metrics.pop(key) for key in ("loss", "grad_norm")}
     worst = max(metrics, key=lambda k: metrics[k])
     other_means = divides or options.get("zero_advantage") == "skip"  # by intent
@@ -327,13 +320,6 @@ def _compared(name: str, stock: list[dict[str, float]], found: dict[str, Any]) -
         "saved_mib": {"mean": statistics.fmean(saved) / MIB, "max": max(saved) / MIB},
         "shares": {k: statistics.fmean(log[k] for log in logs) for k in SHARES if k in logs[0]},
     }
-
-
-def _apart(stock: list[dict[str, float]], logs: list[dict[str, float]]) -> dict[str, float]:
-    if not stock:
-        raise RuntimeError(f"expected the logs of {STOCK} to compare with, got none")
-    same = [{k: x for k, x in log.items() if k in stock[0]} for log in logs]
-    return parity.differences(stock, same)
 
 
 def seconds(samples: Sequence[Sequence[float]]) -> float:

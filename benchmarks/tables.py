@@ -63,11 +63,7 @@ def write(data: dict[str, Any], path: Path) -> None:
     path.write_text(page([*head, *lines(data)]), encoding="utf-8")
 
 
-# Claims, a sentence each.
-
-
 def summary(data: dict[str, Any]) -> list[str]:
-    """The page's first lines: each claim with its shape, and the cases in which ours is behind."""
     text = [f"- {line}" for line in (_step(data), _time(data), _accuracy(data)) if line]
     if text and data.get("device") == "cpu":
         text.append(
@@ -121,9 +117,6 @@ def _accuracy(data: dict[str, Any]) -> str:
         f"head, {theirs:.1e} "
         f"({sizes}; the largest of {len(cases)} kinds of logits, against float64)."
     )
-
-
-# The cases.
 
 
 def _timed(cases: dict[str, Case]) -> list[str]:
@@ -225,14 +218,12 @@ def _goals(goals: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def step_is_wrong(data: dict[str, Any]) -> bool:
-    """True if a variant failed or is further from stock TRL than rounding, or a tree is wrong."""
     found = [x for scene in figures.scenes(data).values() for x in scene["variants"].values()]
     found += [x for _, shapes in _groups(data.get("step") or {}) for x in shapes.values()]
     return any(x.get("status") != "ok" for x in found)
 
 
 def _groups(step: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """(measurement, its shapes) of each kind of model of which groups were measured."""
     given = [step.get(key) or {} for key in ("groups", "hybrid_groups")]
     return [(x, x["shapes"]) for x in given if x.get("shapes")]
 
@@ -287,9 +278,6 @@ def _share(value: float | None) -> str:
     return share(None if value is None else round(value, 3))
 
 
-# Cells.
-
-
 def markdown(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """A table with a column for each key of the first row; one that would be empty is left out."""
     if not rows:
@@ -326,7 +314,6 @@ def times(value: float | None) -> str:
 
 
 def multiple(value: float) -> str:
-    """A ratio in a sentence: 1.6, 16, 1,600."""
     return f"{value:.1f}" if value < 9.95 else f"{value:,.0f}"
 
 
@@ -335,7 +322,6 @@ def share(value: float | None) -> str:
 
 
 def with_range(over: tuple[float, float, float], form: Callable[[float], str] = times) -> str:
-    """A middle value, and in brackets the least and the most."""
     middle, least, most = map(form, over)
     return f"{middle} ({least} to {most})"
 
@@ -361,9 +347,6 @@ def busy(measured: dict[str, Any]) -> str:
     if others is None:
         return ""
     return f"; other processes used {share(others)} of the cores meanwhile"
-
-
-# Providers, cases and runs in words.
 
 
 def label(name: str, versions: dict[str, Any] | None = None) -> str:

@@ -97,7 +97,6 @@ class Clock:
 
 
 def order(names: Sequence[str], i: int) -> list[str]:
-    """`names` for round `i`: shuffled, the same in every run."""
     return random.Random(i).sample(list(names), len(names))
 
 

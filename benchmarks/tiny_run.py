@@ -20,7 +20,6 @@ from trl import GRPOConfig
 from benchmarks.tiny_models import WORDS, model, tokenizer
 
 # Wall-clock figures and the learning-rate schedule say nothing of the loss.
-
 NOT_COMPARED = ("time", "runtime", "per_second", "epoch", "learning_rate", "total_flos")
 
 
@@ -46,19 +45,11 @@ def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> lis
 def common_options(output_dir: str, steps: int) -> dict[str, Any]:
     """Options of every TRL configuration: on a CPU, in fp32, each step logged, no files."""
     return {
-        "output_dir": output_dir,
-        "max_steps": steps,
-        "per_device_train_batch_size": 8,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "seed": 7,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
+        "output_dir": output_dir, "max_steps": steps, "per_device_train_batch_size": 8,
+        "learning_rate": 1e-3, "lr_scheduler_type": "constant", "logging_steps": 1, "seed": 7,
+        "bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no",
         "disable_tqdm": True,
-    }
+    }  # fmt: skip
 
 
 def config(

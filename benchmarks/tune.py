@@ -1,18 +1,13 @@
 """Times the kernels' tiles on the GPU at hand and writes the winners to `tuned.json`.
 
-At run time nothing is timed: the package reads this table (`device.py`). Only the entries of the
-device's family are replaced; the others stay as they are. A candidate that breaks a rule of
+Only the entries of the device's family are replaced. A candidate that breaks a rule of
 `benchmarks.aot.checks`, such as spilling registers, is not timed. Statistics and fused kernel share
-one winner, since their bits must agree.
+one winner, since their bits must agree. The table is written after each part (statistics and fused;
+gradient): a tuner that runs out of time loses no more than a part. A part's entries are those of
+the vocabularies asked for alone, the last of which stands for all that are larger.
 
-The table is written after each part (statistics and fused; gradient), so a tuner that runs out of
-time loses no more than a part. ``--kernels`` and ``--vocabs`` choose some; ``--budget-seconds``
-ends it at the next part, or within one: what was not timed by then is not written. A part's entries
-are those of the vocabularies asked for alone, the last of which stands for all that are larger.
-
-``--dry-run`` does the same at toy sizes, with toy tiles and a clock of its own, on any machine: it
-lists what would be timed and writes to a file that is thrown away. Without a GPU it needs
-``TRITON_INTERPRET=1``.
+``--dry-run`` lists what would be timed, and does the same at toy sizes on any machine, into a file
+that is thrown away. Without a GPU it needs ``TRITON_INTERPRET=1``.
 """
 
 from __future__ import annotations
@@ -90,7 +85,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Tune what is asked for, a part after the other; exit status 1 if time ran out."""
     options = arguments(given)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not (options.dry_run and INTERPRETED):
@@ -165,7 +159,6 @@ def broken_rules(part: Sequence[str], config: RowConfig, arch: str) -> tuple[str
 
 
 def fastest(candidates: Iterable[Any], workloads: list[Workload], until: float) -> Any:
-    """The candidate with the least product of times, so that each workload counts alike."""
     times = {}
     for config in candidates:
         check_time(until)
@@ -241,7 +234,6 @@ def joined(steps: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 def merged(table: list[Entry], new: list[Entry]) -> list[Entry]:
-    """The table with the new entries in the place of those that they make out of date."""
     replaced = [(e["family"], e["kernels"]) for e in new]
     return [*new, *(e for e in table if (e["family"], e["kernels"]) not in replaced)]
 

@@ -2,23 +2,21 @@
 heads and ours.
 
 The engine of `benchmarks.verl_step`, wrapped by verl, with its micro-batches and ``ppo_loss``:
-`RANKS` gloo processes of one thread, on a CPU in fp32. Each rank has two prompts of
-eight responses each, scattered over two micro-batches of eight; one group's advantages are 0. All
-sequences have one length, so that a padded batch (``use_remove_padding=False``) has no padding: on
-a CPU verl's packed rows have a mask over the whole row, which would be unfair to verl. CPU seconds
-of `forward_backward_batch`, summed over ranks: the median over rounds, ways in turn. Gradients are
-compared first.
+`RANKS` gloo processes of one thread, on a CPU in fp32. Each rank has two prompts of eight responses
+each, scattered over two micro-batches of eight; one group's advantages are 0. All sequences have
+one length, padded: verl's packed rows have a mask over the whole row on a CPU, which would be
+unfair. CPU seconds of `forward_backward_batch`, summed over ranks: the median over rounds.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import statistics
 import sys
 import tempfile
 import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -76,14 +74,7 @@ def rank(number: int, folder: str, results: dict[str, Any]) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=number, world_size=RANKS
     )
-    from verl.workers.config import ActorConfig, PolicyLossConfig
-    from verl.workers.utils.losses import ppo_loss
-
-    config = ActorConfig(
-        strategy="fsdp2", rollout_n=GROUP, ppo_micro_batch_size_per_gpu=GROUP,
-        use_dynamic_bsz=False, policy_loss=PolicyLossConfig(loss_mode="vanilla"),
-    )  # fmt: skip
-    loss = functools.partial(ppo_loss, config=config)
+    loss = verl_step.actor_loss(GROUP, GROUP)
     for prompt in PROMPTS:
         engines = {way: engine(Shape(prompt, COMPLETION), options) for way, options in WAYS.items()}
         found: dict[str, dict[str, Any]] = {way: {"seconds": []} for way in WAYS}
@@ -93,18 +84,15 @@ def rank(number: int, folder: str, results: dict[str, Any]) -> None:
                 data = batch(prompt, fused=bool(WAYS[way]))
                 made.module.zero_grad()
                 counts, began = verl_step.Products(SIZE.vocab), time.process_time()
-                if i == -1:
-                    with counts:
-                        made.forward_backward_batch(data, loss)
-                    nvh = 2 * GROUP * COMPLETION * SIZE.vocab * SIZE.hidden
-                    found[way] |= {"tokens": counts.tokens, "NVH": counts.head / nvh}
-                else:
+                with counts if i == -1 else nullcontext():
                     made.forward_backward_batch(data, loss)
                 if i >= 0:
                     seconds = torch.tensor(time.process_time() - began)
                     dist.all_reduce(seconds)
                     found[way]["seconds"].append(float(seconds))
                 if i == -1:
+                    nvh = 2 * GROUP * COMPLETION * SIZE.vocab * SIZE.hidden
+                    found[way] |= {"tokens": counts.tokens, "NVH": counts.head / nvh}
                     got = [x.grad.full_tensor() for x in made.module.parameters()]
                     want = want or got
                     pairs = zip(got, want, strict=True)

@@ -98,13 +98,9 @@ def mini_batch(there: Tensor, ids: Tensor, prompt: int, fields: dict[str, Tensor
     from tensordict import TensorDict
 
     ids = ids * there
-    common = {
-        "input_ids": ids,
-        "attention_mask": there,
-        "position_ids": (there.cumsum(1) - 1).clamp(min=0),
-        "prompts": ids[:, :prompt],
-        "responses": ids[:, prompt:],
-    }
+    places = (there.cumsum(1) - 1).clamp(min=0)
+    common = {"input_ids": ids, "attention_mask": there, "position_ids": places}
+    common |= {"prompts": ids[:, :prompt], "responses": ids[:, prompt:]}
     data = TensorDict(common | fields, batch_size=[len(ids)])
     return verl("workers.utils.padding").left_right_2_no_padding(data)
 
@@ -122,14 +118,9 @@ def batch(size: Size, shape: Shape, micro: int, *, packed: bool) -> Any:
     }
     data = mini_batch(torch.ones_like(ids), ids, shape.prompt, fields)
     verl("utils.tensordict_utils").assign_non_tensor(
-        data,
-        use_remove_padding=packed,
-        use_dynamic_bsz=False,
-        micro_batch_size_per_gpu=micro,
-        use_fused_kernels=True,
-        global_batch_size=shape.group,
-        temperature=1.0,
-    )
+        data, use_remove_padding=packed, use_dynamic_bsz=False, micro_batch_size_per_gpu=micro,
+        use_fused_kernels=True, global_batch_size=shape.group, temperature=1.0,
+    )  # fmt: skip
     return data
 
 
@@ -156,16 +147,16 @@ def step(made: Any, data: Any, loss: Any, *, scored: bool) -> tuple[float, float
     return seconds, sum(out["loss"]), torch.cat(gradients)
 
 
+def actor_loss(group: int, micro: int) -> Any:
+    config = verl("workers.config").ActorConfig(
+        strategy="fsdp2", rollout_n=group, ppo_micro_batch_size_per_gpu=micro, use_dynamic_bsz=False
+    )
+    return functools.partial(verl("workers.utils.losses").ppo_loss, config=config)
+
+
 def measure(size: Size, shape: Shape, rounds: int, micro: int, *, packed: bool) -> dict[str, Any]:
     patch_verl()
-    workers = verl("workers.config")
-    config = workers.ActorConfig(
-        strategy="fsdp2",
-        rollout_n=shape.group,
-        ppo_micro_batch_size_per_gpu=micro,
-        use_dynamic_bsz=False,
-    )
-    loss = functools.partial(verl("workers.utils.losses").ppo_loss, config=config)
+    loss = actor_loss(shape.group, micro)
     data = batch(size, shape, micro, packed=packed)
     ours_alone = {"impl_backend": "grpo_kernels", "layout": "padded"}  # prompts run as in verl
     theirs, ours, tree = (

@@ -16,7 +16,6 @@ from typing import Any
 
 
 def is_interpreted() -> bool:
-    """Return True, and say so, if Triton interprets kernels, which then cannot be compiled."""
     if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
         return False
     why = "TRITON_INTERPRET is set, and interpreted kernels cannot be compiled"

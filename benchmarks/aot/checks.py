@@ -38,8 +38,6 @@ SPREADING = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape")
 
 @dataclass(frozen=True)
 class Result:
-    """What a kernel takes of a device, a thread or a program, and the rules it breaks."""
-
     registers: int = 0
     spilled: int = 0  # bytes; registers on AMD
     shared: int = 0  # bytes
@@ -47,15 +45,11 @@ class Result:
     broken: tuple[str, ...] = ()
 
 
-def target_of(arch: str) -> GPUTarget:
-    if arch.startswith("gfx"):
-        return GPUTarget("hip", arch, 64)
-    return GPUTarget("cuda", int(arch[3:]), 32)
-
-
 def compile_for(launch: Launch, arch: str) -> Any:
     source = ASTSource(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
-    return triton.compile(source, target=target_of(arch), options=launch.options)
+    is_amd = arch.startswith("gfx")
+    target = GPUTarget("hip", arch, 64) if is_amd else GPUTarget("cuda", int(arch[3:]), 32)
+    return triton.compile(source, target=target, options=launch.options)
 
 
 def compile_launch(launch: Launch, arch: str) -> Result:
@@ -87,7 +81,6 @@ def nvidia_usage(asm: dict[str, Any]) -> tuple[int, int]:
 
 
 def may_spill(arch: str, kernel: str) -> int:
-    """How many bytes of a thread a kernel may spill by the Triton that is imported."""
     return SPILLS.get(triton.__version__.rpartition(".")[0], {}).get((arch, kernel), 0)
 
 

@@ -31,7 +31,6 @@ class Loss(NamedTuple):
     d_entropy: float = 0.0
 
     def of_rows(self, numbers: Callable[[], Tensor]) -> FusedLoss:
-        """The loss of rows whose weights, advantages and log-probabilities are of `numbers`."""
         on_policy = self.surrogate in ("constant", "linear")
         constants = {x.surrogate: x.constants(LossConfig()) for x in losses.LOSSES.values()}
         return FusedLoss(

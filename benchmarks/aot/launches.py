@@ -52,7 +52,6 @@ def caught() -> Iterator[list[Launch]]:
 
 
 def describe(kernel: JITFunction, given: dict[str, Any]) -> Launch:
-    """A launch of `kernel` with arguments and options `given` by name, or their defaults."""
     options = dict(given)
     signature, constexprs, attrs = {}, {}, {}
     for place, param in enumerate(kernel.params):

@@ -120,17 +120,10 @@ def build(name: str, inputs: Inputs, backend: str = "auto") -> Forward:
     for wants, reason in (LACKING[x] for x in provider.lacks):
         if wants(inputs):
             raise Absence(reason)
-    return under_autocast(forward, inputs.hidden.device.type) if inputs.case.autocast else forward
-
-
-def under_autocast(forward: Forward, device: str) -> Forward:
-    """As a trainer calls it: head and loss inside, the backward outside."""
-
-    def cast() -> Outcome:
-        with torch.autocast(device, dtype=torch.bfloat16):
-            return forward()
-
-    return cast
+    if not inputs.case.autocast:
+        return forward
+    # as a trainer calls it: head and loss inside, the backward outside
+    return torch.autocast(inputs.hidden.device.type, dtype=torch.bfloat16)(forward)
 
 
 def from_logps(inputs: Inputs, logps: Callable[[], Scored], note: str = "") -> Forward:
@@ -201,7 +194,6 @@ def without_init(*names: str) -> None:
 
 
 def empty_package(name: str, paths: list[str]) -> None:
-    """Put a package into ``sys.modules`` that has nothing but the places of its modules."""
     module = types.ModuleType(name)
     module.__path__ = paths
     sys.modules[name] = module

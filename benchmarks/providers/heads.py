@@ -72,7 +72,6 @@ def eager(inputs: Inputs) -> Forward:
 
 
 def compiled(inputs: Inputs) -> Forward:
-    """One graph for the forward and one for the backward, for these shapes alone."""
     function = _compiled(_scores)
     return from_logps(inputs, lambda: function(*_operands(inputs)), "fullgraph, dynamic=False")
 

@@ -74,14 +74,10 @@ def liger_grpo(inputs: Inputs, *, compiled: str = "on a GPU") -> Forward:
 
     case, compiles = inputs.case, bool(compiled) and inputs.hidden.is_cuda
     loss_fn = LigerFusedLinearGRPOLoss(
-        beta=case.beta,
-        compiled=compiles,
-        use_ref_model=inputs.ref is not None,
-        loss_type="dapo",
-        importance_sampling_level="sequence" if case.sequence else "token",
-        epsilon_low=EPSILON,
+        beta=case.beta, compiled=compiles, use_ref_model=inputs.ref is not None, loss_type="dapo",
+        importance_sampling_level="sequence" if case.sequence else "token", epsilon_low=EPSILON,
         epsilon_high=EPSILON,
-    )
+    )  # fmt: skip
 
     def forward() -> Outcome:
         given = inputs.hidden, inputs.weight, inputs.ids, inputs.mask, inputs.advantages
@@ -102,7 +98,6 @@ def liger_ce(inputs: Inputs) -> Forward:
 
 
 def liger_torch(inputs: Inputs) -> Forward:
-    """What it runs where it has no kernel of its own."""
     from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
         _FusedLinearPPOFallbackFunction as function,
     )
@@ -132,7 +127,6 @@ def _scaled_ce(inputs: Inputs, function: Any, note: str, *tiles: int) -> Forward
 
 
 def verl_torch(inputs: Inputs) -> Forward:
-    """`FusedLinearForPPO`: torch, 512 tokens at a time; logits and entropies are rounded."""
     function = module("experimental", "torch_functional").FusedLinearForPPO()
 
     def rows(hidden: Tensor, ids: Tensor) -> Scored:
@@ -142,7 +136,6 @@ def verl_torch(inputs: Inputs) -> Forward:
 
 
 def verl_triton(inputs: Inputs) -> Forward:
-    """`linear_cross_entropy`: Triton for the logits, torch for the gradients' products."""
     function = module("kernel", "linear_cross_entropy").linear_cross_entropy
 
     def rows(hidden: Tensor, ids: Tensor) -> Scored:
@@ -215,7 +208,6 @@ def unsloth(inputs: Inputs) -> Forward:
 
 
 def linear_ce(inputs: Inputs) -> Forward:
-    """In chunks where its documentation recommends them, else without."""
     function = getattr(torch.nn.functional, "linear_cross_entropy", None)
     if function is None:
         raise Absence(f"torch {torch.__version__} has no F.linear_cross_entropy")

@@ -50,7 +50,6 @@ def jobs(*, short: bool) -> list[Job]:
 
 
 def run_all(todo: Sequence[Job], results: Results, model: Path, *, short: bool) -> None:
-    """Run the trainings, `AT_ONCE` beside each other, and merge each into ``runs``."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         done = pool.map(lambda job: _run(job, model, short=short), todo)
         for job, run in zip(todo, done, strict=True):
@@ -83,8 +82,7 @@ def compare(data: dict[str, Any]) -> None:
             continue
         apart = []
         for theirs, ours in zip(stock["steps"], run["steps"], strict=False):
-            same = {k: x for k, x in ours["logs"].items() if k in theirs["logs"]}
-            apart.append(parity.differences([theirs["logs"]], [same]))
+            apart.append(parity.from_stock([theirs["logs"]], [ours["logs"]]))
         most = {k: max(step.get(k, 0.0) for step in apart) for k in apart[0]}
         off = [i for i, step in enumerate(apart) if max(step.values()) > TOLERANCE]
         worst = max(most.items(), key=lambda x: x[1])

@@ -59,7 +59,6 @@ def cases() -> Iterator[tuple[str, dict[str, Any], str, list[str]]]:
 def trainer_of(
     folder: Path, options: dict[str, Any], variant: str, *mixins: type, lora: bool = False
 ) -> Any:
-    """A trainer of the real run's configuration with TRL's `options`, of the model in `folder`."""
     torch.manual_seed(0)
     of_ours = VARIANTS[variant]
     return step.trainer_of(
@@ -102,7 +101,6 @@ def generated(folder: Path) -> tuple[dict[str, Any], Tensor]:
 
 
 def disturbed(batch: dict[str, Any], logps: Tensor, draw: int) -> dict[str, Any]:
-    """`batch` with old and reference log-probabilities near `logps`."""
     generator = torch.Generator().manual_seed(draw)
     names = ("old_per_token_logps", "ref_per_token_logps")
     return batch | {

@@ -31,7 +31,6 @@ def named(data: dict[str, Any], name: str) -> list[Run]:
 
 
 def seconds(run: Run, steps: slice, *phases: str) -> float:
-    """CPU seconds of a step in `phases`, the mean over `steps`."""
     return statistics.fmean(sum(step["seconds"][x] for x in phases) for step in run["steps"][steps])
 
 
@@ -54,7 +53,6 @@ def gained(data: dict[str, Any], run: Run, *phases: str) -> str:
 
 
 def claim(data: dict[str, Any]) -> str:
-    """What the defaults gain, over the seeds; empty without a training of both."""
     runs = named(data, DEFAULTS)
     if not runs:
         return ""

@@ -66,16 +66,10 @@ def config(
 ) -> GRPOConfig:
     """TRL's configuration: 4 prompts a step, 8 completions each, full fine-tuning in fp32."""
     options: dict[str, Any] = {
-        **tiny_run.common_options(folder, steps),
-        "gradient_accumulation_steps": 2 if short else 4,
-        "num_generations": 8,
-        "max_completion_length": 16 if short else 32,
-        "temperature": 1.0,
-        "learning_rate": 2e-5,
-        "seed": seed,
-        "gradient_checkpointing": False,
-        **changed,
-    }
+        **tiny_run.common_options(folder, steps), "gradient_accumulation_steps": 2 if short else 4,
+        "num_generations": 8, "max_completion_length": 16 if short else 32, "temperature": 1.0,
+        "learning_rate": 2e-5, "seed": seed, "gradient_checkpointing": False, **changed,
+    }  # fmt: skip
     return GRPOConfig(**options)
 
 
