@@ -278,14 +278,11 @@ def sanitizer_summary(code: int | None, output: str, tests: dict[str, int]) -> d
     else:
         status = "tests failed" if tests.get("failed") or tests.get("error") else "clean"
     return {
-        "status": status,
-        "exit_status": code,
-        "reports": len(reports),
-        "in_our_kernels": len(ours),
+        "status": status, "exit_status": code, "reports": len(reports), "in_our_kernels": len(ours),
         "summary": total.group(0) if total else "",
         "first": [x[:600] for x in (ours or reports)[:3]],
         **({"output": output[-2000:]} if status in ("error", "out of time") else {}),
-    }
+    }  # fmt: skip
 
 
 def kernel_names() -> list[str]:
@@ -367,12 +364,9 @@ def run_bench(results: Results, options: argparse.Namespace, until: float) -> No
 # Each step's share of the time left, of which the last gets all. A peer may bring the process down,
 # so the benchmarks are the last.
 STEPS: dict[str, tuple[float, Callable[[Results, argparse.Namespace, float], None]]] = {
-    "smoke": (0.25, run_smoke),
-    "tests": (0.40, run_gpu_tests),
-    "sanitizer": (0.25, run_sanitizers),
-    "step": (0.15, run_layouts),
-    "bench": (1.0, run_bench),
-}
+    "smoke": (0.25, run_smoke), "tests": (0.40, run_gpu_tests), "sanitizer": (0.25, run_sanitizers),
+    "step": (0.15, run_layouts), "bench": (1.0, run_bench),
+}  # fmt: skip
 
 
 def conclude(results: Results) -> bool:

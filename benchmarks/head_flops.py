@@ -1,8 +1,6 @@
-"""Floating-point operations of the fused head alone, in TRL's GRPO trainer and in ours, counted
-while they train.
+"""Floating-point operations of the fused head alone, in TRL's GRPO trainer and in ours.
 
-The counter runs over the whole training; it is read where autograd enters and leaves the head,
-forward and backward, so that the transformer and the sampling are not in the figures.
+The counter runs over the whole training; it is read where autograd enters and leaves the head.
 """
 
 from __future__ import annotations

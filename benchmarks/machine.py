@@ -30,13 +30,11 @@ def about(*, on_gpu: bool, commit: str | None = None) -> dict[str, Any]:
     found["backend"]["C++ library"] = found["backend"]["C++ library"].split(",")[0]
     found["devices"] |= _nvidia_smi("driver_version")
     return {
-        "format": 2,
-        "device": torch.cuda.get_device_name(0) if on_gpu else "cpu",
+        "format": 2, "device": torch.cuda.get_device_name(0) if on_gpu else "cpu",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit or git_commit(ROOT),
-        "machine": found,
+        "commit": commit or git_commit(ROOT), "machine": found,
         "versions": {name: report.version(name) for name in PACKAGES},
-    }
+    }  # fmt: skip
 
 
 def clocks() -> dict[str, str]:

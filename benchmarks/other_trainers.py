@@ -24,11 +24,9 @@ from grpo_kernels.trl import patch_trl
 
 PROMPT, MEDIAN, LONGEST, ROWS, STEPS, ROUNDS = 192, 48, 256, 48, 5, 3
 WAYS: dict[str, dict[str, Any] | None] = {
-    "stock TRL": None,
-    "head alone": {"layout": "padded"},
-    "trim": {"layout": "trim"},
+    "stock TRL": None, "head alone": {"layout": "padded"}, "trim": {"layout": "trim"},
     "default": {},
-}
+}  # fmt: skip
 
 
 def words(count: int, draw: random.Random) -> str:

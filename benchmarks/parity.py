@@ -1,10 +1,8 @@
-"""Does training with `FusedGRPOTrainer` give what training with TRL's `GRPOTrainer` gives? (`make
-parity`)
+"""`make parity`: does training with `FusedGRPOTrainer` give what TRL's `GRPOTrainer` gives?
 
-Trains the same tiny model twice per configuration, from the same seed, once with each trainer, and
-compares the loss, the gradient norm and every logged metric of every optimizer step. Counts the
-floating-point operations of the head alone. Writes the table to docs/dev/parity.md and exits with 1
-if a configuration is out of tolerance.
+Trains the same tiny model with each, from the same seed, and compares the loss, the gradient norm
+and every logged metric of every optimizer step. Counts the floating-point operations of the head
+alone. Writes docs/dev/parity.md and exits with 1 if a configuration is out of tolerance.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 them with counts.
 
 A tile is the part of the logits that a head projects at a time. On a CPU it lives in several
-copies, since each operation of torch makes one; TRL's Triton kernels work in place on a GPU. All
-logits and Liger's loss are torch's operations on both devices. Figures are after
-``loss.backward()``, without gradients of an earlier micro-batch.
+copies, since each operation of torch makes one; TRL's Triton kernels work in place on a GPU.
+Figures are after ``loss.backward()``, without gradients of an earlier micro-batch.
 """
 
 from __future__ import annotations

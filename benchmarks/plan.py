@@ -96,12 +96,9 @@ def _edges(main: BenchCase) -> list[BenchCase]:
     providers = (*ANCHORS, "trl", "liger_grpo", "liger_ce", "unsloth", "eager")
     mixed = {"weight_dtype": "float32", "autocast": True}
     shapes: dict[str, dict[str, Any]] = {
-        "fp32 weight, autocast": mixed,
-        "V 151665": {"v": 151665},
-        "V 50257": {"v": 50257},
-        "H 1024": {"model": "Qwen3-0.6B", "h": 1024},
-        "1024 rows": {"n": 1024},
-    }
+        "fp32 weight, autocast": mixed, "V 151665": {"v": 151665}, "V 50257": {"v": 50257},
+        "H 1024": {"model": "Qwen3-0.6B", "h": 1024}, "1024 rows": {"n": 1024},
+    }  # fmt: skip
     modes: dict[str, dict[str, Any]] = {"": {}}
     modes |= {", frozen": {"frozen": True}, ", score": {"score": True}}
     return [

@@ -1,10 +1,8 @@
-"""The whole optimizer step of TRL's GRPO trainer: stock, and `FusedGRPOTrainer` with each of its
-savings.
+"""The whole optimizer step of TRL's GRPO trainer: stock, and ours with each of its savings.
 
-A round trains each variant of a scene from the same weights, in another order each round::
-
-    first round      not timed: metrics are compared with stock TRL's, and what the graphs save is
-    counted other rounds     CPU seconds of each step but the first, which warms up
+A round trains each variant of a scene from the same weights, in another order each round. The first
+is not timed: metrics are compared with stock TRL's, and what graphs save is counted. The others
+give the CPU seconds of each step but the first, which warms up.
 """
 
 from __future__ import annotations
@@ -109,17 +107,12 @@ SCENES = {
         loss_type="grpo",
     ),
 }  # fmt: skip
-
-
 PHASES = ("generation", "scoring", "loss", "optimizer")
 
 
 class Timed:
     """In front of a trainer: one record a step, of what it logged and of the CPU seconds of each
-    phase.
-
-    What a phase contains of another is not its own; "other" is what no phase is.
-    """
+    phase, without those of a phase within; "other" is what no phase is."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.steps: list[dict[str, Any]] = []

@@ -1,8 +1,4 @@
-"""The results as markdown: claims, and tables with their conditions, without any path of the
-machine.
-
-All of it is read from the JSON and from nothing else.
-"""
+"""The results' JSON as markdown: claims, and tables with their conditions."""
 
 from __future__ import annotations
 

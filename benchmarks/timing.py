@@ -15,8 +15,6 @@ import torch
 LEAST_ROUNDS = 5
 FLUSH_BYTES = 256 * 2**20  # a few times the L2 of any GPU there is
 FIRST_SLEEP, LONGEST_SLEEP = 2**20, 2**26  # cycles: from half a millisecond to some 35
-
-
 _asked = False  # to end: a signal only sets it, since an exception out of a handler could be lost
 
 
@@ -106,11 +104,9 @@ def quantiles(samples: list[float]) -> dict[str, Any]:
     at = sorted(samples)
     pick = lambda q: at[min(len(at) - 1, round(q * (len(at) - 1)))]  # noqa: E731
     return {
-        "samples": len(at),
-        "median": round(statistics.median(at), 4),
-        "p20": round(pick(0.2), 4),
+        "samples": len(at), "median": round(statistics.median(at), 4), "p20": round(pick(0.2), 4),
         "p80": round(pick(0.8), 4),
-    }
+    }  # fmt: skip
 
 
 def interleaved(

@@ -57,12 +57,9 @@ def config(
 ) -> GRPOConfig:
     """GRPO of 16 completions of at most 12 tokens a step, in 2 micro-batches, on a CPU."""
     base: dict[str, Any] = {
-        **common_options(output_dir, steps),
-        "gradient_accumulation_steps": 2,
-        "num_generations": 4,
-        "max_completion_length": 12,
-        "shuffle_dataset": False,
-    }
+        **common_options(output_dir, steps), "gradient_accumulation_steps": 2, "num_generations": 4,
+        "max_completion_length": 12, "shuffle_dataset": False,
+    }  # fmt: skip
     return config_class(**{**base, **options})
 
 

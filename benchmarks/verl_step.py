@@ -188,12 +188,9 @@ def measure(size: Size, shape: Shape, rounds: int, micro: int, *, packed: bool) 
     return {
         "status": "ok" if right else "wrong",
         "shape": f"{shape.name}, micro-batches of {micro}, {'packed' if packed else 'padded'}",
-        "seconds": seconds,
-        "speed": {name: seconds[TORCH] / x for name, x in seconds.items()},
-        "samples": samples,
-        "differences": differences,
-        "cpu_of_others": watch.others(),
-    }
+        "seconds": seconds, "speed": {name: seconds[TORCH] / x for name, x in seconds.items()},
+        "samples": samples, "differences": differences, "cpu_of_others": watch.others(),
+    }  # fmt: skip
 
 
 def main() -> int:

@@ -58,7 +58,11 @@ def compile_launch(launch: Launch, arch: str) -> Result:
     except Exception as error:
         return Result(broken=(f"does not compile: {type(error).__name__}: {str(error)[-300:]}",))
     text = compiled.asm["amdgcn" if arch.startswith("gfx") else "ptx"]
-    registers, spilled = _amd_usage(text) if arch.startswith("gfx") else nvidia_usage(compiled.asm)
+    if arch.startswith("gfx"):
+        names = ("vgpr_count", "vgpr_spill_count")
+        registers, spilled = (_number(rf"\.{name}:\s+(\d+)", text) for name in names)
+    else:
+        registers, spilled = nvidia_usage(compiled.asm)
     shared = compiled.metadata.shared
     broken = [*broken_by_code(text, arch), *narrow_products(compiled.asm["ttir"])]
     if spilled > may_spill(arch, launch.kernel.__name__):
@@ -86,10 +90,6 @@ def may_spill(arch: str, kernel: str) -> int:
 
 def spills_in_inner_loops(code: list[Instruction]) -> bool:
     return any(count(loop, *SPILLING) for loop in inner_loops(code))
-
-
-def _amd_usage(text: str) -> tuple[int, int]:
-    return _number(r"\.vgpr_count:\s+(\d+)", text), _number(r"\.vgpr_spill_count:\s+(\d+)", text)
 
 
 def _number(pattern: str, text: str) -> int:

@@ -1,8 +1,7 @@
 """What the launchers pass to their kernels, caught, as ahead-of-time compilation takes it.
 
-The launchers are called with tensors on torch's "meta" device, which have shapes and no memory, so
-that what is compiled is what they launch: the same arguments, specialised as Triton would at run
-time.
+The launchers are called with tensors on torch's "meta" device, so that what is compiled is what
+they launch: the same arguments, specialised as Triton would at run time.
 """
 
 from __future__ import annotations

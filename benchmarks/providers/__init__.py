@@ -1,9 +1,7 @@
-"""One adapter for each way to compute the case, each used as its users would, each loaded only when
-it is asked for.
+"""One adapter for each way to compute the case, used as its users would, loaded when asked for.
 
 An adapter takes the inputs and returns the forward: a call that gives an `Outcome`, whose loss the
-harness differentiates. One that cannot do a case raises `Absence` with the reason, beside what its
-entry here says.
+harness differentiates. One that cannot do a case raises `Absence` with the reason.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,13 +31,10 @@ def ours(inputs: Inputs, *, backend: str, engine: str = "auto", workspace: str =
         note = f"score, backend {run.backend}" if engine == "auto" else engine
         return from_logps(inputs, score, note)
     loss_fn = GRPOLoss(
-        epsilon=EPSILON,
-        beta=case.beta,
-        use_bias_correction_kl=False,
+        epsilon=EPSILON, beta=case.beta, use_bias_correction_kl=False,
         importance_sampling_level="sequence" if case.sequence else "token",
-        top_entropy_quantile=case.top_entropy,
-        run=run,
-    )
+        top_entropy_quantile=case.top_entropy, run=run,
+    )  # fmt: skip
 
     def forward() -> Outcome:
         given = inputs.hidden, _head(inputs), inputs.ids, inputs.mask, inputs.advantages
@@ -72,13 +68,9 @@ def eager(inputs: Inputs) -> Forward:
 
 
 def compiled(inputs: Inputs) -> Forward:
-    function = _compiled(_scores)
-    return from_logps(inputs, lambda: function(*_operands(inputs)), "fullgraph, dynamic=False")
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     torch._dynamo.config.recompile_limit = GRAPHS
-    return torch.compile(function, fullgraph=True, dynamic=False)
+    function = torch.compile(_scores, fullgraph=True, dynamic=False)
+    return from_logps(inputs, lambda: function(*_operands(inputs)), "fullgraph, dynamic=False")
 
 
 def _operands(inputs: Inputs) -> tuple[Any, ...]:

@@ -20,8 +20,6 @@ from benchmarks.providers import IGNORE, Forward, Outcome, Scored, from_logps, f
 OUTPUTS = ("log_probs", "entropy")  # what its GRPO trainer asks for
 TEMPERATURE, TILES = 1.0, 1  # as verl passes them
 APART = "verl_apart"  # stays in sys.modules, where verl does not
-# what a file of verl's imports beside itself, not before it is called
-SIBLINGS = {"linear_cross_entropy": ("kernels",)}
 
 # TRL 1.16's fused head: the op its GRPO trainer calls through `add_fused_lm_head`, with its chunk
 # size and outputs. Where the trainer cannot be imported, whose needs are many, its op is used by
@@ -58,12 +56,10 @@ def _alone() -> Any:
 
 # Liger's heads. Tested with 0.8.5.
 #
-# `liger_grpo` is its own GRPO loss in chunks of a sequence, its default: 8 NVH, 6 with a frozen
-# head. By default its loss mathematics is compiled, and on a GPU it is here. On a CPU it is not:
-# there compiling took the first call 8 s longer, and no later call was faster.
+# `liger_grpo` is its own GRPO loss in chunks of a sequence: 8 NVH, 6 with a frozen head. By default
+# its mathematics is compiled, here on a GPU alone: on a CPU it gains nothing.
 #
-# `liger_ce` is its per-token cross-entropy with entropies,
-# `LigerFusedLinearScaledCrossEntropyFunction`. verl calls it with ``impl_backend="liger"``: packed,
+# `liger_ce` is its per-token cross-entropy, which verl calls with ``impl_backend="liger"``: packed,
 # always with the entropy. 8 NVH, with a frozen head too. On Hopper it is a CuTe DSL kernel for
 # bf16; elsewhere torch, 512 tokens at a time, entropies in the dtype of the operands.
 
@@ -117,13 +113,11 @@ def _scaled_ce(inputs: Inputs, function: Any, note: str, *tiles: int) -> Forward
     return from_rows(inputs, rows, note)
 
 
-# verl's two fused heads, each of which always gives log-probabilities and entropies. For 0.9.1;
-# Triton not yet run.
-#
-# Used packed, as its trainers do by default (``use_remove_padding``). Both compute the gradient of
-# a frozen weight and drop it: 8 NVH always. verl's own ``__init__`` wants Ray and more, which the
-# heads do not: their files are imported into a package of our own, with their siblings, since the
-# Triton head says ``from . import kernels`` in every call.
+# verl's two fused heads, which always give log-probabilities and entropies. For 0.9.1; Triton not
+# yet run. Used packed, as its trainers do by default (``use_remove_padding``). Both compute the
+# gradient of a frozen weight and drop it: 8 NVH always. verl's own ``__init__`` wants Ray and more:
+# the heads' files are imported into a package of our own, with their siblings, since the Triton
+# head says ``from . import kernels`` in every call.
 
 
 def verl_torch(inputs: Inputs) -> Forward:
@@ -153,20 +147,16 @@ def module(folder: str, name: str) -> ModuleType:
         providers.empty_package(
             f"{APART}.{folder}", list(sys.modules[f"verl.utils.{folder}"].__path__)
         )
-        for sibling in SIBLINGS.get(name, ()):
-            importlib.import_module(f"{APART}.{folder}.{sibling}")
+        if name == "linear_cross_entropy":
+            importlib.import_module(f"{APART}.{folder}.kernels")  # else only when it is called
         return importlib.import_module(f"{APART}.{folder}.{name}")
 
 
-# Unsloth's fused head, `unsloth_zoo.fused_losses.fused_linear.fused_linear_logprobs`. Tested with
-# 2026.10.9.
-#
-# What its GRPO trainer calls, with entropies only where it chooses tokens by them, and without
-# their gradient. 8 NVH; a frozen head 4, the gradient of the hidden states being made in the
-# forward. Masked positions are left out by its own `mask`, as its preference trainers pass it; its
-# GRPO trainer does not. On a GPU cuBLAS and Triton, logits in fp32; on a CPU torch. Its products
-# are out of sight of a dispatch mode, inside custom operators. The package's ``__init__`` wants the
-# whole of Unsloth, which the head does not. AGPL: called, never copied.
+# Unsloth's fused head, which its GRPO trainer calls. Tested with 2026.10.9. 8 NVH; a frozen head 4,
+# the gradient of the hidden states being made in the forward. Masked positions are left out by its
+# own `mask`, as its preference trainers pass it; its GRPO trainer does not. On a GPU cuBLAS and
+# Triton, logits in fp32; on a CPU torch. A dispatch mode does not see its products, inside custom
+# operators. AGPL: called, never copied.
 
 
 def unsloth(inputs: Inputs) -> Forward:
@@ -191,20 +181,15 @@ def unsloth(inputs: Inputs) -> Forward:
 # Per-token cross-entropies, -logp: torch's and Apple's. Neither gives an entropy; masked tokens are
 # `IGNORE`.
 #
-# torch: `torch.nn.functional.linear_cross_entropy`, new in torch 2.13. In chunks (``options=``) its
-# backward recomputes the logits: 8 NVH, 6 with a frozen head; without, it is all logits at once: 6
-# and 4. Its documentation says that chunks pay from as many tokens as the head's H: they are of
-# some NH/V rows, and each touches the whole gradient of the weight. Masked tokens are computed.
-# Log-probabilities come in the dtype of the operands. In chunks its products are out of sight of a
-# dispatch mode, inside a custom operator. Tested with torch 2.13.0.
+# torch, tested with 2.13.0: in chunks (``options=``) its backward recomputes the logits: 8 NVH, 6
+# with a frozen head; without, it is all logits at once: 6 and 4. Its documentation says that chunks
+# pay from as many tokens as the head's H. Masked tokens are computed. Log-probabilities come in the
+# dtype of the operands. In chunks a dispatch mode does not see its products.
 #
-# Apple: cut cross-entropy, `cut_cross_entropy.linear_cross_entropy`. Written for 25.1.1, the latest
-# on PyPI, an older tree than the repository's 25.9: gradients are summed in the dtype of the
-# operands. Masked tokens are left out. The logits never leave the chip: 8 NVH, less the tiles that
-# its gradient filter drops, by default those whose probabilities are all below eps / 32 of the
-# dtype, whatever the advantage. It chooses its Triton kernels everywhere but on macOS, where it
-# compiles all logits at once, as `compiled` does; on a CPU that was tested, the kernels have not
-# been run. Apple's licence: called, never copied.
+# Apple's cut cross-entropy, written for 25.1.1, the latest on PyPI: gradients are summed in the
+# dtype of the operands. Masked tokens are left out. 8 NVH, less the tiles that its gradient filter
+# drops, by default those whose probabilities are all below eps / 32 of the dtype. Its Triton
+# kernels have not been run. Apple's licence: called, never copied.
 
 
 def linear_ce(inputs: Inputs) -> Forward:

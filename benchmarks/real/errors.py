@@ -2,9 +2,8 @@
 training step.
 
 The oracle is TRL's loss on log-probabilities of all logits of the model in float64. Old
-log-probabilities are those of the model, disturbed, so that ratios differ from 1. In 16 bits most
-of the error comes from a few tokens whose ratio falls on the other side of its clip bound: there
-several draws of the disturbance are measured.
+log-probabilities are disturbed, so that ratios differ from 1; in bf16 in several draws, since most
+of the error comes from a few tokens whose ratio falls on the other side of its clip bound.
 """
 
 from __future__ import annotations

@@ -21,8 +21,6 @@ from benchmarks.figures import ONE_GROUP
 from benchmarks.memory import MIB
 
 VARIANTS = {name: options for name, options in step.VARIANTS.items() if name != ONE_GROUP}
-
-
 PAIRS = [(a, b) for a in range(1, 10) for b in range(1, 10)]
 HELD_OUT = random.Random(0).sample(PAIRS, 21)
 
