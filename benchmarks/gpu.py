@@ -32,13 +32,11 @@ from benchmarks.plan import ANCHORS, GOAL_CASES, gpu_cases, passes
 from benchmarks.run import How, Results, describe, measure_case
 
 RESERVE_SECONDS = 5.0  # to write the end
-# for the rounds of a peer and its anchors; building and checking it takes about as long
-PEER_SECONDS = 8.0
+PEER_SECONDS = 8.0  # of a peer's rounds with its anchors; building and checking take about as long
 PROFILED = ("main", "frozen")  # a missed goal has to be explained
 PYTEST = (sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider")
 SMOKE = "tests/gpu/test_gpu_smoke.py"
-# these want a large part of the memory
-ALONE = ("tests/gpu/test_gpu_memory.py", "tests/gpu/test_gpu_sizes.py")
+ALONE = ("tests/gpu/test_gpu_memory.py", "tests/gpu/test_gpu_sizes.py")  # they want much memory
 MOST_WORKERS = 12
 ONE_TEST_SECONDS = 150
 # What each tool watches.

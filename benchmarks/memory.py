@@ -2,8 +2,7 @@
 
 On a GPU torch's allocator tells. On a CPU under Linux it is resident memory: the kernel's
 high-water mark is set back (5 to ``/proc/self/clear_refs``) after what is free was given back.
-Scratch space of libraries that they keep from an earlier step is there before, so it does not
-count. `saved_bytes` counts what graphs hold for the backward.
+Scratch space that libraries keep from an earlier step does not count.
 """
 
 from __future__ import annotations

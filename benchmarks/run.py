@@ -1,5 +1,4 @@
-"""Measure cases: each provider is held against float64, then timed in turn with others, or its peak
-of memory taken.
+"""Measure cases: each provider is held against float64, then timed in turn with others.
 
 The results are in their file after every round, so that whatever happens next loses nothing.
 """

@@ -40,10 +40,6 @@ def over(data: dict[str, Any], run: Run, steps: slice, *phases: str) -> float:
     return seconds(stock, steps, *phases) / seconds(run, steps, *phases)
 
 
-def faster(data: dict[str, Any], run: Run, steps: slice, *phases: str) -> str:
-    return "" if run["name"] == STOCK else times(over(data, run, steps, *phases))
-
-
 def gained(data: dict[str, Any], run: Run, *phases: str) -> str:
     """A cell of ours: the gain over all steps and, in brackets, while the model learns."""
     if run["name"] == STOCK:
@@ -116,12 +112,14 @@ def _options(data: dict[str, Any]) -> list[str]:
         return []
     rows = []
     for run in first:
+        gains = (times(over(data, run, steps, *x)) for x in (("loss",), PHASES))
+        gain, of_step = ("", "") if run["name"] == STOCK else gains
         options = ", ".join(f"{name}={x!r}" for name, x in (run["options"] or {}).items())
         rows.append({
             "training": run["name"], "options": f"`{options}`" if options else "",
             "forward and backward, seconds": number(seconds(run, steps, "loss"), 3),
-            "times as fast": faster(data, run, steps, "loss"),
-            "times as fast, whole step": faster(data, run, steps, *PHASES),
+            "times as fast": gain,
+            "times as fast, whole step": of_step,
             "peak MiB": f"{run['peak_mib']:,}",
         })  # fmt: skip
     about = f"Each option over the first {steps.stop} steps of seed 0, CPU seconds per step:"
