@@ -158,7 +158,7 @@ docs: $(DOCS_PATH)/.installed  ## the documentation site in site/, every warning
 	$(PY) docs/tools/check.py site
 	@echo "open site/index.html; with its search: $(PY) -m http.server --directory site"
 
-aot: $(STAMP)  ## every kernel compiled for sm_80, sm_90, sm_100 and gfx942, no GPU (AOT_ARGS=--quick)
+aot: $(STAMP)  ## every kernel compiled for sm_80, sm_90, sm_100 and gfx942, no GPU (AOT_ARGS="--quick --triton 3.6.0 3.9.0")
 	$(PY) -m benchmarks.aot $(AOT_ARGS) </dev/null
 
 emulate: $(STAMP)  ## the Triton kernels as compiled for sm_80 and sm_90, executed without a GPU, every access watched (EMULATE_ARGS="-k grad")
