@@ -87,9 +87,9 @@ from grpo_kernels.engine.plan import (
     Job,
     Rows,
     Run,
-    accumulator_dtype_of,
     check_run,
     checked_on_all_ranks,
+    dtype_and_memory,
     plan,
 )
 from grpo_kernels.engine.top_k import TopKLogps, check_listed
@@ -304,7 +304,7 @@ def grpo_loss(
             sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
 
         # the tokens that count, and their loss
-        dtype = accumulator_dtype_of(hidden, head)
+        dtype, memory = dtype_and_memory(hidden, head, run, reference)
         tokens = _tokens(completion_ids, completion_mask, advantages, dtype, arguments)
         rows = Rows(tokens.layout.positions, tokens.ids, 1.0 / config.temperature)
         if sampling_topk_ids is not None:
@@ -314,7 +314,7 @@ def grpo_loss(
 
         # which engine; over kept sets there is none
         job, head_tensors, reference_tensors = plan(
-            hidden, head, rows, run, ranks, row_objective if sets is None else None,
+            hidden, head, rows, run, memory, ranks, row_objective if sets is None else None,
             reference=reference, extras=() if sampling_topk_ids is None else (TOPK_LOGPS,),
             names=("completion_ids", "sampling_topk_ids"),
         )  # fmt: skip

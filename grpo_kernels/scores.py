@@ -78,7 +78,7 @@ from grpo_kernels.base.choices import (
 )
 from grpo_kernels.engine.autograd import scored
 from grpo_kernels.engine.kept import score_kept
-from grpo_kernels.engine.plan import Rows, Run, accumulator_dtype_of, checked_on_all_ranks, plan
+from grpo_kernels.engine.plan import Rows, Run, checked_on_all_ranks, dtype_and_memory, plan
 from grpo_kernels.engine.top_k import TopKLogps, TopKTeacher, check_listed
 from grpo_kernels.head import (
     Head,
@@ -209,7 +209,7 @@ def linear_logprob(
         if unknown := {*extras} - {*EXTRAS}:
             named = ", ".join(EXTRAS)
             raise ValueError(f"extras: expected some of {named}, got {sorted(unknown)}")
-        dtype = accumulator_dtype_of(hidden, head)
+        dtype, memory = dtype_and_memory(hidden, head, run)
         rows = _read_rows(dtype, completion_ids, completion_mask, temperature)
 
         def expected_at(positions: Tensor) -> ExpectedGradient:
@@ -226,7 +226,7 @@ def linear_logprob(
             rows = replace(rows, top_k=TopKLogps.of(listed, rows.ids)[0])
             names = (*names, TOPK_LOGPS)
         job, tensors, _ = plan(
-            hidden, head, rows, run, ranks, gradient if sets is None else None,
+            hidden, head, rows, run, memory, ranks, gradient if sets is None else None,
             entropy=bool(entropy), extras=names,
         )  # fmt: skip
     if sets is None:
@@ -317,14 +317,14 @@ def linear_divergence(
         hidden, head, both = read_heads(hidden, head, both, prefix="teacher.")
         if completion_ids is not None:
             check_ids("completion_ids", completion_ids, hidden)
-        dtype = accumulator_dtype_of(hidden, head)
+        dtype, memory = dtype_and_memory(hidden, head, run, both)
         ids = _no_ids(hidden) if completion_ids is None else completion_ids
         rows = _read_rows(dtype, ids, completion_mask, temperature)
         gradient = expected_divergence(
             expected, hidden, completion_ids, rows.positions, dtype, entropy=entropy
         )
         job, tensors, reference = plan(
-            hidden, head, rows, run, ranks, gradient,
+            hidden, head, rows, run, memory, ranks, gradient,
             reference=both, prefix="teacher.", jsd_beta=jsd_beta, entropy=entropy,
         )  # fmt: skip
     has_ids = completion_ids is not None
@@ -397,7 +397,7 @@ def topk_divergence(
     with checked_on_all_ranks("topk_divergence", head.process_group, arguments) as ranks:
         hidden, head, _ = read_heads(hidden, head)
         check_listed("teacher_ids", teacher_ids, hidden, teacher_logps)
-        dtype = accumulator_dtype_of(hidden, head)
+        dtype, memory = dtype_and_memory(hidden, head, run)
         rows = _read_rows(dtype, _no_ids(hidden), completion_mask, temperature)
         weights = divergence_weights("expected", expected, hidden, rows.positions, dtype)
         measure = _measure_of(*measured, dtype, teacher_logps.dtype)
@@ -409,7 +409,7 @@ def topk_divergence(
         check_masses("teacher_logps", top_k.logps)
         rows = replace(rows, top_k=top_k)
         job, tensors, _ = plan(
-            hidden, head, rows, run, ranks, gradient,
+            hidden, head, rows, run, memory, ranks, gradient,
             names=("completion_ids", "teacher_ids"), entropy=False, extras=("student_mass",),
         )  # fmt: skip
     return scored(job, tensors, None, gradient, hidden.shape[:-1], has_ids=False)

@@ -332,9 +332,29 @@ def checked_on_all_ranks(
         raise
 
 
-def accumulator_dtype_of(hidden: Tensor, head: Head) -> torch.dtype:
-    """Dtype of a call's statistics and coefficients, and of what it reads per token."""
-    return accumulator_of(operand_dtype_of(hidden, head.weight))
+def dtype_and_memory(
+    hidden: Tensor, head: Head, run: Run | None, reference: Reference | None = None
+) -> tuple[torch.dtype, Memory]:
+    """Return the dtype of a call's statistics and of what it reads per token, and what the device's
+    memory allows. To be asked before the call waits for the device, which would idle meanwhile."""
+    check_run(run)
+    dtypes = _operand_dtypes(hidden, head, reference)
+    weights = [(head.weight, dtypes[0])]
+    if reference is not None:
+        weights.append((reference[1].weight, dtypes[1]))
+    budget, needs_grad = (
+        None if run is None else run.workspace_bytes,
+        gradients_wanted(hidden, head),
+    )
+    return accumulator_of(dtypes[0]), free_memory(weights, hidden, needs_grad, budget)
+
+
+def _operand_dtypes(hidden: Tensor, head: Head, reference: Reference | None) -> list[torch.dtype]:
+    dtypes = [operand_dtype_of(hidden, head.weight)]
+    if reference is not None:
+        states, other = reference
+        dtypes.append(operand_dtype_of(states, other.weight, dtypes[0]))
+    return dtypes
 
 
 def plan(
@@ -342,6 +362,7 @@ def plan(
     head: Head,
     rows: Rows,
     run: Run | None,
+    memory: Memory,
     ranks: Ranks | None,
     objective: Objective | None,
     *,
@@ -357,24 +378,23 @@ def plan(
     Args:
         rows: rows with ids of the whole vocabulary. Their range is checked here, and errors use the
             argument names `names`.
+        memory: of `dtype_and_memory`.
         ranks: the ranks of a sharded head, which compare their calls here.
         objective: what the engine is chosen for. None, for kept sets: torch does the row work, no
             engine is chosen, and ids are neither checked nor counted from this rank's first row.
         prefix: begins the names of the second head's tensors in errors.
         jsd_beta, entropy, extras: as in `Job`.
     """
-    check_run(run)
     run = Run() if run is None else run
-    dtype, needs_grad = operand_dtype_of(hidden, head.weight), gradients_wanted(hidden, head)
-    weights, reference_transform = [(head.weight, dtype)], _AS_IT_IS
-    _warn_if_promoted("hidden", hidden, "head.weight", *weights[0])
+    needs_grad = gradients_wanted(hidden, head)
+    dtype, *of_reference = _operand_dtypes(hidden, head, reference)
+    _warn_if_promoted("hidden", hidden, "head.weight", head.weight, dtype)
+    reference_dtype, reference_transform = None, _AS_IT_IS
     if reference is not None:
-        states, other = reference
-        weights.append((other.weight, operand_dtype_of(states, other.weight, dtype)))
-        _warn_if_promoted(f"{prefix}hidden", states, f"{prefix}head.weight", *weights[1])
-        reference_transform = _transform(other, weights[1][1])
-    reference_dtype = None if reference is None else weights[1][1]
-    memory = free_memory(weights, hidden, needs_grad, run.workspace_bytes)
+        (states, other), (reference_dtype,) = reference, of_reference
+        name = f"{prefix}head.weight"
+        _warn_if_promoted(f"{prefix}hidden", states, name, other.weight, reference_dtype)
+        reference_transform = _transform(other, reference_dtype)
     serves = choose_backend(run.backend, hidden.device, dtype)[0]
 
     shard, vocab = None, head.weight.shape[0]
@@ -396,7 +416,9 @@ def plan(
     workspace_bytes = run.workspace_bytes
     if workspace_bytes is None:
         widest = head.weight if shard is None else widest_part(head.weight, shard)
-        workspace_bytes = default_workspace(widest, needs_grad, memory, heads=len(weights))
+        workspace_bytes = default_workspace(
+            widest, needs_grad, memory, heads=1 if reference is None else 2
+        )
     engine = "score"
     if objective is not None:
         rows = in_range(rows, names, vocab, 0 if shard is None else shard.start)

@@ -175,7 +175,7 @@ FULL = {"kl_estimator": "full", "beta": 0.1}
 LOSS_WRONG = [
     (None, FULL, ValueError, r"reference: expected \(hidden, head\)"),
     (lambda x: x, {"beta": 0.1}, ValueError, "reference: expected None with kl_estimator = 'k3'"),
-    (3, FULL, TypeError, r"reference: expected \(hidden, head\), got int"),
+    (3, FULL, TypeError, r"reference: expected a tuple \(hidden, head\), got int"),
     (lambda x: Head(x, vocab_size=31), FULL, ValueError,
      r"reference\.head\.vocab_size: expected None or the other head's value, got 31"),
 ]  # fmt: skip

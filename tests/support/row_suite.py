@@ -343,6 +343,3 @@ class SpecialSuite:
             for x in (fused.logps, fused.loss_terms["loss"], fused.loss_terms["d_logp"], out[:, 7]):
                 assert x.isnan().tolist() == [False, True, False, True, True, True]
             assert fused.entropies.isfinite().all()
-        stats = self.kernels.stats(Chunk(raw, ids, PLAIN), entropy=True)
-        assert stats.logps.isnan().tolist() == [False, True, False, True, True, True]
-        assert stats.entropies.isfinite().all()
