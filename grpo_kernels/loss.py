@@ -195,6 +195,9 @@ def grpo_loss(
         )
         out.loss.backward()
 
+    The default is TRL's: DAPO without a KL term. For the GRPO paper's loss, pass
+    ``config=presets.GRPO``, whose KL term needs a reference model.
+
     Values at masked positions are never read, in any argument. Hidden states, weight, bias and
     adapter get exact gradients; all other arguments are constants. A batch without a counted token
     gives a loss of 0 that is still attached to the graph.

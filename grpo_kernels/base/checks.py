@@ -225,7 +225,9 @@ def check_head(hidden: Any, weight: Any, bias: Any, *, dims: tuple[int, ...] | N
     check_tensor("hidden", hidden, floating=True)
     if dims is not None and hidden.dim() not in dims:
         wanted = " or ".join({2: "(N, H) with cu_seqlens", 3: "(B, T, H)"}[rank] for rank in dims)
-        raise ValueError(f"hidden: expected shape {wanted}, got {tuple(hidden.shape)}")
+        swapped = isinstance(weight, Tensor) and weight.dim() in dims
+        hint = "; are hidden and head swapped?" if swapped else ""
+        raise ValueError(f"hidden: expected shape {wanted}, got {tuple(hidden.shape)}{hint}")
     if hidden.dim() < 2:
         raise ValueError(
             f"hidden: expected shape (..., H) of at least two dimensions, got {tuple(hidden.shape)}"
@@ -315,6 +317,7 @@ def check_mask(name: str, mask: Any, ids: Tensor) -> None:
     if len(shape) == 2 and got[:1] == shape[:1]:
         if len(got) == 1:
             hint = f"; for one value per sequence, expand it: {name}[:, None].expand(B, T)"
+            hint += "; if it is the advantages, pass them after the mask"
         elif len(got) == 2 and got[1] > shape[1]:
             hint = f"; take the columns of these tokens, such as {name}[:, -T:]"
     raise ValueError(f"{name}: expected shape of the tokens = {shape}, got {got}{hint}")

@@ -114,6 +114,10 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "teacher.hidden: expected ...: these look like logits"),
     (lambda: linear_divergence(HIDDEN, WEIGHT, (HIDDEN, WEIGHT), entropy="full"),  # type: ignore
      TypeError, "entropy: expected a bool, got 'full'"),
+    (lambda: grpo_loss(WEIGHT, HIDDEN, IDS, None, IDS), ValueError,
+     "hidden: expected shape (B, T, H), got ...; are hidden and head swapped?"),
+    (lambda: loss(completion_mask=LOGPS[:, 0], advantages=IDS > 0), ValueError,
+     "completion_mask: expected ...; if it is the advantages, pass them after the mask"),
     (lambda: given_loss(logps=-LOGPS), ValueError,
      "logps: expected log-probabilities, <= 0 ...: take the logarithm of probabilities"),
     (lambda: linear_divergence(HIDDEN, WEIGHT, None), TypeError,  # type: ignore[arg-type]
