@@ -196,7 +196,8 @@ class PolicyObjective:
 
     @cached_property
     def live(self) -> Tensor | None:
-        """(n,) bool: False if a = b = 0 is certain before the forward; None: True everywhere."""
+        """(n,) bool: False where both derivatives, a and b, are known to be 0 before the forward.
+        None means True everywhere."""
         config, tokens = self.config, self.tokens
         if config.beta != 0.0 or self.has_entropy_gradient:
             return None
