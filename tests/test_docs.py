@@ -115,38 +115,6 @@ def test_the_advantages_on_the_page_of_names_run_as_they_stand() -> None:
     assert torch.equal(names["passk"], torch.tensor([[0.0, 0, 0, 1]] * 2))
 
 
-def test_the_six_tasks_run_as_they_stand() -> None:
-    """In at most eight lines each, on a tiny model."""
-    pytest.importorskip("transformers")
-    from tests.support import tiny_architectures as tiny
-    from tests.support.model_checks import text_batch
-
-    page = (DOCS / "start" / "plain-loop.md").read_text()
-    section = page.partition("## Six tasks")[2].partition("\n## ")[0]
-    (imports,) = (x for x in BLOCK.findall(section) if x.startswith("import torch"))
-    tasks = dict(re.findall(r"\*\*(.*?):?\*\*.*?```python\n(.*?)```", section, re.DOTALL))
-    assert len(tasks) == 6
-    ids, attention_mask = (x.repeat(3, 1)[:8] for x in text_batch())
-    mask = attention_mask[:, -5:]
-    for title, lines in tasks.items():
-        assert len(lines.strip().splitlines()) <= 8
-        model = tiny.text_model("qwen3")
-        names: dict[str, Any] = {
-            "model": model, "reference_model": tiny.text_model("qwen3"), "completion_mask": mask,
-            "batch": (ids, attention_mask, mask), "rewards": torch.arange(8.0) % 3,
-            "advantages": torch.linspace(-1.0, 1.0, 8),
-            "step_rewards": [[0.1, 0.9], [0.5], [0.2, 0.4], [1.0]] * 2,
-            "step_ends": [[0, 2], [1], [0, 1], [2]] * 2,
-        }  # fmt: skip
-        with torch.no_grad():
-            model.get_output_embeddings().weight.mul_(1.1)  # not the reference's
-        exec(imports + lines, names)
-        if title.startswith("Log-probabilities"):
-            names["scores"].logps.sum().backward()
-        found = [x.grad for x in model.parameters() if x.grad is not None]
-        assert all(x.isfinite().all() for x in found) and any(x.any() for x in found), title
-
-
 def site_of(tmp_path: Path, body: str) -> Path:
     (tmp_path / "api").mkdir()
     entries = "".join(

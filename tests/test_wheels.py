@@ -138,3 +138,15 @@ def test_one_version_everywhere():
     assert {name: match and match[1] for name, match in found.items()} == dict.fromkeys(
         texts, grpo_kernels.__version__
     )
+
+
+def test_our_readme_has_no_link_to_a_file_on_a_package_index(tree):
+    run(sys.executable, "setup.py", "--quiet", "egg_info", cwd=tree)
+    shown = (tree / "grpo_kernels.egg-info" / "PKG-INFO").read_text().partition("\n\n")[2]
+    prose = "".join(re.split(r"^```.*?^```", shown, flags=re.DOTALL | re.MULTILINE))
+    assert shown.startswith("# ")
+    assert len(prose) > 1000
+    assert not re.findall(r"<img|<picture|!\[", prose)
+    assert not [
+        target for target in re.findall(r"\]\(([^)]*)\)", prose) if not target.startswith("http")
+    ]

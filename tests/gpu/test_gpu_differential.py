@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from grpo_kernels import Run, linear_logprob
 from tests.support.adapter_case import check_adapter
 from tests.support.case_builder import Case
 from tests.support.cases import fixed_cases
@@ -63,3 +64,20 @@ def test_adapter_equals_the_merged_head(
     if on_gpu and engine == "one_pass":
         dtype = torch.bfloat16 if dtype == torch.float16 else dtype
         check_adapter(torch.bfloat16, dtype, gradient=2.0**-5, **options)
+
+
+def test_ids_out_of_range_make_their_rows_nan(device: torch.device) -> None:
+    """Where looking at the ids would cost a wait, the rows say it; the others are as they were."""
+    hidden, weight = torch.randn(6, 16, device=device), torch.randn(40, 16, device=device)
+    ids = torch.tensor([3, -1, 39, 40, 7, 2**40], device=device)
+    bad = torch.tensor([False, True, False, True, False, True], device=device)
+    if device.type == "cpu":  # there it costs nothing
+        with pytest.raises(ValueError, match="ids"):
+            linear_logprob(hidden, weight, ids)
+        return
+    right = linear_logprob(hidden, weight, torch.where(bad, 0, ids))
+    for backend in BACKENDS:
+        with torch.no_grad():
+            found = linear_logprob(hidden, weight, ids, run=Run(backend=backend))
+        assert torch.equal(torch.isnan(found.logps), bad), backend
+        torch.testing.assert_close(found.logps[~bad], right.logps[~bad], rtol=1e-5, atol=1e-5)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, Run, grpo_loss, linear_logprob
-from tests.support.on_device import BACKENDS, copy_of, leaves, same_bits
+from tests.support.on_device import BACKENDS, copy_of, leaves, relative, same_bits
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 RERUNS = {"cuda": 20, "cpu": 2}
@@ -96,6 +96,27 @@ def test_a_row_does_not_depend_on_its_batch(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masked_positions_and_padding_change_no_bit(
+    device: torch.device, dtype: torch.dtype, backend: str, as_in_use: None
+) -> None:
+    n, h, v = (640, 512, 32_003) if device.type == "cuda" else (16, 16, 70)
+    hidden, weight, ids = (x.detach() for x in leaves(device, n, h, v, dtype))
+    hidden, ids = hidden.view(-1, 8, h), ids.view(-1, 8)
+    mask = torch.rand(ids.shape, device=device) > 0.3
+    run = Run(backend=backend)
+    alone = linear_logprob(hidden[mask], weight, ids[mask], run=run)
+    pad = lambda x, value: torch.cat([x, x.new_full((len(x), 3, *x.shape[2:]), value)], 1)  # noqa: E731
+    wide = linear_logprob(
+        pad(hidden, torch.nan), weight, pad(ids, -100), completion_mask=pad(mask, False), run=run
+    )
+    for name in ("logps", "entropies"):
+        got, want = getattr(wide, name), getattr(alone, name)
+        assert same_bits(got[:, :8][mask], want)
+        assert not got[:, 8:].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_ratio_is_exactly_one_on_policy(
     device: torch.device, engine: str, dtype: torch.dtype, backend: str, as_in_use: None
@@ -126,3 +147,38 @@ def test_the_ratio_is_exactly_one_on_policy(
     assert abs(float(out.loss - on_policy.loss)) <= CLOSE
     for got, want in zip(grads, wanted, strict=True):
         assert float((got - want).double().norm()) <= 2e-3 * float(want.double().norm())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_are_the_same_in_every_engine(
+    device: torch.device, backend: str, as_in_use: None
+) -> None:
+    n, h, v = (640, 512, 32_003) if device.type == "cuda" else (16, 16, 70)
+    hidden, weight, ids = leaves(device, n, h, v, torch.bfloat16)
+    want = scored(hidden, weight, ids, backend)
+    given = hidden.view(-1, 8, h), weight, ids.view(-1, 8), None, torch.ones(n // 8, device=device)
+    for engine in ENGINES:
+        out = grpo_loss(*given, run=Run(engine, backend))
+        assert same_bits((out.logps.flatten(), out.entropies.flatten()), want), engine
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
+def test_autocast_to_bf16(device: torch.device, engine: str, backend: str) -> None:
+    """fp32 tensors under autocast: operands bf16, gradients fp32; as with rounded tensors."""
+    n, h, v = (512, 256, 32_003) if device.type == "cuda" else (16, 16, 70)
+    hidden, weight, ids = leaves(device, n, h, v, torch.float32)
+    hidden = hidden.detach().view(-1, 8, h).requires_grad_()
+    advantages = torch.linspace(-1, 1, n // 8, device=device)
+    run = Run(engine, backend)
+    with torch.autocast(device.type, torch.bfloat16):
+        out = grpo_loss(hidden, weight, ids.view(-1, 8), None, advantages, run=run)
+    out.loss.backward()
+    rounded = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
+    want = grpo_loss(*rounded, ids.view(-1, 8), None, advantages, run=run)
+    want.loss.backward()
+    assert out.loss.dtype == torch.float32
+    assert same_bits((out.loss, out.logps), (want.loss, want.logps))
+    for got, right in zip((hidden, weight), rounded, strict=True):
+        assert got.grad.dtype == torch.float32
+        assert relative(got.grad, right.grad.double()) < 6e-3

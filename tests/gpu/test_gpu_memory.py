@@ -85,6 +85,16 @@ def test_the_peak_is_within_the_documented_budget(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_of_the_size_of_the_logits_is_made(device: torch.device, backend: str) -> None:
+    n, h, v = (16_384, 64, 151_936) if device.type == "cuda" else (512, 8, 300)
+    hidden, weight, ids = leaves(device, n, h, v, torch.bfloat16)
+    workspace = 512 * MIB if device.type == "cuda" else 2**16
+    with AllocationWatcher() as watch:
+        step(hidden, weight, ids, backend=backend, workspace_bytes=workspace)
+    assert 0 < watch.largest < n * v / 8
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("engine", ["one_pass", "lean"])
 def test_a_hundred_steps_leave_nothing_behind(
     gpu: torch.device, engine: str, backend: str, as_in_use: None
@@ -96,3 +106,30 @@ def test_a_hundred_steps_leave_nothing_behind(
         hidden.grad = weight.grad = None
         levels.append((torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
     assert len(set(levels[3:])) == 1, levels[:5] + levels[-5:]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lean_is_chosen_where_memory_is_short(
+    gpu: torch.device, backend: str, as_in_use: None
+) -> None:
+    """Something else holds nearly all of the device: no accumulator for d weight would fit."""
+    n, h, v, workspace = 512, 1024, 151_936, 128 * MIB
+    hidden, weight, ids = leaves(gpu, n, h, v, torch.bfloat16)
+    options = {"backend": backend, "workspace_bytes": workspace}
+    assert step(hidden, weight, ids, **options) == "one_pass"
+    want = (hidden.grad, weight.grad)
+    hidden.grad = weight.grad = None
+    clear(hidden, weight)
+    ballast = []
+    try:
+        # the gradient and the workspace, but no accumulator of 4 V H
+        keep = 2 * v * h + workspace + 256 * MIB
+        free, _ = torch.cuda.mem_get_info()
+        ballast.append(torch.empty(max(0, free - keep) // MIB * MIB, dtype=torch.uint8, device=gpu))
+        assert step(hidden, weight, ids, **options) == "lean"
+        found = (hidden.grad, weight.grad)
+    finally:
+        ballast.clear()
+        torch.cuda.empty_cache()
+    for got, right in zip(found, want, strict=True):
+        assert float((got.float() - right.float()).norm() / right.float().norm()) < 6e-3

@@ -1,5 +1,9 @@
-"""The smoke test of ``python -m benchmarks.gpu``: kernels and engines against float64 at V 9001
-(rows that are not aligned), 1088 and 151936, and a bandwidth; sanitizers watch the small ones."""
+"""The smoke test of ``python -m benchmarks.gpu``: kernels, engines, a bandwidth.
+
+All but the bandwidth is held against float64, at V 9001 (whole steps of a tile and a tail; rows
+that are not aligned; all that a head may have), 1088 and 151936. The sanitizers watch the small
+ones.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +30,7 @@ pytest.importorskip("triton")
 from benchmarks.timing import Clock
 from grpo_kernels.backends import choose_backend, triton_rows
 from grpo_kernels.backends.interface import Chunk, Coefficients, ReferenceLogits
+from grpo_kernels.backends.triton_rows import rows as row_work
 from tests.support.case_builder import make_case
 from tests.support.on_device import run_on
 from tests.support.reference import reference_loss
@@ -189,6 +195,26 @@ def kernel_functions() -> set[str]:
         for x in pkgutil.iter_modules(triton_rows.__path__)
     ]
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
+
+
+def test_a_wrong_kernel_is_noticed() -> None:
+    """An element in a row's tail that is off by a hundredth; one that is written past its end."""
+    launch, cpu = row_work.launch_grad, torch.device("cpu")
+
+    def wrong(place: int) -> Any:
+        def launched(chunk: Any, *args: Any, **kwargs: Any) -> Any:
+            out = args[2]
+            launch(chunk, *args, **kwargs)
+            if place < out.shape[1]:
+                out[-1, place] *= 1.01
+            else:
+                out.as_strided((1,), (1,), place)[:] = 0.0
+
+        return launched
+
+    for place in (1099, 1100):
+        with mock.patch.object(row_work, "launch_grad", wrong(place)):
+            assert worst(compared("grad", cpu, 1100, FP32, False))[0] > 1, place
 
 
 PRETENDED = """

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import LossConfig, Run, grpo_loss
-from tests.support.on_device import BACKENDS, copy_of, leaves, same_bits
+from grpo_kernels import LossConfig, Run, grpo_loss, linear_logprob
+from tests.support.on_device import (
+    BACKENDS,
+    Graphed,
+    copy_of,
+    leaves,
+    same_bits,
+    waits,
+)
 
 SHAPES = {"cuda": (512, 256, 32_003), "cpu": (24, 16, 70)}
 SLEEP_CYCLES = 40_000_000  # some 20 ms: a launch on the wrong stream runs before its input is there
+REPLAYS = {"cuda": 100, "cpu": 3}
 CONFIGS = {
     "on-policy": LossConfig(),
     "kl": LossConfig(beta=0.05),
@@ -78,6 +86,25 @@ def test_runs_on_the_current_stream(device: torch.device, engine: str, backend: 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_two_streams_at_once(device: torch.device, backend: str) -> None:
+    """Two batches whose calls alternate between streams have the bits of one after the other."""
+    steps = [loss_step(batch(device, seed=seed), backend=backend) for seed in (0, 1)]
+    want = [copy_of(step()) for step in steps]
+    on_gpu = device.type == "cuda"
+    streams = [torch.cuda.Stream() if on_gpu else None for _ in steps]
+    found: list[Any] = [None, None]
+    if on_gpu:
+        torch.cuda.synchronize()
+    for _ in range(5 if on_gpu else 2):
+        for i, (step, stream) in enumerate(zip(steps, streams, strict=True)):
+            with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                found[i] = step()
+    if on_gpu:
+        torch.cuda.synchronize()
+    assert same_bits(found, want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_runs_on_the_tensors_device(gpu: torch.device, backend: str) -> None:
     """Another device than the tensors' is current, if there is one; else the same, by number."""
     tensors_on = torch.device(gpu.type, torch.cuda.device_count() - 1)
@@ -91,80 +118,109 @@ def test_runs_on_the_tensors_device(gpu: torch.device, backend: str) -> None:
     assert same_bits(found, want)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
-def test_a_graph_of_the_loss_replays(
-    gpu: torch.device, engine: str, config: str, backend: str, as_in_use: None
+def refill(given: dict[str, Any], seed: int) -> None:
+    """Other values in the same tensors."""
+    device = given["hidden"].device
+    for name, x in batch(device, seed=seed).items():
+        if x is not None and given[name] is not None:
+            given[name].detach().copy_(x.detach())
+
+
+def check_replays(
+    given: dict[str, Any], step: Callable[[], tuple[Tensor, ...]], device: torch.device
 ) -> None:
-    """Forward and backward; every replay has the bits of an eager call on the same data."""
-    given = batch(gpu)
-    if config == "on-policy":
-        given["old_per_token_logps"] = None
-    step = loss_step(given, config=CONFIGS[config], engine=engine, backend=backend)
-    side = torch.cuda.Stream()  # what is compiled and allocated once must not be in the graph
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-    for i in range(100):
-        for name, x in batch(gpu, seed=i).items():
-            if x is not None and given[name] is not None:
-                given[name].detach().copy_(x.detach())
-        graph.replay()
-        found = copy_of(results)
+    """Every replay of a graph of `step` has the bits of an eager call on the same data."""
+    graph = Graphed(step, device)
+    for i in range(REPLAYS[device.type]):
+        refill(given, seed=i)
+        found = copy_of(graph.replay())
         if i % 10 < 2:
             assert same_bits(found, copy_of(step())), f"replay {i}"
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
+def test_a_graph_of_the_loss_replays(
+    device: torch.device, engine: str, config: str, backend: str, as_in_use: None
+) -> None:
+    """Forward and backward; every replay has the bits of an eager call on the same data."""
+    given = batch(device)
+    if config == "on-policy":
+        given["old_per_token_logps"] = None
+    step = loss_step(given, config=CONFIGS[config], engine=engine, backend=backend)
+    check_replays(given, step, device)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("engine", ["score", "two_pass"])
+def test_a_graph_of_the_log_probabilities_replays(
+    device: torch.device, engine: str, backend: str, as_in_use: None
+) -> None:
+    given = batch(device)
+    hidden, weight, ids = (given[name] for name in ("hidden", "head", "completion_ids"))
+
+    def step() -> tuple[Tensor, ...]:
+        with torch.set_grad_enabled(engine == "two_pass"):
+            found = linear_logprob(hidden, weight, ids, run=Run(engine, backend))
+        both = found.logps, found.entropies
+        if engine == "score":
+            return both
+        return *both, *torch.autograd.grad(both[0].sum() + 0.1 * both[1].sum(), [hidden, weight])
+
+    check_replays(given, step, device)
+
+
+OF_WAITS = CONFIGS | {"off-policy": LossConfig()}
 # How often a step waits for the device: with a mask, to learn how many positions count; without KL
 # and entropy bonus, and in a second pass, to learn how many carry gradient.
 # (engine/test_no_waits.py counts it without a device.)
 WAITS = {
-    ("auto", False, "on-policy"): 1,
-    ("auto", False, "kl"): 0,
-    ("auto", False, "entropy"): 0,
-    ("auto", True, "on-policy"): 2,
-    ("auto", True, "kl"): 1,
-    ("one_pass", True, "off-policy"): 2,
-    ("two_pass", True, "off-policy"): 2,
-    ("lean", True, "off-policy"): 2,
+    ("auto", "no mask", "on-policy"): 1,
+    ("auto", "no mask", "kl"): 0,
+    ("auto", "no mask", "entropy"): 0,
+    ("auto", "mask", "on-policy"): 2,
+    ("auto", "mask", "kl"): 1,
+    ("auto", "scoring", "kl"): 0,
+    ("one_pass", "mask", "off-policy"): 2,
+    ("two_pass", "mask", "off-policy"): 2,
+    ("lean", "mask", "off-policy"): 2,
 }
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("head", ["trains", "frozen", "no gradient"])
-@pytest.mark.parametrize(("engine", "masked", "config"), WAITS)
+@pytest.mark.parametrize(("engine", "kind", "config"), WAITS)
 def test_waits(
-    gpu: torch.device, engine: str, masked: bool, config: str, head: str, backend: str,
-    as_in_use: None,
-) -> None:  # fmt: skip
-    given = batch(gpu)
+    gpu: torch.device, engine: str, kind: str, config: str, head: str, backend: str, as_in_use: None
+) -> None:
+    given, run = batch(gpu), Run(engine, backend)
     given["head"].requires_grad_(head == "trains")
     given["hidden"].requires_grad_(head != "no gradient")
     if config == "on-policy":
         given["old_per_token_logps"] = None
-    if masked:
+    if kind == "mask":
         given["completion_mask"] = torch.ones_like(given["completion_ids"])
         given["completion_mask"][:, -1] = 0
 
     def step() -> None:
-        config_of = CONFIGS.get(config, LossConfig())
-        out = grpo_loss(**given, config=config_of, run=Run(engine, backend))
+        if kind == "scoring":
+            with torch.no_grad():
+                linear_logprob(given["hidden"], given["head"], given["completion_ids"], run=run)
+            return
+        out = grpo_loss(**given, config=OF_WAITS[config], run=run)
         if out.loss.requires_grad:
             out.loss.backward()
 
     step()  # what is compiled or allocated once may wait
-    torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        step()
-        torch.cuda.set_sync_debug_mode("default")
-    found = [w for w in caught if "called a synchronizing" in str(w.message)]
+    found = waits(step)
     # without gradient only a mask is counted
-    assert len(found) == (masked if head == "no gradient" else WAITS[engine, masked, config]), found
+    counted = 1 if kind == "mask" else 0
+    allowed = counted if head == "no gradient" else WAITS[engine, kind, config]
+    assert len(found) == allowed, found
+    if allowed == 0:  # the stricter form: the call fails where it waits
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +86,56 @@ def same_bits(one: Any, other: Any) -> bool:
 def copy_of(result: Any) -> Any:
     """Detached copies of all tensors, which later runs do not overwrite."""
     return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, result)
+
+
+class Graphed:
+    """`function` of fixed tensors as a CUDA graph; on a CPU it is run again instead.
+
+    Its results are the same tensors every time, as they are in a graph.
+    """
+
+    def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
+        self._function, self._graph = function, None
+        if device.type != "cuda":
+            self.results = copy_of(function())
+            return
+        side = torch.cuda.Stream()  # what is compiled and allocated once must not be in the graph
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                function()
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self.results = function()
+
+    def replay(self) -> Any:
+        """Run it on what is in the tensors now."""
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            for old, new in zip(
+                tree_flatten(self.results)[0], tree_flatten(self._function())[0], strict=True
+            ):
+                old.copy_(new)
+        return self.results
+
+
+def waits(function: Callable[[], Any]) -> list[str]:
+    """Each wait for the device in `function`, in words."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            function()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return [
+        f"{w.filename.rpartition('/')[2]}:{w.lineno}"
+        for w in caught
+        if "called a synchronizing" in str(w.message)
+    ]
 
 
 def report(failures: Mapping[str, Exception], of: int) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import multiprocessing
 import os
 import shlex
 import subprocess
 import sys
+import threading
+import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkProcess
@@ -215,10 +219,25 @@ def test_why_there_is_none(
     assert not list(world.cache.glob("building*")), "something was left"
 
 
+def test_without_sources_nothing_is_made(world: World) -> None:
+    (world.sources / "ops.cpp").unlink()
+    world.put_prebuilt(BAD)
+    refusal = world.find().refusal
+    assert "does not load (invalid ELF header); its sources are not in" in refusal
+    assert not world.cache.exists()
+
+
 def fork(work: Callable[[], object]) -> ForkProcess:
     process = multiprocessing.get_context("fork").Process(target=work, daemon=True)
     process.start()
     return process
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_many_processes_compile_once(world: World) -> None:
@@ -229,12 +248,51 @@ def test_many_processes_compile_once(world: World) -> None:
     assert sorted(world.events().split(", ")) == ["compile", *["load cached"] * 4]
 
 
+def test_who_waits_for_a_lock_says_so_and_the_lock_ends_with_its_holder(
+    world: World, capfd: pytest.CaptureFixture[str]
+) -> None:
+    world.compiler(f'touch "{world.folder}/begun"; exec sleep 600')
+    holder = fork(world.find)
+    wait_until((world.folder / "begun").exists)
+    capfd.readouterr()
+    world.compiles(GOOD)
+    threading.Timer(0.3, holder.kill).start()
+    assert world.find().origin.startswith("built in ")
+    holder.join()
+    waiting, compiling = capfd.readouterr().err.splitlines()
+    assert waiting.startswith("grpo_kernels: waiting for another process, which compiles the C++")
+    assert compiling.startswith("grpo_kernels: compiling the C++ kernels")
+
+
 def test_file_system_without_locks(world: World) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     world.patch.setattr(fcntl, "flock", refuse)
     assert world.find().origin.startswith("built in ")
+
+
+def test_fork_during_the_first_build(world: World) -> None:
+    """The child neither waits for a thread that it lacks, nor removes what is being built."""
+    world.compiler(
+        f'while [ ! -e "{world.folder}/go" ]; do sleep 0.05; done; printf "{GOOD}" > "$out"'
+    )
+    found: list[build.Library] = []
+    thread = threading.Thread(target=lambda: found.append(world.find()))
+    thread.start()
+
+    def reads_from_the_compiler() -> bool:  # before that a child would have its pipes
+        frames = traceback.walk_stack(sys._current_frames()[thread.ident])
+        return any(frame.f_code.co_name == "communicate" for frame, _ in frames)
+
+    wait_until(reads_from_the_compiler)
+    child = fork(lambda: (world.folder / "origin").write_text(world.find().origin))
+    (world.folder / "go").touch()
+    child.join(120)
+    child.kill()
+    thread.join()
+    assert (world.folder / "origin").read_text() == "cached"
+    assert found[0].origin.startswith("built in ")
 
 
 @pytest.mark.slow
@@ -267,6 +325,24 @@ def test_where_the_cache_is(
     monkeypatch.setenv("XDG_CACHE_HOME", xdg)
     monkeypatch.setenv("HOME", "/c")
     assert build.cache_folder() == Path(torch_extensions or xdg or "/c/.cache") / "grpo_kernels"
+
+
+def test_stderr_and_the_log_say_what_is_done(
+    world: World, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    world.find()
+    world.find()  # now it is cached, and nothing is said
+    assert capfd.readouterr().err == (
+        "grpo_kernels: compiling the C++ kernels for the CPU, up to half a minute; once, then they "
+        "are cached\n"
+    )
+    (world.sources / "ops.cpp").write_text("// new")
+    world.compiler("echo first words >&2; printf '\\377\\376' >&2; exit 3")
+    with caplog.at_level(logging.DEBUG, "grpo_kernels"):
+        world.find()
+    command, said = [record.getMessage() for record in caplog.records]
+    assert command.startswith(f"the command: {world.folder / 'cxx'} -std=c++17 ")
+    assert said.startswith("the compiler said:\nfirst words\n")
 
 
 def test_torch_builds_nothing_and_auto_warns_once_and_goes_on_with_it(tmp_path: Path) -> None:
@@ -306,6 +382,11 @@ def test_report_of_a_refusal_warns_of_nothing(refused: None) -> None:
         said = report.collect()["backend"]
     assert said["cpu"] == "torch (not cpp: no C++ compiler; install one)"
     assert said["C++ library"] == "none"
+
+
+def test_library_that_someone_else_loaded_is_taken() -> None:
+    assert build.load().refusal is None
+    assert build.load.__wrapped__() == build.Library("loaded before")
 
 
 def test_command_says_where_or_why_not(world: World, capsys: pytest.CaptureFixture[str]) -> None:
