@@ -701,7 +701,7 @@ def _loss_over_sets(
     )  # fmt: skip
     config, items = arguments["config"], arguments["num_items_in_batch"]
     of_tokens = scores.logps, scores.entropies
-    out = _loss_of_logps(config, row_objective, tokens, *of_tokens, items, "kept_sets")
+    out = _loss_of_logps(config, row_objective, tokens, *of_tokens, items, job.engine)
     return replace(out, metrics=out.metrics.joined(metrics))
 
 

@@ -116,8 +116,9 @@ class LossWithGradient(torch.autograd.Function):
         reference: HeadTensors | None,
         *inputs: Any,
     ) -> Tensor:
-        tensors, stats = HeadTensors(*inputs), first.stats.for_gradient()
+        tensors = HeadTensors(*inputs)
         if job.when == "later":
+            stats = first.stats.for_gradient()
             _save(ctx, job, tensors, (tensors, reference, stats, coefficients))
         else:
             _save(ctx, job, tensors, (first.grads, first.live_rows))

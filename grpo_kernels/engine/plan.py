@@ -342,11 +342,9 @@ def dtype_and_memory(
     weights = [(head.weight, dtypes[0])]
     if reference is not None:
         weights.append((reference[1].weight, dtypes[1]))
-    budget, needs_grad = (
-        None if run is None else run.workspace_bytes,
-        gradients_wanted(hidden, head),
-    )
-    return accumulator_of(dtypes[0]), free_memory(weights, hidden, needs_grad, budget)
+    budget = None if run is None else run.workspace_bytes
+    memory = free_memory(weights, hidden, gradients_wanted(hidden, head), budget)
+    return accumulator_of(dtypes[0]), memory
 
 
 def _operand_dtypes(hidden: Tensor, head: Head, reference: Reference | None) -> list[torch.dtype]:
@@ -395,7 +393,7 @@ def plan(
         name = f"{prefix}head.weight"
         _warn_if_promoted(f"{prefix}hidden", states, name, other.weight, reference_dtype)
         reference_transform = _transform(other, reference_dtype)
-    serves = choose_backend(run.backend, hidden.device, dtype)[0]
+    backend = choose_backend("torch" if objective is None else run.backend, hidden.device, dtype)[0]
 
     shard, vocab = None, head.weight.shape[0]
     if ranks is not None:
@@ -403,7 +401,7 @@ def plan(
             **_compared(hidden, head, reference, rows, run),
             "gradients wanted": [bool(x) for x in needs_grad],
             "dtype of the products": [dtype, reference_dtype],
-            "backend that serves": serves.name,
+            "backend that serves": choose_backend(run.backend, hidden.device, dtype)[0].name,
         }
         of_ranks = ranks.compare(values, {"rows of weight": vocab, **memory._asdict()})
         sizes = _sizes(head.vocab_size, of_ranks["rows of weight"])
@@ -419,15 +417,12 @@ def plan(
         workspace_bytes = default_workspace(
             widest, needs_grad, memory, heads=1 if reference is None else 2
         )
-    engine = "score"
     if objective is not None:
         rows = in_range(rows, names, vocab, 0 if shard is None else shard.start)
-    else:
-        serves, engine = choose_backend("torch", hidden.device, dtype)[0], "kept_sets"
     job = Job(
         rows=rows,
         needs_grad=needs_grad,
-        backend=serves,
+        backend=backend,
         operand_dtype=dtype,
         workspace_bytes=workspace_bytes,
         transform=_transform(head, dtype),
@@ -438,7 +433,7 @@ def plan(
         shard=shard,
         entropy=entropy,
         extras=extras,
-        engine=engine,
+        engine="kept_sets",
         gather=run.gather or nullcontext,
     )
     if objective is not None:

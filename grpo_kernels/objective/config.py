@@ -209,8 +209,8 @@ class LossConfig:
                 "vllm_importance_sampling_clip_min: expected a number below "
                 f"vllm_importance_sampling_clip_max = {high}, got {low}"
             )
-        truncates = self.vllm_importance_sampling_mode.endswith("_truncate")
-        if self.vllm_importance_sampling_correction and truncates and low is high is None:
+        corrects = self.vllm_importance_sampling_correction
+        if corrects and truncates_sampling_ratio(self) and low is high is None:
             raise ValueError(
                 "vllm_importance_sampling_clip_max: expected a number here or in "
                 "vllm_importance_sampling_clip_min, which vllm_importance_sampling_mode = "
@@ -322,6 +322,11 @@ def masks_off_policy(config: LossConfig) -> bool:
 def sampling_ratio_is_per_sequence(config: LossConfig) -> bool:
     """True if the importance sampling ratio that the loss computes is per sequence."""
     return config.vllm_importance_sampling_mode in ("sequence_truncate", "sequence_mask")
+
+
+def truncates_sampling_ratio(config: LossConfig) -> bool:
+    """True if that ratio is clamped to its bounds, False if it is 0 outside of them."""
+    return config.vllm_importance_sampling_mode.endswith("_truncate")
 
 
 def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:

@@ -62,6 +62,7 @@ from grpo_kernels.objective.config import (
     LossConfig,
     masks_off_policy,
     sampling_ratio_is_per_sequence,
+    truncates_sampling_ratio,
 )
 from grpo_kernels.objective.losses import LogRatio, loss_type_of
 from grpo_kernels.tokens import Tokens
@@ -532,8 +533,7 @@ def _near_policy(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tensor | 
 def bounded_ratio(config: LossConfig, log_ratio: Tensor) -> Tensor:
     """exp(`log_ratio`), of any shape, clamped to the config's bounds or set to 0 outside them."""
     low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
-    truncates = config.vllm_importance_sampling_mode.endswith("_truncate")
-    return bounded(torch.exp(log_ratio), low, high, truncates=truncates)
+    return bounded(torch.exp(log_ratio), low, high, truncates=truncates_sampling_ratio(config))
 
 
 def _centering_weights(config: LossConfig, logp: Tensor, logq: Tensor) -> Tensor:

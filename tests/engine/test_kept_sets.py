@@ -267,6 +267,16 @@ def test_wrong_arguments() -> None:
         KeptIds.from_padded(torch.tensor(3))
 
 
+def test_torch_does_the_rows_of_sets_whatever_the_backend() -> None:
+    """Triton refuses float64; no row is scored over the whole vocabulary."""
+    hidden, weight = torch.randn(2, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64)
+    ids, kept, run = torch.tensor([1, 2]), torch.tensor([[1, 5], [2, 0]]), Run(backend="triton")
+    with pytest.raises(ValueError, match="float64"):
+        linear_logprob(hidden, weight, ids, run=run)
+    found = linear_logprob(hidden, weight, ids, kept_ids=kept, run=run)
+    assert torch.equal(found.logps, linear_logprob(hidden, weight, ids, kept_ids=kept).logps)
+
+
 def test_what_the_loss_says_of_the_sets_padded_and_packed() -> None:
     options = {"bias": True, "dtype": torch.float64, "others": {"on_missing_set": "full"}}
     case = make_case("said", t=9, kept=14, **options)
