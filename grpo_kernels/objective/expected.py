@@ -143,7 +143,7 @@ def divergence_weights(
         return torch.full_like(positions, 1.0 / max(1, len(positions)), dtype=dtype)
     check_tensor(name, expected, like=hidden)
     check_shape(name, expected, ("hidden.shape[:-1]", tuple(hidden.shape[:-1])))
-    return expected.detach().reshape(-1)[positions].to(dtype)
+    return _usable(expected.detach().reshape(-1)[positions], dtype)
 
 
 def expected_divergence(
@@ -197,12 +197,6 @@ def read_expected(
         )
     if expected is None:
         return ExpectedGradient()
-    largest = torch.finfo(dtype).max ** 0.5
-
-    # 0 if products with x could overflow, or lose bits to underflow
-    def usable(x: Tensor) -> Tensor:
-        x = x.to(dtype)
-        return torch.where((x.abs() <= largest) & (x.abs() >= 1 / largest), x, 0.0)
 
     def rows(name: str, x: Any) -> Tensor:
         check_tensor(name, x, like=ids)
@@ -217,8 +211,8 @@ def read_expected(
         expected = Expectation(cast(Any, expected))
     if not isinstance(expected, Expectation):
         a, b = expected if isinstance(expected, tuple) else (expected, None)
-        a = usable(rows("expected", a))
-        b = None if b is None else usable(rows("expected[1]", b))
+        a = _usable(rows("expected", a), dtype)
+        b = None if b is None else _usable(rows("expected[1]", b), dtype)
         nonzero = (a != 0) if b is None else (a != 0) | (b != 0)
         both = Coefficients(a, b)
         return ExpectedGradient(
@@ -240,6 +234,12 @@ def read_expected(
             if x is not None or name == "expected":
                 check_tensor(name, x, like=ids)
                 check_shape(name, x, ("index.shape", tuple(index.shape)))
-        return Coefficients(*(None if x is None else usable(x) for x in given))
+        return Coefficients(*(None if x is None else _usable(x, dtype) for x in given))
 
     return ExpectedGradient(compute, live, one_coefficient=one_coefficient)
+
+
+def _usable(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert an expected gradient; it is 0 where products with it could overflow or underflow."""
+    x, largest = x.to(dtype), torch.finfo(dtype).max ** 0.5
+    return torch.where((x.abs() <= largest) & (x.abs() >= 1 / largest), x, 0.0)

@@ -83,7 +83,9 @@ def test_what_is_expected_changes_no_result(every_backend: str) -> None:
         asked.append(index)
         return torch.zeros_like(logps), None, upstream.flatten()[index]
 
-    for expected in (upstream, torch.rand(upstream.shape).double(), Expectation(slopes)):
+    unusable = upstream.clone()
+    unusable[0, :3] = torch.tensor([math.nan, math.inf, 1e300])
+    for expected in (upstream, torch.rand(upstream.shape).double(), unusable, Expectation(slopes)):
         found, same = run_scores(case, expected=expected)
         assert torch.equal(found["divergences"], plain["divergences"])
         for name in ("hidden", "weight"):
