@@ -1,6 +1,8 @@
-"""Argument checks: each raises TypeError or ValueError before any work is done, and names the
-argument, what was expected and what it got. Checks that would wait for the device run on a CPU
-only."""
+"""Argument checks. Each raises TypeError or ValueError before any work is done, and names the
+argument, what was expected and what it got.
+
+Checks that would have to wait for the device run only on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,24 @@ from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-HIGHEST_LOGP = 1e-3  # rounding may lift one above 0
+HIGHEST_LOGP = 1e-3  # rounding may lift a log-probability above 0
 HIGHEST_MASS = 1.05  # a sum of 16-bit probabilities may be a little above 1
-HIGHEST_MEAN_LOG_RATIO = math.log(20)  # over a batch's tokens
+HIGHEST_MEAN_LOG_RATIO = math.log(20)  # of the mean over a batch's tokens
 
 
-WARNED: set[tuple[str, str, int]] = set()  # a message, and the file and line of the user's call
+WARNED: set[tuple[str, str, int]] = set()  # (message, file, line of the user's call)
 
 
 def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of a likely mistake, once for each line of the user's that makes it; with RuntimeWarning
-    of a fact of the machine, once in a process. A filter that makes it an error raises every time.
+    """Warn of a likely mistake, once for each line of user code that makes it.
 
-    Python's own registry would forget what was said whenever any code enters `catch_warnings`, as
-    torch does in many steps.
+    A RuntimeWarning is about the machine and is issued once per process. If a filter turns the
+    warning into an error, every call raises.
+
+    Python's own registry of warnings is cleared whenever any code enters `catch_warnings`, which
+    torch does in many steps. So this function keeps a registry itself.
     """
-    # the last ones call our functions: `nn.Module`, a model's forward, a trainer
+    # skip frames of libraries that call our functions: `nn.Module`, a model's forward, a trainer
     inner = ("grpo_kernels", "torch.", "transformers.", "peft.", "accelerate.", "trl.")
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inner):
@@ -47,7 +51,7 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
         WARNED.add(place)
 
 
-# names that other libraries use -> ours; several if they differ from call to call
+# names that other libraries use -> ours; several names if functions of ours call it differently
 _SYNONYMS = {
     "kl_coef": "beta", "kl_beta": "beta", "clip_high": "epsilon_high", "clip_low": "epsilon",
     "clip_ratio_high": "epsilon_high", "clip_ratio_low": "epsilon", "eps_clip": "epsilon",
@@ -74,7 +78,7 @@ _SYNONYMS = {
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the nearest of `names`; "" if none is near."""
+    """Suggest the nearest of `names` as "; did you mean ...?", or "" if none is near."""
     candidates, plain = [*names], name.replace("log_prob", "logp").replace("logprob", "logp")
     for synonym in (_SYNONYMS.get(name) or _SYNONYMS.get(plain, "")).split():
         if synonym in candidates:
@@ -82,7 +86,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
             return f"; did you mean {meant}?"
     name = plain
     parts = {*name.split("_")}
-    # such as old_per_token_logps for old_logps
+    # `longer`: old_per_token_logps for old_logps
     longer = [x for x in candidates if parts <= {*x.split("_")}]
     near = longer if len(parts) > 1 else []
     alike = {x.lower(): x for x in candidates}
@@ -94,8 +98,11 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def hints_names(function: F, name: str = "") -> F:
-    """Decorate a public function or class: an unknown keyword argument raises TypeError with the
-    name that was likely meant; a missing one, or too many by position, with the function's own."""
+    """Decorate a public function or class so that errors about its arguments are helpful.
+
+    An unknown keyword argument raises TypeError with the name that was probably meant. A missing
+    argument, or too many positional ones, raises TypeError with the function's own name.
+    """
     name = name or function.__name__
     if isinstance(function, type):
         function.__init__ = hints_names(function.__init__, name)  # type: ignore[misc]
@@ -108,7 +115,7 @@ def hints_names(function: F, name: str = "") -> F:
     names = [x.name for x in own if x.kind in plain]
     needed = [x.name for x in own if x.kind in plain and x.default is x.empty]
     takes_any = any(x.kind is x.VAR_POSITIONAL for x in own)
-    takes_more = any(x.kind is x.VAR_KEYWORD for x in own)  # and checks their names itself
+    takes_more = any(x.kind is x.VAR_KEYWORD for x in own)  # the function checks these names
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -134,7 +141,7 @@ def hints_names(function: F, name: str = "") -> F:
 
 
 def no_attribute(of: Any, name: str, names: Iterable[str]) -> AttributeError:
-    """Return the error for a missing attribute, with a hint at the nearest of `names`."""
+    """Make the error for a missing attribute, with a hint at the nearest of `names`."""
     names = [*names]
     hint = did_you_mean(name, names)
     if hasattr(Tensor, name):
@@ -143,15 +150,16 @@ def no_attribute(of: Any, name: str, names: Iterable[str]) -> AttributeError:
 
 
 def no_name(module: str, name: str, names: Iterable[str], hint: str = "") -> AttributeError:
-    """Return the error for a name that a module lacks, with `hint`, or one at the nearest of
-    `names`."""
+    """Make the error for a name that a module lacks, with `hint` or else the nearest of `names`."""
     hint = hint or did_you_mean(name, names)
     return AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
 
 
 def only_public(module: str, hint: Callable[[str], str] = lambda name: "") -> None:
-    """Let `dir` list a module's ``__all__`` alone, and an unknown name raise `no_name`, with `hint`
-    of the name if that is not empty."""
+    """Limit `dir` of a module to its ``__all__``, and make unknown names raise `no_name`.
+
+    `hint` maps the unknown name to a hint; "" means the default one.
+    """
     own: Any = sys.modules[module]
 
     def missing(name: str) -> Any:
@@ -175,15 +183,19 @@ def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bo
 
 
 def check_choice(name: str, value: Any, allowed: Iterable[str], hint: str = "") -> None:
-    """Require one of `allowed`; else raise, with `hint`, or one at the nearest of them."""
+    """Require one of `allowed`. The error ends with `hint`, or else with the nearest name."""
     if value not in allowed:
         hint = hint or did_you_mean(str(value), allowed)
         raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}{hint}")
 
 
 def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: bool = False) -> None:
-    """Require a plain dense real tensor with data, on the device of `like`; floating if
-    `floating`."""
+    """Require a plain dense real tensor with data.
+
+    Args:
+        like: a tensor on the required device.
+        floating: require a floating-point dtype.
+    """
     if not isinstance(x, Tensor):
         hint = "; pass a tensor of it, such as its logps" if hasattr(x, "logps") else ""
         if name == "hidden" and isinstance(x, torch.nn.Module):
@@ -213,15 +225,17 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
 
 
 def check_shape(name: str, x: Tensor, *shapes: tuple[str, tuple[int, ...]], hint: str = "") -> None:
-    """Require one of `shapes`, each given as (text, sizes); else raise, with `hint`."""
+    """Require one of `shapes`, each given as (text, sizes). The error ends with `hint`."""
     if not any(tuple(x.shape) == sizes for _, sizes in shapes):
         wanted = " or ".join(f"{text} = {sizes}" for text, sizes in shapes)
         raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}{hint}")
 
 
 def check_head(hidden: Any, weight: Any, bias: Any, *, dims: tuple[int, ...] | None = None) -> None:
-    """Require hidden states (..., H), weight (V, H) and bias (V,) that fit; `dims` of `hidden`, or
-    any from 2 up."""
+    """Require hidden states (..., H), weight (V, H) and bias (V,) that fit together.
+
+    `dims` lists the allowed numbers of dimensions of `hidden`; None allows any from 2 up.
+    """
     check_tensor("hidden", hidden, floating=True)
     if dims is not None and hidden.dim() not in dims:
         wanted = " or ".join({2: "(N, H) with cu_seqlens", 3: "(B, T, H)"}[rank] for rank in dims)
@@ -256,8 +270,10 @@ def check_head(hidden: Any, weight: Any, bias: Any, *, dims: tuple[int, ...] | N
 
 
 def first_rows(name: str, x: Any, weight: Tensor, count: int) -> Any:
-    """Return the first `count` rows of `x`, a tensor with as many rows as `weight`, or `x`
-    itself."""
+    """Select the first `count` rows of a tensor `x`, which must have as many rows as `weight`.
+
+    Anything else is returned as it is.
+    """
     if not isinstance(x, Tensor):
         return x
     if x.shape[:1] != weight.shape[:1]:
@@ -289,7 +305,7 @@ def check_ids(name: str, ids: Any, hidden: Tensor) -> None:
 
 
 def _shift(hidden: tuple[int, ...], ids: tuple[int, ...]) -> str:
-    """Return advice if the lengths differ by one, since nothing is shifted here."""
+    """Give advice if the lengths differ by one: this library does not shift ids."""
     more = hidden[-1] - ids[-1] if len(hidden) == len(ids) and hidden[:-1] == ids[:-1] else 0
     why = "; position t - 1 predicts token t"
     if more == 1:
@@ -324,7 +340,7 @@ def check_mask(name: str, mask: Any, ids: Tensor) -> None:
 
 
 def check_mask_values(*, has_nan: bool) -> None:
-    """Refuse a completion mask that has NaN; else warn, once, of values other than 0 and 1."""
+    """Refuse a completion mask with NaN; otherwise warn, once, of values other than 0 and 1."""
     if has_nan:
         raise ValueError("completion_mask: expected a mask without NaN, got NaN")
     warn_once(
@@ -335,8 +351,11 @@ def check_mask_values(*, has_nan: bool) -> None:
 
 
 def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
-    """Require ids in [0, V). Return None on a CPU; elsewhere return the wrong ones, a bool (n,),
-    whose results then become NaN."""
+    """Require ids in [0, V).
+
+    On a CPU, wrong ids raise and the result is None. Elsewhere the result marks wrong ids, (n,)
+    bool; the caller sets their results to NaN.
+    """
     outside = (ids < 0) | (ids >= vocab)
     if ids.device.type != "cpu":
         return outside
@@ -349,16 +368,19 @@ def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
 
 
 def check_finite(name: str, rows: Tensor) -> None:
-    """Require finite numbers (n,), on a CPU; elsewhere others make the loss NaN."""
+    """Require finite numbers (n,), on a CPU. Elsewhere, non-finite numbers make the loss NaN."""
     if rows.device.type == "cpu" and not bool(rows.isfinite().all()):
         bad = rows[~rows.isfinite()][0].item()
         raise ValueError(f"{name}: expected finite numbers where the mask counts, got {bad}")
 
 
 def check_logps(name: str, rows: Tensor | None) -> None:
-    """Require what looks like log-probabilities (n,), on a CPU. If any is below 0, others may be
-    above, where rounding may put a token that is nearly certain. NaN passes from a sampler, which
-    could not score the token, and in the policy's own `logps`, where it makes the loss NaN."""
+    """Require values (n,) that look like log-probabilities, on a CPU.
+
+    If any value is below 0, others may be above: rounding can lift a token of probability 1. NaN
+    passes from a sampler, which could not score the token, and in the policy's own `logps`, where
+    it makes the loss NaN.
+    """
     if rows is None or rows.device.type != "cpu" or rows.numel() == 0:
         return
     if not name.startswith("sampling") and name != "logps":
@@ -382,7 +404,7 @@ def _check_no_nan(name: str, rows: Tensor, way_out: str) -> None:
 
 
 def check_ratios(name: str, rows: Tensor | None) -> None:
-    """Require ratios (n,), which are not negative, on a CPU."""
+    """Require non-negative ratios (n,), on a CPU."""
     if rows is None or rows.device.type != "cpu":
         return
     _check_no_nan(name, rows, "give a token that the sampler could not score a ratio of 1")
@@ -394,7 +416,7 @@ def check_ratios(name: str, rows: Tensor | None) -> None:
 
 
 def check_masses(name: str, rows: Tensor) -> None:
-    """Require log-probabilities (n, K) whose probabilities add up to at most 1 in each row."""
+    """Require log-probabilities (n, K) whose probabilities sum to at most 1 per row, on a CPU."""
     if rows.device.type != "cpu" or rows.numel() == 0:
         return
     most = rows.exp().sum(dim=1).nan_to_num(nan=0.0).amax().item()
@@ -406,7 +428,7 @@ def check_masses(name: str, rows: Tensor) -> None:
 
 
 def warn_of_ratio(log_ratio: Tensor | None, name: str = "old_per_token_logps") -> None:
-    """Warn, once, of a mean log-ratio (n,) that is too large for policies of one run."""
+    """Warn once if the mean of log-ratios (n,) is too large for policies of one run, on a CPU."""
     if log_ratio is None or log_ratio.device.type != "cpu" or log_ratio.numel() == 0:
         return
     if abs(log_ratio.mean().item()) > HIGHEST_MEAN_LOG_RATIO:
@@ -420,7 +442,7 @@ def warn_of_ratio(log_ratio: Tensor | None, name: str = "old_per_token_logps") -
 
 
 def check_on_missing_set(on_missing_set: Any) -> None:
-    """Require the default, since there are no kept ids."""
+    """Refuse a value other than the default, because the call has no kept ids."""
     if on_missing_set != "error":
         raise ValueError(f"on_missing_set: expected kept_ids with {on_missing_set!r}, got none")
 
@@ -439,7 +461,7 @@ def check_budget(workspace_bytes: Any) -> None:
 
 
 def check_gather(gather: Any) -> None:
-    """Require a function or None. It is called in the backward only."""
+    """Require a function or None. The function is not called here, only in the backward."""
     if gather is not None and not callable(gather):
         got = type(gather).__name__
         raise TypeError(f"gather: expected a function that returns a context manager, got {got}")

@@ -1,4 +1,4 @@
-"""Names that options accept: types for type checkers, which the checks at run time read too."""
+"""Names that options accept, as types. Type checkers and the checks at run time both read them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ EngineName = Literal["auto", "score", "frozen", "one_pass", "two_pass", "lean"]
 BackendName = Literal["auto", "torch", "triton", "cpp"]
 
 ZeroAdvantage = Literal["score", "skip", "train"]
-# beginning with the one requested, the first that is exact
+# A call uses the first exact layout in this order, beginning with the requested one.
 BatchLayout = Literal["tree", "trim", "padded"]
 
-# further results of `linear_logprob`
+# additional results of `linear_logprob`
 Extra = Literal["log_sum_sq_probs", "mean_logits", "is_top1"]
 DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]
 TopKDivergenceName = Literal["forward_kl", "reverse_kl"]
@@ -34,7 +34,7 @@ CorrectionMode = Literal["truncate", "mask"]
 
 
 def choices(names: Any) -> tuple[str, ...]:
-    """Return the names that a type of this file allows, in its order."""
+    """List the names that a type of this file allows, in its order."""
     return get_args(names)
 
 

@@ -1,7 +1,7 @@
 """Collectives over a process group.
 
-`torch.distributed` is imported inside the functions that use it: a build of torch may lack it, and
-calls without a group do not need it.
+Functions import `torch.distributed` when they need it: a build of torch may lack it, and calls
+without a group do not need it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def all_reduce(
 
 
 def gather_stacked(x: Tensor, process_group: ProcessGroup) -> Tensor:
-    """Return (R, ...): the tensors of all R ranks, of one shape and dtype, in rank order."""
+    """Gather one tensor per rank into (R, ...), in rank order. Shapes and dtypes are equal on all
+    ranks."""
     import torch.distributed as dist
 
     parts = x.new_empty(dist.get_world_size(process_group), *x.shape)
@@ -53,13 +54,12 @@ def gather_stacked(x: Tensor, process_group: ProcessGroup) -> Tensor:
 
 
 def group_device(process_group: ProcessGroup) -> torch.device:
-    """Return the device on which ranks exchange tensors, CPU tensors too: the GPU if the group
-    serves it."""
+    """Choose the device for exchanging tensors: the GPU if the group supports it, else the CPU."""
     import torch.distributed as dist
 
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if here is not None:
-        # cpu:gloo,cuda:nccl
+        # the config looks like "cpu:gloo,cuda:nccl"
         served = dict(x.split(":") for x in dist.get_backend_config(process_group).split(","))
         if served.get(here.type, "gloo") != "gloo":
             return here
@@ -67,7 +67,7 @@ def group_device(process_group: ProcessGroup) -> torch.device:
 
 
 def gather_uneven(x: Tensor, sizes: list[int], process_group: ProcessGroup) -> Tensor:
-    """Return the rows of all ranks in rank order; rank r has ``sizes[r]`` rows."""
+    """Gather the rows of all ranks in rank order; rank r has ``sizes[r]`` rows."""
     if max(sizes) == 0:
         return x
     padded = x.new_zeros(max(sizes), *x.shape[1:])
@@ -77,16 +77,15 @@ def gather_uneven(x: Tensor, sizes: list[int], process_group: ProcessGroup) -> T
 
 
 def most_of_ranks(groups: Sequence[ProcessGroup], counts: list[int]) -> list[int]:
-    """Return the elementwise maximum of `counts` over the ranks of `groups`; without groups,
-    `counts`."""
+    """Take the elementwise maximum of `counts` over the ranks of `groups`; `counts` without
+    groups."""
     for group in groups:
         counts = all_reduce(torch.tensor(counts, device=group_device(group)), "max", group).tolist()
     return counts
 
 
 def rank_groups(module: nn.Module) -> Sequence[ProcessGroup]:
-    """Return the groups of ranks that run `module` together, over which FSDP2 or ZeRO-3 divides
-    it."""
+    """Find the groups of ranks that run `module` together because FSDP2 or ZeRO-3 shards it."""
     largest: Any = None
     for x in module.parameters():
         parameter: Any = x

@@ -1,5 +1,5 @@
-"""Imported only while torch.compile traces: the decorators of `torch.compiler` load the
-compiler."""
+"""Run a call outside the compiled graph. Imported only while torch.compile traces, because the
+decorators of `torch.compiler` load the compiler."""
 
 from __future__ import annotations
 
@@ -14,5 +14,6 @@ import torch
     "what stands before and after it is compiled"
 )
 def eagerly(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call `function` outside of the graph; ``fullgraph=True`` raises with the reason above."""
+    """Call `function` outside the graph. With ``fullgraph=True``, torch raises with the reason
+    above."""
     return function(*arguments, **options)

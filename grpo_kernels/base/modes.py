@@ -1,4 +1,4 @@
-"""Calls of a module that leave no trace in it, and the facts that its results depend on."""
+"""Call a module without leaving a trace in it, and list the facts that its results depend on."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-# Parts of names of attributes that make a forward random; 0.0 if nothing is drawn.
+# Attributes whose names contain one of these make a forward random, unless they are 0.0.
 _RANDOM = ("drop", "jitter", "noise")
 _SWITCHES = (bool, int, float, str)  # attributes of modules that may change what they compute
-_COUNTERS = ("_", "ds_", "applied_")  # prefixes to skip, such as DeepSpeed's counters
+_COUNTERS = ("_", "ds_", "applied_")  # prefixes of attributes to skip: DeepSpeed's counters
 
 
 def random_rates(module: nn.Module) -> list[str]:
-    """Return the attributes by which `module` draws random numbers in training: rates above 0."""
+    """List the attributes, rates above 0, with which `module` draws random numbers in training."""
     names = (*_RANDOM, "p") if isinstance(module, nn.modules.dropout._DropoutNd) else _RANDOM
     rates = [name for name, x in vars(module).items() if isinstance(x, float) and x > 0.0]
     return [rate for rate in rates if any(part in rate for part in names)]
@@ -29,8 +29,7 @@ def random_rates(module: nn.Module) -> list[str]:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Context in which `module` and its submodules are in evaluation mode, so nothing random is
-    drawn."""
+    """Keep `module` and its submodules in evaluation mode, where they draw no random numbers."""
     modes = [(x, x.training) for x in module.modules()]
     module.eval()
     try:
@@ -44,12 +43,13 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def guest(
     module: nn.Module, device: torch.device, parameters: Iterable[nn.Parameter] = ()
 ) -> Iterator[list[Tensor]]:
-    """Context in which calls of `module` on `device` leave no trace and draw no random numbers.
+    """Let calls of `module` on `device` leave no trace and draw no random numbers.
 
-    Dropout rates are 0. Buffers, attributes and children of the modules, and random states, are
-    restored. The caller's autocast cache gets no entry (a cast made without graph would serve the
-    caller's own forward), and the caller's hooks on saved tensors, such as a checkpoint's, do not
-    run. Leaves that share their memory stand in for `parameters`, so gradients run no hooks.
+    Dropout rates are 0 inside the context. On exit, random states are restored, and so are the
+    buffers, attributes and children of the modules. The caller's autocast cache gets no new entry:
+    a cast made without a graph would otherwise serve the caller's own forward. The caller's hooks
+    on saved tensors, such as a checkpoint's, do not run. Leaves that share the memory of
+    `parameters` replace them, so their gradients run no hooks.
 
     Yields:
         the leaves, in the order of `parameters`.
@@ -77,7 +77,7 @@ def guest(
                 x.training = x.training and not isinstance(x, nn.modules.dropout._DropoutNd)
                 for name in random_rates(x) if attributes["training"] else ():
                     vars(x)[name] = 0.0
-                # transformers' function; a reentrant checkpoint fills live gradients
+                # transformers' function; a reentrant checkpoint would write into live `.grad`s
                 if "_gradient_checkpointing_func" in attributes:
                     vars(x)["_gradient_checkpointing_func"] = not_reentrant
             yield [*leaves.values()]
@@ -97,15 +97,16 @@ def _restore(entries: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def identity(function: Any) -> Any:
-    """Return a key that identifies `function`, without keeping it or a method's module alive."""
+    """Make a key that identifies `function` without keeping it, or a method's module, alive."""
     owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
     return weakref.ref(function) if isinstance(function, FunctionType) else id(function), id(owner)
 
 
 def facts_of(module: nn.Module, forward: Any) -> Any:
-    """Return what results of `module` depend on besides tensors, in a form that compares.
+    """Collect the facts besides tensors that results of `module` depend on, as comparable values.
 
-    These are code, attributes, and which parameters train. `forward` is the module's own forward.
+    The facts are code, attributes, and which parameters train. `forward` is the module's own
+    forward.
     """
     found = list[Any]()
     for x in module.modules():
@@ -120,7 +121,7 @@ def facts_of(module: nn.Module, forward: Any) -> Any:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """Return the state of torch's generators for calls on `device`."""
+    """Concatenate the states of the torch generators that calls on `device` may use."""
     own = []
     if device.type not in ("cpu", "meta"):
         own.append(torch.get_device_module(device.type).get_rng_state(device))

@@ -1,4 +1,5 @@
-"""Tensors: records of them, sums, quantiles, importance ratios, sequences of a batch, calls."""
+"""Tensor helpers: records of tensors, sums, quantiles, importance ratios, sequences of a batch, and
+how to divide rows into calls."""
 
 from __future__ import annotations
 
@@ -14,20 +15,19 @@ from torch import Tensor
 from grpo_kernels.base.checks import check_tensor
 
 R = TypeVar("R")
-# most elements for torch.quantile and torch.nanquantile: up to torch 2.13, fp32 cannot hold larger
-# indices
+# Maximum number of elements for torch.quantile and torch.nanquantile: up to torch 2.13, they keep
+# indices in fp32, which cannot hold larger ones.
 MOST = 2**24
 
 
 def map_tensors(change: Callable[[Tensor], Any], x: Any) -> Any:
-    """Return the record `x` with `change` applied to each tensor in it, in the order of the
-    fields."""
+    """Copy the record `x`, applying `change` to each tensor in it, in the order of the fields."""
     if x is None or isinstance(x, (bool, int, float, str)):
         return x
     if isinstance(x, Tensor):
         return change(x)
     if hasattr(x, "__dataclass_fields__") and not isinstance(x, type):
-        copy = object.__new__(type(x))  # no checks again: every call makes dozens of copies
+        copy = object.__new__(type(x))  # skips the checks: every call makes dozens of copies
         for name in x.__dataclass_fields__:
             copy.__dict__[name] = map_tensors(change, getattr(x, name))
         return copy
@@ -46,15 +46,15 @@ def take(record: R, index: Tensor | slice) -> R:
 
 
 def is_nonzero(coefficient: Tensor) -> Tensor:
-    """(n,) bool: the tokens at which a coefficient, (n,) or (n, K), is not 0."""
+    """Mark, (n,) bool, the tokens at which a coefficient (n,) or (n, K) is not 0."""
     return coefficient != 0 if coefficient.dim() == 1 else (coefficient != 0).any(dim=1)
 
 
 def discounted_sums(x: Tensor, discount: float) -> Tensor:
     """y_t = sum_k discount^k x_(t+k) along dim 1 of (B, T).
 
-    By doubling: if y holds the sums of `span` terms, y_t + discount^span y_(t+span) holds the sums
-    of 2 span terms. It takes log2(T) passes.
+    The algorithm doubles: if y holds the sums of `span` terms, y_t + discount^span y_(t+span) holds
+    the sums of 2 span terms. It takes log2(T) passes.
     """
     y, span = x.clone(), 1
     while span < x.shape[1]:
@@ -64,19 +64,19 @@ def discounted_sums(x: Tensor, discount: float) -> Tensor:
 
 
 def sequence_means(x: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) -> (B, 1): the mean over each row's counted positions, 0 in a row without any."""
+    """(B, T) -> (B, 1): the mean over the counted positions of each row; 0 in a row without any."""
     counts = mask.sum(dim=1, keepdim=True).clamp(min=1)
     return torch.where(mask, x, 0.0).sum(dim=1, keepdim=True) / counts
 
 
 def counted_first(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T) each: the order that puts a row's counted positions first, and the mask in it."""
+    """Order (B, T) that puts each row's counted positions first, and the mask in that order."""
     order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
     return order, mask.gather(1, order)
 
 
 def last_counted(mask: Tensor) -> Tensor:
-    """(B, T) bool, true at each row's last counted position."""
+    """Mark, (B, T) bool, the last counted position of each row."""
     return mask & (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
 
 
@@ -86,8 +86,10 @@ def widen(x: Tensor) -> Tensor:
 
 
 def quantile(x: Tensor, q: float) -> Tensor:
-    """`torch.quantile` of `x` (n,), n > 0: linear between values; NaN if any is. Does not wait for
-    the device."""
+    """`torch.quantile` of `x` (n,), n > 0, for any n. It does not wait for the device.
+
+    It interpolates linearly between values; NaN if any value is NaN.
+    """
     if x.numel() <= MOST:
         return torch.quantile(x, q)
     ranked, place = x.sort().values, q * (x.numel() - 1)
@@ -97,8 +99,10 @@ def quantile(x: Tensor, q: float) -> Tensor:
 
 
 def quantile_of_numbers(x: Tensor, q: float) -> Tensor:
-    """The lower `q`-quantile of `x` (n,), ignoring NaN; NaN if nothing is left. Does not wait for
-    the device."""
+    """The lower `q`-quantile of `x` (n,), ignoring NaN. It does not wait for the device.
+
+    It is NaN if all values are NaN, or if there are none.
+    """
     if x.numel() == 0:
         return x.new_full((), torch.nan)
     if x.numel() <= MOST:
@@ -114,7 +118,7 @@ def scored_difference(logps: Tensor, sampling_logps: Tensor) -> Tensor:
 
 
 def bounded(ratio: Tensor, low: float | None, high: float | None, *, truncates: bool) -> Tensor:
-    """Clamp ratios to [`low`, `high`] if `truncates`, else set them to 0 outside; None means no
+    """Clamp ratios to [`low`, `high`] if `truncates`, else set those outside to 0; None: no
     bound."""
     low, high = -math.inf if low is None else low, math.inf if high is None else high
     if truncates:
@@ -125,8 +129,11 @@ def bounded(ratio: Tensor, low: float | None, high: float | None, *, truncates: 
 def sequences_of(
     of_tokens: Tensor, cu_seqlens: Any
 ) -> tuple[int, int, Callable[[Tensor], tuple[Tensor, Tensor]]]:
-    """Return B, the longest length, and a function from positions (n,) in the flattened batch to
-    sequences and the indices in them. `of_tokens` is (B, T), or (N,) with `cu_seqlens` (B + 1,)."""
+    """Find B, the longest length, and a function that locates tokens.
+
+    The function maps positions (n,) in the flattened batch to (sequences, indices within them).
+    `of_tokens` is (B, T), or (N,) with `cu_seqlens` (B + 1,).
+    """
     if cu_seqlens is None:
         batch, columns = of_tokens.shape
         width = max(columns, 1)
@@ -151,12 +158,12 @@ def sequences_of(
 
 
 def cut(costs: Sequence[float], overhead: float) -> list[tuple[int, int]]:
-    """Divide ascending `costs` into parts (first, end) of least cost.
+    """Divide ascending `costs` into parts (first, end) of least total cost.
 
     A part costs its size times its largest member c, plus `overhead`. This is a dynamic program
-    over the start of the last part: a part from `first` on costs ``least[first] - first * c``, a
-    line in c. Slopes fall and c rises, so a line that is beaten once stays beaten; `lines` holds
-    the others, best first.
+    over the start of the last part. A part that starts at `first` costs ``least[first] - first *
+    c``, a line in c, plus terms without `first`. Slopes fall and c rises, so a line that is beaten
+    once stays beaten; `lines` holds the lines that are not, best first.
     """
     least, begin, lines = [0.0], [0], deque[int]()
 
@@ -180,9 +187,9 @@ def cut(costs: Sequence[float], overhead: float) -> list[tuple[int, int]]:
 
 
 def places(calls: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return each token's place in the concatenated `calls`, (tokens, bool) each.
+    """Find each token's place in the concatenated `calls`, (tokens, bool) each.
 
-    A token is where the bool is True, in one place.
+    A call owns the tokens where its bool is True; exactly one call owns each token.
     """
     tokens = torch.cat([tokens[own] for tokens, own in calls])
     found = torch.cat([own.flatten() for _, own in calls]).nonzero().squeeze(1)
@@ -190,7 +197,7 @@ def places(calls: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def extreme(x: Tensor, *, largest: bool) -> Tensor:
-    """Return the largest or smallest value that is not NaN; NaN if there is none."""
+    """The largest or smallest value of `x` that is not NaN; NaN if there is none."""
     if x.numel() == 0:
         return x.new_full((), torch.nan)
     missing = torch.isnan(x)

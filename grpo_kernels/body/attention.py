@@ -30,9 +30,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from grpo_kernels.base.tensors import cut, places
 
-# Floating-point operations of attention in the time that one more call takes, forward and backward:
-# 120 us at 20 GFLOP/s on a CPU core (measured, AVX2); on a GPU five launches of 5 us at 100 TFLOP/s
-# (reckoned).
+# Floating-point operations of attention that a device computes in the time of one more call,
+# forward and backward. A CPU core: 120 us at 20 GFLOP/s (measured with AVX2). A GPU: five launches
+# of 5 us at 100 TFLOP/s (estimated).
 _CALL_FLOPS = {"cpu": 2.5e6}
 _CALL_FLOPS_ON_A_GPU = 2.5e9
 _VARLEN_ROWS = ("cu_seq_q", "cu_seq_k", "max_q", "max_k")
@@ -41,7 +41,7 @@ _VARLEN_PARAMETERS = {
 }
 ENDS, LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _EAGER = "eager_attention_forward"
-# Arguments of attention that stay valid along a path: positions (not read here) and sinks.
+# Arguments of attention that stay valid along a path: positions (unused here) and sinks.
 _OF_PATHS = {"position_ids", "s_aux", "sinks"}
 
 
@@ -55,12 +55,12 @@ class Paths:
 
     @property
     def contexts(self) -> Tensor:
-        """Return the number of tokens before each segment on its path, (S,)."""
+        """(S,): number of tokens before each segment on its path."""
         return self.lengths - self.new
 
     @property
     def starts(self) -> Tensor:
-        """Return each segment's first token, (S,)."""
+        """(S,): each segment's first token."""
         return self.new.cumsum(0) - self.new
 
 
@@ -69,12 +69,12 @@ class NotAlongPaths(Exception):
 
 
 def group(paths: Paths, call_cells: float) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Return the cheapest calls that cover all segments, and each token's place in their queries.
+    """The cheapest calls that cover all segments, and each token's place in their queries.
 
     A causal call with all queries of n paths of at most k tokens computes n k^2 / 2 cells (query
-    times key). With only the last q queries of each path, it needs a mask and computes n q k; all
-    paths then have the same number of tokens before the q. So a segment is computed with its whole
-    path if its context is the shorter part. Each call costs `call_cells` more.
+    times key). With only the last q queries of each path, a call needs a mask and computes n q k
+    cells; all its paths have the same number of tokens before the q. So a segment is computed with
+    its whole path if its context is not longer than the segment. Each call costs `call_cells` more.
 
     A call is (queries (n, q), keys (n, k)): tokens of the layout, padded on the right.
     """
@@ -99,8 +99,8 @@ def group(paths: Paths, call_cells: float) -> tuple[list[tuple[Tensor, Tensor]],
 class Segments:
     """Value of the keyword argument ``segments``: the paths of one forward's tokens.
 
-    With `varlen`, `torch.nn.attention.varlen` computes attention that has no dropout and no window
-    shorter than a path.
+    With `varlen`, `torch.nn.attention.varlen` computes attention without dropout and without a
+    window shorter than a path.
     """
 
     def __init__(self, paths: Paths, *, varlen: bool) -> None:
@@ -110,7 +110,7 @@ class Segments:
         self._kept: dict[Any, Any] = {}
 
     def kept(self, key: Any, make: Callable[[], Any], device: torch.device) -> Any:
-        """Return the result of `make` with tensors on `device`, computed once for all layers."""
+        """The result of `make`, with tensors moved to `device`; computed once for all layers."""
         if (key, device) not in self._kept:
             moved = functools.partial(torch.Tensor.to, device=device, non_blocking=True)
             self._kept[key, device] = pytree.tree_map_only(Tensor, moved, make())
@@ -122,14 +122,15 @@ class Segments:
         inner: Callable[..., Any],
         name: str,
         module: nn.Module,
-        query: Tensor,  # (1, heads, n, d), as key and value
+        query: Tensor,  # (1, heads, n, d), like key and value
         key: Tensor,
         value: Tensor,
         attention_mask: Any,  # some layers pass it by this name
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Compute the attention `inner` of implementation `name` along paths: (1, n, heads, d)."""
+        """Compute attention along the paths with `inner`, the implementation `name`: (1, n, heads,
+        d)."""
         _, heads, tokens, size = query.shape
         if not isinstance(attention_mask, Tensor) or (attention_mask.numel() != 1 and tokens > 1):
             is_tensor = isinstance(attention_mask, Tensor)
@@ -177,7 +178,8 @@ class Segments:
         return torch.cat(results).index_select(0, back)[None], None
 
     def _lengths(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
-        """Return all paths concatenated; ends of segments and of paths; the longest of each."""
+        """(all paths concatenated, ends of segments, ends of paths, longest segment, longest
+        path)."""
         counts = torch.stack([self.paths.new, self.paths.lengths])
         of_segments, of_paths = nn.functional.pad(counts.cumsum(1), (1, 0)).to(torch.int32)
         columns = torch.arange(self.paths.tokens.shape[1], device="cpu")
@@ -186,7 +188,7 @@ class Segments:
         return paths, of_segments, of_paths, new, length
 
     def _mask(self, queries: int, keys: int, window: int | None, like: Tensor, name: str) -> Any:
-        """Return a mask for the last `queries` of `keys` tokens; None: plain causal attention."""
+        """Mask for the last `queries` of `keys` tokens; None means plain causal attention."""
         cut = keys if window is None else min(window, keys)
         if name != _EAGER and cut == keys:
             if queries in (1, keys):  # a single query sees all keys
@@ -194,7 +196,7 @@ class Segments:
             if like.is_cuda:
                 return causal_lower_right(queries, keys)
 
-        def make() -> Tensor:  # in the states' dtype, shared by all layers
+        def make() -> Tensor:  # in the dtype of the hidden states, shared by all layers
             columns = torch.arange(keys, device=like.device)
             ahead = columns[keys - queries :, None] - columns
             blank = torch.zeros(1, 1, queries, keys, dtype=like.dtype, device=like.device)
@@ -204,7 +206,10 @@ class Segments:
 
 
 def has_varlen(implementation: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if `torch.nn.attention.varlen` can be used: on CUDA, in 16 bits, known API."""
+    """True if `torch.nn.attention.varlen` can replace `implementation`.
+
+    It needs sdpa, CUDA, a 16-bit dtype and the parameters that this module passes.
+    """
     if implementation != "sdpa" or device.type != "cuda" or dtype.itemsize != 2:
         return False
     try:
@@ -215,19 +220,19 @@ def has_varlen(implementation: str, device: torch.device, dtype: torch.dtype) ->
 
 
 def call_cells(width: int, device: torch.device) -> float:
-    """Return the cells (query times key) that heads of total `width` compute in one call's time."""
+    """Cells (query times key) that heads of total `width` compute in the time of one more call."""
     return _CALL_FLOPS.get(device.type, _CALL_FLOPS_ON_A_GPU) / (4 * width)
 
 
 def is_flash(implementation: str) -> bool:
-    """Return True for flash attention, from a package or a kernel repository ("org/kernel")."""
+    """True for flash attention, from a package or a kernel repository ("org/kernel")."""
     return "flash" in implementation or "/" in implementation
 
 
 def install(implementation: str, trunk: nn.Module) -> None:
     """Make the attention `implementation` follow the paths of ``segments``.
 
-    Transformers' table has one function per implementation, except "eager", which is a function in
+    Transformers' table has one function per implementation. The exception is "eager", a function in
     the file of each model.
     """
     if implementation == "eager":
@@ -240,7 +245,7 @@ def install(implementation: str, trunk: nn.Module) -> None:
 
 
 def wrap_in_files(trunk: nn.Module, names: Iterable[str], along: Callable[..., Any]) -> None:
-    """Wrap functions `names` in the files of the trunk's modules, so they accept ``segments``."""
+    """Make functions `names` in the files of the trunk's modules accept ``segments``."""
     for file in {sys.modules[cls.__module__] for x in trunk.modules() for cls in type(x).__mro__}:
         for name in names:
             inner = vars(file).get(name)
@@ -251,7 +256,7 @@ def wrap_in_files(trunk: nn.Module, names: Iterable[str], along: Callable[..., A
 def _taking_segments(
     inner: Callable[..., Any], name: str, along: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return `inner`, wrapped to call `along`(segments, inner, name, ...) if given ``segments``."""
+    """Wrap `inner` to call `along`(segments, inner, name, ...) if it is passed ``segments``."""
 
     @functools.wraps(inner)
     def function(*args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Layouts: the tokens that one forward of the trunk computes of a padded batch (B, L)::
+"""Layouts: the tokens of a padded batch (B, L) that one forward of the trunk computes::
 
     tree    each distinct prefix of the rows once, in one row (1, n)
     trim    the rows without the columns of padding on both sides, (b, w)
@@ -6,11 +6,11 @@
 
 **The tree.** Sorted rows are the leaves of a prefix tree in depth-first order. Tokens beyond the
 longest common prefix with the previous row are new, and only these are computed. The new tokens of
-a row form a *segment*; its path runs from the root to the segment's last token, so it is the row
-itself. This covers shared prompts, system prompts, turns of a conversation and equal completions;
-rows that share nothing are packed one after another.
+a row form a *segment*. Its path runs from the root to the segment's last token, so the path is the
+row itself. Shared prefixes include prompts, system prompts, turns of a conversation and equal
+completions. Rows that share nothing are packed one after another.
 
-Tensors of a layout are on the CPU, indices in int64.
+Tensors of a layout are on the CPU. Indices are int64.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ _RETURNED = ("output_hidden_states", "output_attentions", "output_router_logits"
 class Way:
     """How to call the trunk's forward so that a layout is exact.
 
-    `positions` are given by the caller; each cell's column in the padded batch, as the model itself
-    would count; the depth, the number of tokens before the cell; or none.
+    `positions` says where position ids come from: "given" by the caller; "column", each cell's
+    column in the padded batch, which the model would count itself; "depth", the number of tokens
+    before the cell; "none", no ids are passed.
     """
 
     positions: Literal["given", "column", "depth", "none"]
-    varlen: bool = False  # True: use `torch.nn.attention.varlen` for a tree if possible
+    varlen: bool = False  # use `torch.nn.attention.varlen` for a tree if possible
     layers: int | None = None  # number of calls along a tree's paths; None: not known yet
     chunk: int = 0  # tokens that recurrences compute at a time; 0: no recurrences
 
@@ -52,17 +53,17 @@ class TrunkLayout:
     sources: Tensor  # (b, w), the cell that each token is read from
     attended: Tensor  # (b, w) bool, False for padding
     depths: Tensor  # (b, w), number of tokens that a token sees before itself
-    cells: Tensor  # (n,), cells that are filled in
-    tokens: Tensor  # (n,), index into the flattened (b, w) of each cell's token
+    cells: Tensor  # (n,), cells that get a result
+    tokens: Tensor  # (n,), for each of these cells, an index into the flattened (b, w)
     graph: bool  # True if the forward keeps a graph for the backward
-    paths: Paths | None = None  # of a tree; None: tokens see the earlier tokens of their row
+    paths: Paths | None = None  # of a tree; None: each token sees the earlier tokens of its row
 
 
 @dataclass(frozen=True)
 class TrunkInputs:
-    """A batch (B, L) on its device, and on the CPU its sequences (S, w) and the cells to be read.
+    """A batch (B, L) on its device; on the CPU, its sequences (S, w) and the cells to be read.
 
-    A sequence is a row, or in packed rows one of the sequences that are read.
+    A sequence is a row, or one of the sequences that are read from packed rows.
     """
 
     given: dict[str, Tensor]  # (B, L) each: input_ids, position_ids, token_type_ids
@@ -70,7 +71,7 @@ class TrunkInputs:
     constants: dict[str, Any]
     attended: Tensor  # (S, w) bool, False for padding
     needed: Tensor  # (S, w) bool, cells whose hidden states are read
-    values: dict[str, Tensor]  # (S, w) int64 each: `given`
+    values: dict[str, Tensor]  # (S, w) int64 each: copies of `given`
     places: Tensor  # (S, w), indices into the flat (B, L)
     is_packed: bool = False
 
@@ -82,7 +83,7 @@ class TrunkInputs:
         constants: dict[str, Any],
         needed: Tensor,  # (B, L) bool, on the device of the ids
     ) -> TrunkInputs:
-        """Make one sequence per row. Synchronizes with the device."""
+        """Make one sequence per row. This synchronizes with the device."""
         ids = given["input_ids"]
         attended = torch.ones_like(ids) if mask is None else mask != 0
         values = [
@@ -96,28 +97,28 @@ class TrunkInputs:
 
     @property
     def spans(self) -> tuple[Tensor, Tensor]:
-        """Return each sequence's first column, and the one after the last read, (S,) each."""
+        """(S,) each: a sequence's first column, and the column after the last one that is read."""
         columns = _range(self.needed.shape[1])
         first = torch.where(self.attended, columns, len(columns)).amin(1)
         return first, torch.where(self.needed, columns + 1, 0).amax(1)
 
     @property
     def is_read(self) -> Tensor:
-        """Return (S,) bool, True for sequences with a needed cell."""
+        """(S,) bool, True for sequences with a needed cell."""
         return self.needed.any(1)
 
     @property
     def padding_is_read(self) -> bool:
-        """Return True if a needed cell is padding, for which only the model knows what it sees."""
+        """True if a needed cell is padding: only the model knows what such a cell attends to."""
         return bool((self.needed & ~self.attended).any())
 
     def layout(
         self, mode: str, way: Way, chosen: Tensor, *, graph: bool, multiple: int = 1
     ) -> TrunkLayout:
-        """Return layout `mode` of sequences `chosen` (S,) bool, of which one at least is read.
+        """Lay out sequences `chosen` (S,) bool as `mode` says. At least one of them is read.
 
-        Its width is a multiple of `multiple`. If recurrences compute `way.chunk` tokens at a time,
-        a branch of the tree must save at least half as many.
+        The layout's width is a multiple of `multiple`. If recurrences compute `way.chunk` tokens at
+        a time, a branch of the tree must save at least half a chunk.
         """
         length = self.needed.shape[1]
         numbers = (chosen & self.is_read).nonzero()
@@ -142,13 +143,13 @@ def read_inputs(
     given: dict[str, Any],
     needed: Tensor,  # (B, L) bool
 ) -> TrunkInputs | str:
-    """Read the arguments `given` by name, or say why they cannot be computed in parts.
+    """Read the arguments `given` by name, or say why the trunk cannot compute them in parts.
 
     `needed` marks the cells that are read.
     """
     given = {name: x for name, x in given.items() if x is not None}
     config: Any = trunk.config
-    for name in _RETURNED:  # a vision-language model's decoder reads the config of its own
+    for name in _RETURNED:  # the decoder of a vision-language model reads its own config
         if given.get(name, any(getattr(x, name, False) for x in (config, text_config(trunk)))):
             return f"{name} is returned for the padded batch, so the padded forward runs"
     if given.get("return_dict", getattr(config, "return_dict", True)) is False:
@@ -158,7 +159,7 @@ def read_inputs(
         return "the inputs are not input_ids (B, L)"
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
         return "attention_mask is not (B, L)"
-    ends: list[Tensor] = []  # of packed rows' sequences, in the flat cells
+    ends: list[Tensor] = []  # ends of the sequences in packed rows, as indices of flat cells
     if mask is None and "position_ids" in given:
         ends = [given.pop(name) for name in attention.ENDS if name in given]
         given = {name: x for name, x in given.items() if name not in attention.LONGEST}
@@ -179,9 +180,9 @@ def read_inputs(
 
 
 def _apart(inputs: TrunkInputs, ends_given: list[Tensor], flash: bool) -> TrunkInputs | str:
-    """Return `inputs` with the sequences of packed rows separated, or say why that fails.
+    """Separate the sequences of packed rows, or say why that fails.
 
-    Without a mask, transformers separates sequences where positions do not increase by one; flash
+    Without a mask, transformers separates sequences where positions do not increase by one. Flash
     attention separates them at zeros, and only in a batch of one row.
     """
     positions = inputs.values["position_ids"]
@@ -227,7 +228,7 @@ def tree(
 
     Rows share a branch only if that saves at least `least` tokens.
     """
-    left = (~attended).to(torch.uint8).argsort(dim=1, stable=True)  # attended cells first
+    left = (~attended).to(torch.uint8).argsort(dim=1, stable=True)  # puts attended cells first
     lengths = attended.sum(1)
     places = _range(int(lengths.amax()))
     inside, left = places < lengths[:, None], left[:, : len(places)]
@@ -237,7 +238,7 @@ def tree(
     order = features.flatten(1).unique(dim=0, return_inverse=True)[1].argsort(stable=True)
     features, cells, lengths, inside = features[order], cells[order], lengths[order], inside[order]
     same = (features[1:] == features[:-1]).all(-1) & inside[1:]
-    shared = pad(same.to(torch.int64).cumprod(1).sum(1), (1, 0))  # with the row before
+    shared = pad(same.to(torch.int64).cumprod(1).sum(1), (1, 0))  # with the previous row
     if least > 1:
         shared = torch.tensor(_worth_sharing(shared.tolist(), least), device="cpu")
     new = lengths - shared
@@ -250,7 +251,7 @@ def tree(
     paths = Paths(tokens[own], lengths[own], new[own])
     sources, depths = cells[is_new], places.expand_as(cells)[is_new]
     filling = -len(sources) % multiple
-    if filling:  # a root of its own
+    if filling:  # one more segment, with its own root
         found = pad(paths.tokens, (0, max(0, filling - len(places)), 0, 1))
         found[-1, :filling] = len(sources) + _range(filling)
         lengths, new = (pad(x, (0, 1), value=filling) for x in (paths.lengths, paths.new))
@@ -264,10 +265,10 @@ def tree(
 
 
 def _worth_sharing(shared: Sequence[int], least: int) -> list[int]:
-    """Return `shared` (tokens shared with the previous row) without branches that save too little.
+    """`shared`, the tokens shared with the previous row, without branches that save too little.
 
-    Branches are the nodes of a tree, given by depth. A node saves its depth beyond its parent's
-    depth for every row but one; branches that save less than `least` are removed.
+    Branches are nodes of a tree, given by depth. For every row but one, a node saves the tokens
+    between its parent's depth and its own. Branches that save less than `least` are removed.
     """
     depths, parents, of_rows, path = [0], [0], list[int](), [0]
     for depth in shared:
@@ -306,7 +307,7 @@ def by_rows(
 
 
 def _range(stop: int) -> Tensor:
-    return torch.arange(stop, device="cpu")  # whatever the default device is
+    return torch.arange(stop, device="cpu")  # the default device may be another
 
 
 def run_layout(
@@ -319,7 +320,8 @@ def run_layout(
     """Run `forward` on the tokens of `layout`.
 
     Returns:
-        the output, with hidden states (b, w, H); and `way`, for a tree with its counts filled in.
+        the output, with hidden states (b, w, H); and `way`. For a tree, `layers` and `chunk` of the
+        returned `way` are filled in.
     """
     ids = inputs.given["input_ids"]
     sources = layout.sources.to(ids.device, non_blocking=True)
@@ -329,7 +331,7 @@ def run_layout(
     elif way.positions == "depth":
         found["position_ids"] = layout.depths.to(ids.device, non_blocking=True)
     if takes(forward, "use_cache"):
-        found["use_cache"] = False  # with a cache, transformers detects no packed sequences
+        found["use_cache"] = False  # with a cache, transformers does not detect packed sequences
     if layout.paths is None:
         if inputs.mask is not None or not bool(layout.attended.all()):
             found["attention_mask"] = layout.attended.to(ids.device, torch.int64, non_blocking=True)
@@ -337,7 +339,7 @@ def run_layout(
     attention.install(attention_of(trunk), trunk)
     states.install(trunk)
     segments = Segments(layout.paths, varlen=way.varlen)
-    # of four dimensions, as transformers then makes none itself; attention refuses any other
+    # A mask of four dimensions keeps transformers from making one; attention refuses other masks.
     found |= {"segments": segments, "attention_mask": torch.zeros(1, 1, 1, 1, device=ids.device)}
     output = forward(**found, **inputs.constants)
     if way.layers not in (None, segments.consumed):
@@ -349,7 +351,8 @@ def run_layout(
 
 
 def filled(parts: list[tuple[TrunkLayout, Any]], shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Collect the forwards' hidden states in (B, L, H), 0 elsewhere; and a mask (B, L) bool."""
+    """Collect the forwards' hidden states in (B, L, H), 0 elsewhere; (B, L) bool marks filled
+    cells."""
     cells, states = list[Tensor](), list[Tensor]()
     for layout, output in parts:
         hidden = output.last_hidden_state
@@ -364,24 +367,24 @@ def filled(parts: list[tuple[TrunkLayout, Any]], shape: torch.Size) -> tuple[Ten
 
 
 def takes(forward: Callable[..., Any], name: str) -> bool:
-    """Return True if `forward` accepts an argument of this name, possibly in ``**kwargs``."""
+    """True if `forward` accepts an argument of this name, possibly in ``**kwargs``."""
     parameters = inspect.signature(forward).parameters
     return name in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())
 
 
 def text_config(trunk: Any) -> Any:
-    """Return the config of the trunk's decoder."""
+    """The config of the trunk's decoder."""
     return trunk.config.get_text_config(decoder=True)
 
 
 def setting(trunk: nn.Module, name: str) -> Any:
-    """Return setting `name` of the decoder's config; None if not one value for all layers."""
+    """Setting `name` of the decoder's config; None if layers have different values."""
     try:
         return getattr(text_config(trunk), name, None)
-    except RuntimeError:  # Gemma 4 has one per kind of layer, and no attribute
+    except RuntimeError:  # Gemma 4 has one value per kind of layer, and no attribute
         return None
 
 
 def attention_of(trunk: nn.Module) -> str:
-    """Return the name of the trunk's attention implementation."""
+    """Name of the trunk's attention implementation."""
     return str(setting(trunk, "_attn_implementation"))

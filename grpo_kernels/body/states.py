@@ -8,7 +8,7 @@ together. A group of completions has two depths, its prompt and the rest.
     convolution    one call per layer, and one for the first K - 1 tokens of the segments
     recurrence     for each depth, one call for several runs at a time, padded on the right
 
-As for attention, a wrapper replaces each function in the file of its model, and does nothing
+As for attention, a wrapper replaces each function in its model's file. The wrapper does nothing
 without the keyword argument ``segments``.
 """
 
@@ -26,13 +26,15 @@ from grpo_kernels.base.tensors import cut, places
 from grpo_kernels.body.attention import NotAlongPaths, Paths, Segments, wrap_in_files
 
 _CHUNK = 64  # tokens that a recurrence computes at a time, unless its call says otherwise
-# Chunks of one run that a device computes in the time of one more call, forward and backward: a CPU
-# core half a chunk to two (measured, AVX-512, the gated delta rule of 4 heads of 128 and of 32); a
-# GPU launches some thirty kernels in 5 us each, and computes a chunk in 3 us (reckoned).
+# Chunks of one run that a device computes in the time of one more call, forward and backward.
+# A CPU core computes half a chunk to two (measured with AVX-512 on the gated delta rule, 4 heads of
+# size 128 and of size 32). A GPU launches some thirty kernels in 5 us each, and computes a chunk in
+# 3 us (estimated).
 _CALL_CHUNKS = {"cpu": 1.0}
 _CALL_CHUNKS_ON_A_GPU = 50.0
-# What a recurrence takes of the time of a token's matrix products (0.15 measured on a CPU at 4
-# heads of 128 with a width of 512, as at 16 with 1024), and what gathering its tokens costs.
+# A recurrence's time per token, relative to the token's matrix products: 0.15, measured on a CPU
+# with 4 heads of size 128 and width 512, and with 16 heads and width 1024. And the factor by which
+# gathering tokens lengthens a tree's forward.
 _SHARE, _GATHERED = 0.15, 1.08
 
 
@@ -51,7 +53,7 @@ RECURRENCES = {
     "mamba2_chunk_scan": Recurrence((0, 1, 3, 4), "initial_states", "return_final_states"),
 }
 _CONVOLUTION = "causal_conv1d_fn"
-# A whole Mamba-2 layer: if this is None, the layer calls the functions above.
+# This computes a whole Mamba-2 layer. If it returns None, the layer calls the functions above.
 _WHOLE = "mamba2_split_conv1d_scan_combined"
 _OF_A_CACHE = {
     *("causal_conv1d_update", "torch_recurrent_gated_delta_rule"),
@@ -61,7 +63,7 @@ _KNOWN = {*RECURRENCES, *_OF_A_CACHE, _CONVOLUTION, _WHOLE}
 
 
 def with_a_state(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the layers that have a state, recognized by their convolution."""
+    """Select the layers that have a state; they are recognized by their convolution."""
     return [x for x in layers if any(isinstance(y, nn.Conv1d) for y in x.children())]
 
 
@@ -101,7 +103,7 @@ def _convolve(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Return the output (1, c, n) for the row as given, recomputed where a segment begins."""
+    """The output (1, c, n) for the row as given, recomputed where a segment begins."""
     segments.consumed += 1
     taps, found = weight.shape[-1], inner(states, weight, *args, **kwargs)
     tokens, windows = segments.kept(
@@ -109,15 +111,16 @@ def _convolve(
     )
     if not len(tokens):
         return found
-    rows = nn.functional.pad(states.transpose(1, 2)[0], (0, 0, 0, 1))  # tokens before a root
+    # the row of zeros at the end stands for tokens before a root
+    rows = nn.functional.pad(states.transpose(1, 2)[0], (0, 0, 0, 1))
     anew = inner(rows.index_select(0, windows)[None].transpose(1, 2), weight, *args, **kwargs)
     return found.index_copy(2, tokens, anew[:, :, taps - 1 :: taps])
 
 
 def _windows(paths: Paths, taps: int) -> tuple[Tensor, Tensor]:
-    """Return the f tokens that see another segment, and the last tokens of their paths, (f taps,).
+    """(f tokens whose window reaches into another segment, the last `taps` tokens of their paths).
 
-    The index after the last token stands for tokens before a root.
+    The second is (f taps,). In it, the index after the last token stands for tokens before a root.
     """
     starts, total = paths.starts, int(paths.new.sum())
     offsets = torch.arange(taps - 1, device="cpu")
@@ -130,7 +133,7 @@ def _windows(paths: Paths, taps: int) -> tuple[Tensor, Tensor]:
 
 
 class Runs(NamedTuple):
-    """R runs of a tree in token order."""
+    """The R runs of a tree, in token order."""
 
     begins: Tensor  # (R,), first token
     lengths: Tensor  # (R,)
@@ -158,7 +161,7 @@ class Runs(NamedTuple):
     def calls(self, chunk: int, device: torch.device) -> Iterator[list[Tensor]]:
         """Yield the runs of each call of a recurrence, depth by depth.
 
-        Runs of a call are padded to the longest, except if their last state is needed.
+        Runs of a call are padded to the longest, unless their last state is needed.
         """
         order = self.lengths.argsort(stable=True)
         for depth in range(int(self.depths.amax()) + 1):
@@ -173,7 +176,7 @@ class Runs(NamedTuple):
 def _calls(
     paths: Paths, chunk: int, device: torch.device
 ) -> tuple[list[list[tuple[Tensor, Tensor, bool]]], Tensor]:
-    """Return a recurrence's calls at each depth, and each token's place among all calls' tokens.
+    """A recurrence's calls at each depth, and each token's place among the tokens of all calls.
 
     A call is (tokens (r, w) of r runs, padded on the right; (r,) places of their parents among the
     last states kept at the previous depth; True if its own last states are kept).
@@ -197,7 +200,8 @@ def _calls(
 
 
 def cost(tokens: Tensor, paths: Paths | None, chunk: int, device: torch.device) -> float:
-    """Return the time of a forward of `tokens` (b, w), in units of one token's products."""
+    """Estimate the time of a forward of `tokens` (b, w), in units of one token's matrix
+    products."""
     rows, width = tokens.shape
     if paths is None:
         return rows * (width + _SHARE * chunk * -(-width // chunk))
@@ -222,7 +226,7 @@ def _recur(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Compute the recurrence: its output (1, n, ...), without a last state."""
+    """The recurrence's output (1, n, ...), without a last state."""
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     like, chunk = given[0], int(given.get("chunk_size", _CHUNK))
     for name, x in given.items():
@@ -253,5 +257,6 @@ def _recur(
             if keeps:
                 states.append(last)
     whole = torch.cat(outputs).index_select(0, back)[None]
-    # the last call keeps no state, so it returned what the layer expects: a pair, or the output
+    # The last call keeps no state, so its result has the form that the layer expects: a pair or a
+    # tensor.
     return (whole, None) if isinstance(found, tuple) else whole

@@ -1,15 +1,15 @@
 """Find out which layouts reproduce a model's padded forward, and how to call the model for them.
 
-Layouts that the config or the layers rule out are refused by name. Any other layout is tried on
-first use, on two or three rows made of the batch's own tokens, as long as its longest row. It is
-compared with the padded forward: hidden states, and the gradient of the small trainable parameters
-(norms, biases, adapters) for a random cotangent. If FSDP2 or ZeRO-3 shards the parameters, only
-hidden states are compared. The model runs as a `guest` in the mode of the call (train or eval) with
-dropout off, so the trial leaves no trace in it.
+If the config or the layers rule out a layout, it is refused with a reason. Any other layout is
+tried on first use, on two or three rows made of the batch's own tokens, as long as its longest row.
+The trial compares the layout with the padded forward: hidden states, and gradients of the small
+trainable parameters (norms, biases, adapters) for a random cotangent. If FSDP2 or ZeRO-3 shards the
+parameters, only hidden states are compared. The model runs as a `guest`, in the mode of the call
+(train or eval) with dropout off, so the trial leaves no trace in it.
 
-A verdict holds for sequences up to the compared length, since some features of models start late:
+A verdict holds for sequences up to the compared length, because some features of models start late:
 sparse attention, windows, frequencies of positions. A longer batch is tried again, at up to twice
-the length. A verdict also ends when something that it depends on changes (`_facts`).
+the length. A verdict also ends when a fact that it depends on changes (`_facts`).
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ MODES: tuple[Any, ...] = choices(BatchLayout)
 
 _logger = logging.getLogger(__name__)
 
-# A layout's error may be _ROUNDING times the measured rounding error, or the dtype's eps, but not
-# above _MOST, or 16 times the dtype's eps: larger errors are not rounding.
+# A layout's error may reach _ROUNDING times the measured rounding error or the dtype's eps,
+# whichever is larger. Errors above both _MOST and 16 times the dtype's eps are not rounding.
 _ROUNDING, _MOST = 4, 1e-2
 _MORE_COLUMNS = 5  # columns of padding added in the forward that measures rounding
 _SMALL = 2**17  # largest number of elements of a parameter whose gradient is compared
 _KEPT = 32  # sets of facts kept per model
-_IN_A_ROW = 8  # consecutive calls with new facts before trials end
-_OF_LENGTH = {"dynamic", "longrope"}  # RoPE with frequencies that depend on the last position
+_IN_A_ROW = 8  # consecutive calls with new facts, after which nothing is tried any more
+_OF_LENGTH = {"dynamic", "longrope"}  # kinds of RoPE whose frequencies depend on the last position
 
 
 @dataclass
 class Verdict:
-    """How a layout is exact for sequences and batches up to `size`, and why not beyond, or at
+    """How a layout is exact for sequences and batches up to `size`; why it is not beyond, or at
     all."""
 
     way: Way | None = None
@@ -74,12 +74,12 @@ _new_in_a_row: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictio
 
 
 class Exactness:
-    """Says in which layouts `trunk` reproduces the padded forward of one batch."""
+    """Decides in which layouts `trunk` reproduces the padded forward of one batch."""
 
     def __init__(self, trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -> None:
         self.trunk, self.forward, self.inputs = trunk, forward, inputs
         first, end = inputs.spans
-        # columns of the longest sequence (first token to last one read), and of the batch
+        # columns of the longest sequence (first token to last token read), and of the batch
         self.size = int((end - first).amax()), inputs.needed.shape[1]
         known, facts = _verdicts.setdefault(trunk, {}), _facts(trunk, forward, inputs)
         _new_in_a_row[trunk] = 0 if facts in known else _new_in_a_row.get(trunk, 0) + 1
@@ -91,7 +91,8 @@ class Exactness:
             self._verdicts = {mode: Verdict(reason=reason) for mode in MODES}
 
     def known(self, mode: str) -> Way | str | None:
-        """Return how layout `mode` is exact for this batch, or why not; None if not tried."""
+        """How layout `mode` is exact for this batch, or the reason against it; None if not tried
+        yet."""
         if self.inputs.padding_is_read and mode != "padded":
             return "padding is read, and only the model knows what it attends to"
         attended, needed = self.inputs.attended, self.inputs.needed
@@ -109,12 +110,12 @@ class Exactness:
             self._verdicts[mode] = Verdict(reason=_by_structure(mode, self.trunk, self.forward))
         verdict = self._verdicts[mode]
         if self.size[0] <= 0 and verdict.reason is None:
-            return Way("none")  # nothing is read, nor computed
+            return Way("none")  # no cell is read, so none is computed
         fits = all(one <= other for one, other in zip(self.size, verdict.size, strict=True))
         return verdict.way if verdict.way is not None and fits else verdict.reason
 
     def way(self, mode: str, forward: Callable[..., Any]) -> Way | str:
-        """Return `known`; if there is no verdict yet, try the layout with `forward` first."""
+        """Like `known`, but try the layout with `forward` if there is no verdict yet."""
         try:
             found = self.known(mode)
             return self._tried(mode, forward) if found is None else found
@@ -126,7 +127,7 @@ class Exactness:
     def _tried(self, mode: str, forward: Callable[..., Any]) -> Way | str:
         verdict, sizes, reason = self._verdicts[mode], [self.size], ""
         if verdict.way is not None:
-            # twice the compared size if this batch has enough tokens, to avoid frequent trials
+            # Compare at twice the last size if the batch has enough tokens, to save later trials.
             rows, most = len(self.inputs.needed), setting(self.trunk, "max_position_embeddings")
             tokens = self.inputs.needed.numel() // min(3, max(2, rows))
             headroom = max(tokens, 5 * self.size[1] // 4)
@@ -135,7 +136,7 @@ class Exactness:
         for size in dict.fromkeys(sizes):
             begin = time.perf_counter()
             try:
-                with torch.inference_mode(False):  # whose tensors no graph could save
+                with torch.inference_mode(False):  # a graph cannot save inference tensors
                     found = _Trial(self.trunk, forward, self.inputs, size).outcome(mode)
             except torch.OutOfMemoryError:
                 if size == self.size:
@@ -153,27 +154,25 @@ class Exactness:
         return reason
 
     def refuse(self, mode: str, reason: str) -> str:
-        """Store and return the `reason` against layout `mode`."""
         self._verdicts[mode] = Verdict(reason=reason)
         return reason
 
 
 def fits_trees(trunk: nn.Module) -> bool | None:
-    """Return True if `trunk` was exact in a tree in every trial; None if never tried."""
+    """True if `trunk` was exact in a tree in every trial; None if a tree was never tried."""
     found = [x["tree"] for x in _verdicts.get(trunk, {}).values() if "tree" in x]
     tried = [x.way is not None for x in found if x.way is not None or x.reason is not None]
     return all(tried) if tried else None
 
 
 def described(error: Exception) -> str:
-    """Describe `error` for a warning."""
     if isinstance(error, NotAlongPaths):
         return str(error)
     return f"it raised {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
 
 
 def _facts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -> Any:
-    """Return everything that a verdict depends on, as comparable values."""
+    """Everything that a verdict depends on, as comparable values."""
     device, adapters = inputs.given["input_ids"].device, [adapters_of(x) for x in trunk.modules()]
     names, constants = tuple(sorted(inputs.given)), tuple(sorted(inputs.constants.items()))
     call = names, constants, device, _dtype(trunk, device), foreign_hook(trunk), repr(adapters)
@@ -197,7 +196,7 @@ def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> s
         return None
     if isinstance(setting(trunk, "attention_chunk_size"), int):
         return "attention in chunks of columns"
-    # encoders of images and sound
+    # encoders of images and sound, to leave out
     others = [x for x in modules if "text" not in getattr(x, "input_modalities", "text")]
     elsewhere = {y for x in others for y in x.modules()}
     reason = states.reason_against([x for x in modules if x not in elsewhere])
@@ -217,7 +216,7 @@ class _Found(NamedTuple):
 
 
 class _Trial:
-    """Runs two or three rows of a batch's tokens in a layout and in the padded forward.
+    """Run two or three rows of a batch's tokens in a layout and in the padded forward.
 
     The rows have padding on one or both sides. The second row begins like the first; the third has
     nothing in common with them.
@@ -240,12 +239,12 @@ class _Trial:
         first, other = pool[cyclic], pool.roll(-(len(pool) // 2))[cyclic]
         second = torch.cat([first[:half], other[half : half + -(-length // 8)]])
         tokens = [first, second, other[:half].flip(0)][: 3 if count > 2 else 2]
-        # for a batch of one sequence, the padded forward has one row
+        # if the batch has one sequence, its padded forward has one row too
         self.of_padded = [[0], [1]] if count == 1 else [[*range(len(tokens))]]
         most = setting(trunk, "max_position_embeddings") or length + 2
         width = max(width, length + 2 if length + 2 <= most else length)
         begins = [(width - length) // 2] * 2 + [width - half]
-        # padding gets ids of tokens, since a model may detect it by its ids
+        # padding gets ids of ordinary tokens, since a model may detect padding by id
         sources = pool[torch.arange(width, device="cpu") % len(pool)].repeat(len(tokens), 1)
         mask, needed = torch.zeros(2, *sources.shape, dtype=torch.bool, device="cpu")
         for i, (begin, own) in enumerate(zip(begins, tokens, strict=False)):
@@ -261,11 +260,11 @@ class _Trial:
         self.inputs = TrunkInputs.of(given, mask.long(), like.constants, self.needed)
 
     def outcome(self, mode: str) -> Way | str:
-        """Return how layout `mode` is exact for these rows, or why it is not."""
+        """How layout `mode` is exact for these rows, or the reason against it."""
         together, padded = 2 if mode == "tree" else 1, self._ways("padded")[0]
         parts = [[*range(together)], [*range(together, len(self.needed))]]
         want, reason = self._run("padded", padded, self.of_padded), None
-        if want.is_random:  # in the mode of the call
+        if want.is_random:  # even without dropout, so both forwards run in evaluation mode
             self.evaluates = True
             want = self._run("padded", padded, self.of_padded)
         for way in self._ways(mode):
@@ -281,7 +280,7 @@ class _Trial:
         return reason or ""
 
     def _ways(self, mode: str) -> list[Way]:
-        """Return the ways to call the model that are tried for layout `mode`, best first."""
+        """Ways to call the model for layout `mode`, best first."""
         if "position_ids" in self.inputs.given:
             found = [Way("given")]
         elif mode == "padded" or not _takes_positions(self.trunk, self.forward):
@@ -299,7 +298,7 @@ class _Trial:
             one, other = want.changed.get(name), got.changed.get(name)
             if one is None or other is None or not torch.allclose(one, other, equal_nan=True):
                 return f"each forward changes a state ({name})"
-        # rounding errors grow with the root of the depth, and are twice as large in gradients
+        # rounding errors grow with the root of the depth, and gradients have twice those of states
         eps = torch.finfo(self.dtype).eps
         depth = max(1.0, (setting(self.trunk, "num_hidden_layers") or 1) / 8)
         floor, most = max(_ROUNDING * eps * depth**0.5, 1e-5), max(_MOST, 16 * eps)
@@ -315,16 +314,15 @@ class _Trial:
         return None
 
     def _off(self, got: _Found, want: _Found) -> tuple[float, float]:
-        """Return relative errors of hidden states (worst of eight depth ranges) and gradients."""
+        """Relative errors of hidden states (worst of eight depth ranges) and of gradients."""
         ranges = self.by_depth.tensor_split(min(8, len(self.by_depth)))
         states = torch.stack([_distance(got.hidden[x], want.hidden[x]) for x in ranges])
         return states.amax().item(), _distance(got.gradient, want.gradient).item()
 
     def _run(self, mode: str, way: Way, parts: list[list[int]], multiple: int = 1) -> _Found:
-        """Compute the rows, with one forward for each of `parts`."""
         hidden, gradient = torch.zeros((), device=self.device), torch.zeros(1, device=self.device)
         with (
-            torch.compiler.set_stance("force_eager"),  # nothing is compiled for these shapes
+            torch.compiler.set_stance("force_eager"),  # do not compile for the trial's shapes
             torch.set_grad_enabled(not self.is_divided),
             guest(self.trunk, self.device, self.parameters) as leaves,
         ):
@@ -346,7 +344,7 @@ class _Trial:
                     of_leaves = torch.autograd.grad(read, leaves, cotangent, materialize_grads=True)
                     flat = [x.flatten().float().to(self.device) for x in of_leaves]
                     gradient = gradient + torch.cat(flat)
-                del output, read  # the graph, before the next part has one
+                del output, read  # frees this part's graph before the next part makes one
             is_random = not torch.equal(before, random_state(self.device))
             buffers = self.trunk.named_buffers()
             changed = {name: x for name, x in buffers if x._version > versions.get(name, 2**63)}
@@ -354,12 +352,11 @@ class _Trial:
 
 
 def _distance(got: Tensor, want: Tensor) -> Tensor:
-    """Return the norm of the difference over the norm of `want`."""
     return (got - want).double().norm() / want.double().norm().clamp(min=1e-30)
 
 
 def _takes_positions(trunk: Any, forward: Callable[..., Any]) -> bool:
-    """Return True if `forward`, or the decoder it calls, accepts position_ids."""
+    """True if `forward`, or the decoder that it calls, accepts position_ids."""
     forwards = forward, type(trunk.get_decoder()).forward
     return any("position_ids" in inspect.signature(x).parameters for x in forwards)
 
@@ -371,7 +368,7 @@ def _rope_types(parameters: Any) -> Iterator[str]:
 
 
 def _dtype(trunk: nn.Module, device: torch.device) -> torch.dtype:
-    """Return the precision of the trunk's products on `device`."""
+    """Precision of the trunk's matrix products on `device`."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return next(x.dtype for x in trunk.parameters() if x.is_floating_point())

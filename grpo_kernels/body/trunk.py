@@ -1,16 +1,17 @@
-"""Run the trunk of a model in one call: one forward with a graph, one without, ranks in step.
+"""Compute only the needed part of a model's trunk, in forwards with and without a graph.
 
 The trunk is the transformer below the head, ``model.base_model``. During one scoring call,
-`TrunkCall.run` replaces its ``forward``; the model, its head, hooks and wrappers are unchanged and
-see a single forward. It returns hidden states (B, L, H) that are 0 in cells it did not compute.
+`TrunkCall.run` replaces its ``forward``. The model, its head, hooks and wrappers are unchanged, and
+see one call of the trunk. The call returns hidden states (B, L, H) that are 0 in cells it did not
+compute. Ranks that share a sharded trunk run the same number of forwards.
 
     cells that the head reads          `needed`, from the completion mask
-    sequences that may have gradient   `live`; all others run without graph
+    sequences that may have gradient   `live`; all others run without a graph
     prefixes shared by several rows    computed once (`layout`)
     padding                            left out
 
 If a gradient arrives at a cell that was computed without a graph, the backward raises (`_guard`).
-So a wrong `live` raises, and never changes a result.
+So a wrong `live` raises an error and never changes a result.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from grpo_kernels.body.layout import (
 from grpo_kernels.body.trial import MODES, Exactness, described
 from grpo_kernels.patching import Shares, forward_name, replaced
 
-FSDP1 = "_fsdp_wrapped_module"  # the child of a FullyShardedDataParallel
+FSDP1 = "_fsdp_wrapped_module"  # name of the child of a FullyShardedDataParallel
 # Names under which wrappers hold the model: torch.compile, Lightning's Fabric, FSDP1, DDP, PEFT
 _WRAPPED = (
     *("_orig_mod", "_forward_module", FSDP1, "module"),
     *("base_model", "model", "pretrained_model"),
 )
-_COMPILED_COLUMNS = 64  # with compiled layers, widths are multiples of this, so shapes recur
+_COMPILED_COLUMNS = 64  # widths are multiples of this if layers are compiled, so shapes recur
 _NOT_OF_A_LAYOUT = (torch.OutOfMemoryError, _StopRecomputationError)
 
 
@@ -61,10 +62,10 @@ def live_trunk(
     live: Tensor | None,  # (B,) bool
     needed: Tensor,  # (B, L) bool
 ) -> Iterator[TrunkCall]:
-    """Make the trunk of `model` compute only what is read of a batch, inside the context.
+    """Make the trunk of `model` compute only the needed cells of a batch, inside the context.
 
     Args:
-        layout: the layout to try first.
+        layout: the first layout to try.
         live: (B,) bool, sequences that may get a gradient; None: all.
         needed: (B, L) bool, cells whose hidden states are read.
     """
@@ -84,7 +85,7 @@ def live_trunk(
 
 
 def unwrapped(model: nn.Module) -> tuple[list[nn.Module], PreTrainedModel]:
-    """Return (wrappers from the outside in, the transformers model inside them)."""
+    """Find (wrappers from the outside in, the transformers model inside them)."""
     wrappers, inner = [], model
     while not isinstance(inner, PreTrainedModel):
         children = inner._modules if isinstance(inner, nn.Module) else {}
@@ -99,10 +100,11 @@ def unwrapped(model: nn.Module) -> tuple[list[nn.Module], PreTrainedModel]:
 
 
 def trunk_of(model: nn.Module) -> nn.Module:
-    """Return the module below the head that the model's forward calls; `model` may be wrapped."""
+    """Find the module below the head that the model's forward calls; `model` may be wrapped."""
     base = unwrapped(model)[1]
     body: nn.Module = base.base_model
-    if body is base:  # Llama 4's text model says "language_model", but stores "model"
+    # Llama 4's text model names its body "language_model", but stores it as "model"
+    if body is base:
         body = getattr(base, "model", base)
     decoder = getattr(body, "decoder", None)  # OPT calls this, not the body's forward
     return decoder if isinstance(decoder, PreTrainedModel) else body
@@ -127,7 +129,7 @@ def _reason_against(model: nn.Module, trunk: nn.Module) -> str | None:
 
 
 def _is_compiled(modules: Iterable[Any]) -> bool:
-    """Return True if `torch.compile` has wrapped one of `modules`, or compiled it in place."""
+    """True if `torch.compile` has wrapped one of `modules`, or compiled it in place."""
     return any(
         type(x).__name__ == "OptimizedModule" or getattr(x, "_compiled_call_impl", None) is not None
         for x in modules
@@ -145,15 +147,14 @@ class TrunkCall:
     needed: Tensor  # (B, L) bool
     was_called: bool = False
     computed: Tensor | None = None  # (B, L) bool, if cells were left out
-    made: Sequence[TrunkLayout] = ()  # layouts that ran instead of the batch
+    made: Sequence[TrunkLayout] = ()  # layouts that ran instead of the padded batch
 
     @functools.cached_property
     def multiple(self) -> int:
-        """Return the number that widths of layouts are a multiple of."""
+        """Widths of layouts are multiples of this number."""
         return _COMPILED_COLUMNS if _is_compiled(self.trunk.modules()) else 1
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the trunk's output."""
         positional = zip(inspect.signature(self.forward).parameters, args, strict=False)
         given = {**dict(positional), **kwargs}
         with self._in_step(given) as forward:
@@ -163,7 +164,7 @@ class TrunkCall:
             return forward(**given) if found is None else found
 
     def shares(self) -> Shares:
-        """Return the shares of the padded batch that ran, for a call with gradient."""
+        """Shares of the padded batch that ran; empty for a call without gradient."""
         found, positions = Shares(), self.needed.numel()
         if torch.is_grad_enabled():
             sizes = [(x.sources.numel(), x.graph) for x in self.made] or [(positions, True)]
@@ -175,7 +176,7 @@ class TrunkCall:
 
     @contextmanager
     def _in_step(self, given: dict[str, Any]) -> Iterator[Callable[..., Any]]:
-        """Yield a forward that may be called any number of times inside the context.
+        """Yield a forward that each rank may call any number of times inside the context.
 
         Ranks that run the trunk together announce each call. A rank that has no more calls, or
         whose forward failed, runs two tokens for each call of another rank.
@@ -204,20 +205,20 @@ class TrunkCall:
             anchor()
 
     def _exactness(self, given: dict[str, Any]) -> Exactness | None:
-        """Return the exactness for inputs `given` by name; None, after a warning, if unreadable."""
         try:
             inputs = read_inputs(self.trunk, given, self.needed)
             if isinstance(inputs, TrunkInputs):
                 return Exactness(self.trunk, self.forward, inputs)
-        except Exception as error:  # such as a body without a config
+        except Exception as error:  # for example, a body without a config
             inputs = f"in reading its inputs, {described(error)}"
         say_once(self.trunk, inputs)
         return None
 
     def _in_a_layout(self, exactness: Exactness, forward: Callable[..., Any]) -> Any:
-        """Return the trunk's output in the first usable layout, starting with the requested one.
+        """The trunk's output in the first usable layout, starting with the requested one.
 
-        Warn of the reasons against earlier ones. None: the batch must run as given.
+        It warns of the reasons against earlier layouts. None means that the batch must run as
+        given.
         """
         inputs, modes = exactness.inputs, [*MODES[MODES.index(self.layout) :]]
         if inputs.is_packed:
@@ -235,7 +236,7 @@ class TrunkCall:
             try:
                 planned = self._planned(inputs, mode, way)
                 if modes[:1] == ["trim"] and self._loses_to_trim(exactness, way, planned):
-                    modes.insert(1, mode)  # comes next if trim fails
+                    modes.insert(1, mode)  # tried again if trim fails
                     continue
                 output = self._in_parts(inputs, way, planned, forward)
                 instead = f"layout={mode!r} is used"
@@ -249,7 +250,7 @@ class TrunkCall:
         return output
 
     def _planned(self, inputs: TrunkInputs, mode: str, way: Way) -> list[TrunkLayout]:
-        """Return layouts for sequences with and without gradient, as far as they are not empty."""
+        """Layouts of the sequences with gradient, and of those without, if there are any."""
         live = (self.live & torch.is_grad_enabled())[inputs.places[:, 0] // self.needed.shape[1]]
         return [
             inputs.layout(mode, way, chosen, graph=graph, multiple=self.multiple)
@@ -258,7 +259,7 @@ class TrunkCall:
         ]
 
     def _loses_to_trim(self, exactness: Exactness, way: Way, planned: list[TrunkLayout]) -> bool:
-        """Return True if recurrences make the tree `planned` slower than rows, also exact."""
+        """True if recurrences make the tree `planned` slower than rows, and rows may be exact."""
         inputs = exactness.inputs
         if not way.chunk or isinstance(exactness.known("trim"), str):
             return False
@@ -272,11 +273,13 @@ class TrunkCall:
     def _in_parts(
         self, inputs: TrunkInputs, way: Way, planned: list[TrunkLayout], forward: Callable[..., Any]
     ) -> Any:
-        """Return the trunk's output, with hidden states (B, L, H) from forwards of `planned`."""
+        """The trunk's output, with hidden states (B, L, H) collected from the forwards of
+        `planned`."""
         graph, shape = torch.is_grad_enabled(), inputs.given["input_ids"].shape
         if not any(layout.graph == graph for layout in planned):
-            two = torch.ones(1, 2, dtype=torch.bool, device="cpu")  # tokens that fill no cell:
-            anchor = by_rows(two.long() * 0, ~two, two, graph=graph)  # a loss attaches to them
+            # two tokens that fill no cell, so that the output belongs to a graph
+            two = torch.ones(1, 2, dtype=torch.bool, device="cpu")
+            anchor = by_rows(two.long() * 0, ~two, two, graph=graph)
             planned = [anchor, *planned]
         parts = []
         for layout in planned:
@@ -295,7 +298,7 @@ def _guard(
     planned: Sequence[TrunkLayout],
     live: Tensor,  # (B,) bool
 ) -> None:
-    """Make the backward raise if a gradient arrives at a cell of `hidden` without a graph.
+    """Make the backward raise if a gradient arrives at a cell that was computed without a graph.
 
     This synchronizes with the device once per backward.
     """
@@ -329,7 +332,7 @@ def _guard(
 
 
 def ordinary_id(model: nn.Module) -> int:
-    """Return the id of an ordinary text token."""
+    """Choose a token id that the config does not use for a special token."""
 
     def special(name: str, x: Any) -> Iterator[Any]:
         for key, y in x.items() if isinstance(x, dict) else ():
