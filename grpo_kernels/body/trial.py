@@ -166,6 +166,7 @@ def fits_trees(trunk: nn.Module) -> bool | None:
 
 
 def described(error: Exception) -> str:
+    """Describe `error` for a warning, in one short line."""
     if isinstance(error, NotAlongPaths):
         return str(error)
     return f"it raised {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"

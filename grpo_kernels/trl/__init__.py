@@ -1,7 +1,7 @@
 """TRL's trainers with their language-model head computed by `grpo_kernels`.
 
-Supports one minor version of TRL. With any other version, everything here warns and then behaves
-like stock TRL.
+This package supports one minor version of TRL. With any other version, everything in it warns and
+then behaves like stock TRL.
 """
 
 from grpo_kernels.base.checks import only_public

@@ -1,11 +1,11 @@
-"""TRL's distillation trainer, whose divergence `grpo_kernels` computes, forward and backward.
+"""TRL's distillation trainer, with the divergence computed by `grpo_kernels`.
 
-TRL computes the divergence between student and teacher in one function of hidden states and heads,
-which the trainer looks up at call time as
+TRL computes the divergence between student and teacher in one function of hidden states and heads.
+The trainer looks up that function at call time, as
 ``trl.trainer.distillation_trainer._chunked_divergence_loss``. `divergence_loss` has the same
-parameters and return values; everything else stays TRL's. It projects student and teacher once and
-computes the gradient from the same logits. TRL projects both again in its backward, and for
-0 < beta < 1 once more.
+parameters and return values; everything else remains TRL's code. It projects student and teacher
+once, and computes the gradient from these logits. TRL projects both again in its backward, and once
+more for 0 < beta < 1.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def divergence_loss(
     shares: Shares | None = None,
     heads: tuple[Head | None, Head | None] = (None, None),  # measured; (student, teacher)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (loss, summed entropy of the student, number of counted tokens), () each.
+    """Compute (loss, summed entropy of the student, number of counted tokens), () each.
 
     Only the loss has a gradient. It is the sum of the tokens' divergences divided by
-    `num_items_in_batch`, or their mean if that is None. `beta` is as in TRL: 0 is the forward KL,
-    1 the reverse KL, values in between the generalized Jensen-Shannon divergence.
+    `num_items_in_batch`, or their mean if that is None. `beta` is as in TRL: 0 is the forward KL, 1
+    the reverse KL, and values in between the generalized Jensen-Shannon divergence.
 
     Raises:
         ValueError: the student's head trains and is sharded by FSDP2.
@@ -69,7 +69,7 @@ def divergence_loss(
     valid = completion_mask != 0
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(valid.device)
-    expected = None  # assumes the gradient of a mean
+    expected = None  # then `linear_divergence` expects the gradient of a mean
     if num_items_in_batch is not None:
         expected = (torch.ones((), device=valid.device) / num_items_in_batch).expand(valid.shape)
     with maybe_gather_lm_head_ctx(*student, *teacher):  # ZeRO-3
@@ -86,7 +86,7 @@ def divergence_loss(
             temperature=temperature,
             entropy=True,
             expected=expected,
-            # for the backward, where only the student's head is needed
+            # the backward needs only the student's head
             run=Run(gather=lambda: maybe_gather_lm_head_ctx(*student)),
         )
     if shares is not None:
@@ -100,7 +100,7 @@ def divergence_loss(
 def _head(
     measured: Head | None, weight: Any, bias: Tensor | None, cap: float | None, scale: float
 ) -> Head:
-    """Return the head with the `measured` constants, or with TRL's, from the config, if None."""
+    """The head with the `measured` constants. If None, TRL's constants apply, from the config."""
     if measured is not None:
         ours = measured.final_logit_softcapping, measured.logit_scale
         if cap != ours[0] or abs(scale - ours[1]) > 1e-6 * abs(ours[1]):
@@ -115,7 +115,7 @@ def _head(
 
 
 def _measured(model: Any) -> Head | None:
-    """Return the head with constants measured on the model; None if parameters are sharded."""
+    """The head with constants measured on the model; None if parameters are sharded."""
     base, sharded = causal_lm(model), ("DTensor", "FlatParameter")
     for x in base.parameters():
         if x.is_meta or hasattr(x, "ds_status") or type(x).__name__ in sharded:
@@ -127,11 +127,11 @@ class FusedDistillationTrainer(LogsShares, DistillationTrainer):
     """Train like ``trl.DistillationTrainer``, but faster: same arguments, losses and metrics.
 
     For N completion tokens and heads of equal width, the heads cost 8NVH floating point operations
-    per step. In TRL, they cost 12NVH, or 16NVH with a `beta` between 0 and 1. Prompt and padding
-    tokens are not projected at all. LoRA on the student's body is supported; LoRA on its head
-    raises an error, as in TRL. The trainer also logs ``rows/projected`` and ``rows/gradient``.
+    per step. In TRL, they cost 12NVH, or 16NVH with a `beta` between 0 and 1. This trainer does not
+    project prompt and padding tokens at all. You can use LoRA on the student's body; LoRA on its
+    head raises an error, as in TRL. The trainer also logs ``rows/projected`` and ``rows/gradient``.
 
-    The trainer does not affect other trainers in the process; for those, use `patch_trl`.
+    The trainer does not affect other trainers in the process. To speed up those, use `patch_trl`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -141,7 +141,6 @@ class FusedDistillationTrainer(LogsShares, DistillationTrainer):
         self._heads = _measured(self.model), None if teacher is None else _measured(teacher)
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute TRL's loss with `divergence_loss`."""
         ours = partial(divergence_loss, shares=self._shares, heads=self._heads)
         with replaced(trl_distillation, "_chunked_divergence_loss", ours):
             return super()._compute_loss(*args, **kwargs)

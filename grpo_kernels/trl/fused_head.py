@@ -2,8 +2,8 @@
 
 TRL installs that forward with one public function, `add_fused_lm_head` (GRPO, RLOO, SFT, DPO, KTO,
 AsyncGRPO), and reads a `FusedCausalLMOutput`. This module replaces the function for one trainer or,
-with `patch_trl`, for all. Labels say which positions are scored. The model's own forward runs; its
-body computes only what is needed, and its head scores instead of projecting
+with `patch_trl`, for all trainers. Labels say which positions are scored. The model's own forward
+runs: its body computes only what is needed, and its head computes scores instead of logits
 (`grpo_kernels.transformers.call`).
 """
 
@@ -40,11 +40,11 @@ from grpo_kernels.transformers.call import HeadCall, run_in_head
 from grpo_kernels.trl.distillation import divergence_loss
 from grpo_kernels.trl.sampled_sets import SampledSets, over_sets
 
-# the extras that TRL's record has
+# the extras that TRL's record has fields for
 _EXTRAS: Any = tuple(x.name for x in fields(FusedCausalLMOutput) if x.name in choices.EXTRAS)
 IGNORED = -100  # label of positions that are not scored
-_HEADS = "_grpo_kernels_heads"  # attribute of a model
-_TUNED = "BaseTunerLayer"  # PEFT's class, which TRL's module imports if PEFT is installed
+_HEADS = "_grpo_kernels_heads"  # attribute of a model that holds its `FusedHead`s
+_TUNED = "BaseTunerLayer"  # PEFT's class; TRL's module imports it if PEFT is installed
 # Modules that copy TRL's function on import or on first access
 _ADDERS = [f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "kto", "sft", "dpo")]
 _ADDERS += ["trl.trainer", "trl.experimental.async_grpo.async_grpo_trainer"]
@@ -61,7 +61,7 @@ class HeadOptions:
     on_missing_set: choices.OnMissingSet | None = None
     shares: Shares = field(default_factory=Shares)
 
-    def __post_init__(self) -> None:  # each raises for an unknown value
+    def __post_init__(self) -> None:  # each line raises if the value is unknown
         Head(None, logits_dtype=self.logits_dtype)
         check_choice("layout", self.layout, choices.choices(choices.BatchLayout))
         check_run(self.run)
@@ -74,24 +74,24 @@ class Call:
     model: Any = None
     inputs: dict[str, Any] = field(default_factory=dict)  # TRL's micro-batch
     counted: Tensor | None = None  # (B, T), nonzero for tokens that are read; None: all labels
-    expected: Expectation | None = None  # of the gradient
+    expected: Expectation | None = None  # predicted gradient
     live: Tensor | None = None  # (B,) bool, sequences that may get a gradient; None: all
-    score: Callable[..., Scores] | None = None  # called like `linear_logprob`, in its place
-    is_unscored: bool = False  # old log-probabilities still have to be put into the inputs
-    # (B, T) each, by their names in `Scores`; the divergence is that of the exact KL
+    score: Callable[..., Scores] | None = None  # replaces `linear_logprob`; same arguments
+    is_unscored: bool = False  # True: the inputs still lack old log-probabilities
+    # (B, T) each, by their names in `Scores`; "divergence" is the exact KL's
     results: dict[str, Tensor] = field(default_factory=dict)
-    is_done: bool = False  # True: the results are known, no model runs
+    is_done: bool = False  # True: the results are complete, and no model runs
 
     @functools.cached_property
     def rows(self) -> tuple[Tensor, ...]:
-        """Return (ids, mask) of prompts and completions, (B, L) each."""
+        """(ids, mask) of prompts and completions, (B, L) each."""
         of = self.inputs
         return tuple(
             torch.cat([of[f"prompt_{x}"], of[f"completion_{x}"]], dim=1) for x in ("ids", "mask")
         )
 
     def is_of(self, model: Any, ids: Tensor, mask: Tensor, columns: int) -> bool:
-        """Return True if this call scores the last `columns` of these rows, (B, L) each."""
+        """True if this call scores the last `columns` of these rows, (B, L) each."""
         if model is not self.model or columns != self.inputs["completion_ids"].shape[1]:
             return False
         # `equal` synchronizes with the device
@@ -107,11 +107,11 @@ class FusedHead:
     temperature: float = 1.0
     in_fp32: bool = False
     outputs: Sequence[str] = ("log_probs",)
-    call: Call | None = None  # set by a trainer while a forward runs that it knows about
-    # kept ids of completions from a truncating sampler; every call scores over them
+    call: Call | None = None  # a trainer sets this for the duration of a forward
+    # kept ids of completions from a truncating sampler; if set, every call scores over them
     sets: Sequence[SampledSets | None] | None = None
 
-    @torch.compiler.disable  # which rows count depends on data
+    @torch.compiler.disable  # the number of rows depends on data
     def run(
         self,
         model: Any,
@@ -120,7 +120,7 @@ class FusedHead:
         shift_labels: Tensor | None,  # (B, L)
         num_items_in_batch: Tensor | int | None,
     ) -> FusedCausalLMOutput:
-        """Return TRL's record of labeled positions, (B, L - 1), or (B, L) with `shift_labels`."""
+        """Make TRL's record of labeled positions, (B, L - 1), or (B, L) with `shift_labels`."""
         inputs = {name: x for name, x in inputs.items() if x is not None} | {"use_cache": False}
         if shift_labels is not None:
             targets = shift_labels
@@ -182,7 +182,7 @@ class FusedHead:
         options.shares.add_rows(counted, [found["logps"], found.get("entropies")])
         earlier = (call.inputs.get(x) for x in ("old_per_token_logps", "ref_per_token_logps"))
         fill = next((x for x in earlier if x is not None), None)
-        if fill is not None:  # tool tokens: so that their ratios are finite
+        if fill is not None:  # tool tokens get these values, so that their ratios are finite
             others = labeled.to(device) & ~counted
             found["logps"] = torch.where(others, fill.to(found["logps"]), found["logps"])
         end = length - 1 if shift_labels is None else length
@@ -212,16 +212,17 @@ def add_fused_lm_head(
     *,
     options: HeadOptions | None = None,
 ) -> None:
-    """Replace TRL's function of the same name and arguments; `grpo_kernels` computes the scores.
+    """Replace TRL's function of this name: `grpo_kernels` computes the scores of the model.
 
-    A model used by several trainers has several heads; the last one is used.
+    The arguments are TRL's, plus `options`. A model that several trainers share has several heads;
+    forwards use the last one.
     """
     fused: list[FusedHead] = vars(model).setdefault(_HEADS, [])
     place, options = len(fused), options or HeadOptions()
     fused.append(FusedHead(model.forward, options, temperature, cast_lm_head_to_fp32, outputs))
     names = [*inspect.signature(type(model).forward).parameters][1:]
 
-    @functools.wraps(type(model).forward)  # `generate` reads its signature
+    @functools.wraps(type(model).forward)  # `generate` reads the signature
     def forward(
         self: Any,
         *args: Any,
@@ -243,7 +244,7 @@ def add_fused_lm_head(
 
 
 def head_of(model: nn.Module) -> FusedHead:
-    """Return the fused forward of a trainer's model, wrapped or not."""
+    """Find the fused forward of a trainer's model, wrapped or not."""
     found: FusedHead = vars(heads.causal_lm(model))[_HEADS][-1]
     return found
 
@@ -256,7 +257,7 @@ def adapters_allowed() -> AbstractContextManager[None]:
 
 
 def check_head(model: nn.Module, args: Any) -> None:
-    """Raise unless the head is ``nn.Linear``, alone or with plain LoRA and without fp32 cast."""
+    """Require the head to be ``nn.Linear``, alone or with plain LoRA and without fp32 cast."""
     head = heads.describe_head(model).weight
     if modules.linear_of(head) is head:
         return
@@ -269,8 +270,8 @@ def check_head(model: nn.Module, args: Any) -> None:
 
 
 _patches = Patches("trl")
-# options of the current patch, and the row counts of trainers created under it (trainers of an
-# earlier patch keep the fused head and that patch's counts)
+# (options of the current patch, row counts of the trainers created under it). Trainers created
+# under an earlier patch keep the fused head and the counts of that patch.
 _in_force: tuple[dict[str, Any], Shares] | None = None
 
 
@@ -287,27 +288,27 @@ def patch_trl(
     ::
 
         patch_trl()
-        trainer = DPOTrainer(...)  # or any other of these, created after the patch
+        trainer = DPOTrainer(...)  # or any of the others, created after the patch
 
-    This replaces two things in TRL: the function ``add_fused_lm_head``, which affects only trainers
-    that you create from now on, and the divergence of DistillationTrainer. Models, configurations
-    and losses remain TRL's. Trainers also log ``rows/projected``, ``rows/gradient``,
+    This replaces two functions of TRL. Replacing ``add_fused_lm_head`` affects only trainers that
+    you create from now on. The other one computes the divergence of DistillationTrainer. Models,
+    configurations and losses remain TRL's. Trainers also log ``rows/projected``, ``rows/gradient``,
     ``tokens/computed`` and ``tokens/gradient``, which show that the patch is active. A trainer that
     computes all logits itself (GKD, IW-OPD, GOLD, TPO, A2PO, CPO, ORPO, SDFT, SDPO) logs none of
     these metrics, and warns once. A second call of `patch_trl` changes nothing.
 
     Args:
-        layout: as in `grpo_kernels.transformers.causal_lm_loss`: what the model computes for
-            padding and for shared prefixes, such as the prompt of a DPO pair.
+        layout: as in `grpo_kernels.transformers.causal_lm_loss`. It decides what the model computes
+            for padding and for shared prefixes, such as the prompt of a DPO pair.
         logits_dtype: as in `Head`: ``"float32"``, unrounded logits; or ``"input"``, rounded to the
             dtype of the hidden states, as in TRL. Ignored by distillation.
         engine, backend, workspace_bytes: as in `Run`, for every call of a fused head. Ignored by
             distillation.
 
     Returns:
-        Truthy if TRL is patched; falsy, after a warning, if this version of TRL is not supported
-        and remains unpatched. The first call's return value is also a context manager that calls
-        `unpatch_trl` on exit.
+        Truthy if TRL is patched. If this version of TRL is not supported, `patch_trl` warns, leaves
+        TRL unpatched and returns a falsy value. The first call's return value is also a context
+        manager that calls `unpatch_trl` on exit.
 
     Raises:
         ValueError: an unknown option, or one that differs from the patch already applied.

@@ -1,14 +1,14 @@
-"""TRL's micro-batches: the gradient to expect from each, and regrouping of samples by prompt.
+"""TRL's micro-batches: predict the gradient of each, and regroup samples by prompt.
 
-The expected gradient follows from the trainer's options and the micro-batch. TRL's own loss runs,
-so a wrong expectation costs time but changes no result; a gradient where none was expected raises.
+The prediction follows from the trainer's options and the micro-batch. TRL's own loss runs, so a
+wrong prediction costs time but never changes a result. A gradient where none was expected raises.
 
 TRL scatters the completions of a prompt over micro-batches, which leaves a prefix tree little to
-share. `regrouped` redistributes the samples of a `Window`: samples of one prompt together, those
-without gradient last, filling one micro-batch after another. The step's gradient is the same sum.
-Metrics are those of TRL's own micro-batches: each sample's log-probabilities and entropies are
-kept, and after the last micro-batch of the window TRL's loss runs on them once more, without
-gradient, once for each of TRL's micro-batches. Only these runs log.
+share. `regrouped` redistributes the samples of a `Window`: samples of one prompt stay together,
+those without gradient come last, and one micro-batch after another is filled. The gradient of the
+optimizer step is the same sum. Metrics remain those of TRL's own micro-batches: the window keeps
+the log-probabilities and entropies of each sample. After its last micro-batch, TRL's loss runs on
+the kept results, without gradient, once for each of TRL's micro-batches. Only these runs log.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from grpo_kernels.patching import all_replaced, divided, numbered
 from grpo_kernels.tokens import read_tokens
 
 OLD, RATIO, REFERENCE = "old_per_token_logps", "importance_sampling_ratio", "ref_per_token_logps"
-# Losses whose optimizer step is the same sum over samples, however they are grouped.
+# Losses whose gradient over an optimizer step does not depend on how samples are grouped.
 REGROUPED = ("grpo", "sapo", "luspo", "dr_grpo", "dapo", "cispo", "vespo")
 PART = "regrouped"  # the entry of a regrouped micro-batch that holds its `Part`
 Batch = dict[str, Any]
 
 
 def counted_tokens(inputs: Batch) -> Tensor:
-    """Return the mask (B, T) of TRL's batch, 0 for padding and tool tokens."""
+    """Mask (B, T) of TRL's batch: 0 for padding and tool tokens."""
     mask, tool_mask = inputs["completion_mask"], inputs.get("tool_mask")
     return mask if tool_mask is None else mask * tool_mask
 
 
 def metrics_of(trainer: Any) -> dict[str, list[float]]:
-    """Return TRL's metrics for the trainer's current mode."""
+    """TRL's metrics for the trainer's current mode, train or eval."""
     found: dict[str, list[float]] = trainer._metrics["train" if trainer.model.training else "eval"]
     return found
 
 
 def is_corrected(trainer: Any) -> bool:
-    """Return True if `trainer` corrects for sampler mismatch."""
+    """True if `trainer` corrects for the mismatch between sampler and policy."""
     return bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)
 
 
 def correction_options(trainer: Any) -> dict[str, Any]:
-    """Return the `LossConfig` fields of the trainer's sampler correction."""
+    """Fields of `LossConfig` that describe the trainer's sampler correction."""
     names = [f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min")]
     correction = {"vllm_importance_sampling_correction": True}
     return correction | {name: getattr(trainer, name) for name in names}
 
 
 def config_of(trainer: Any, **overrides: Any) -> LossConfig:
-    """Return the configuration of the trainer's loss, including what is stored on the trainer."""
+    """Configuration of the trainer's loss, including values that TRL stores on the trainer."""
     of_trainer = {"loss_type": trainer.loss_type, "beta": trainer.beta}
     return config_of_trainer(trainer.args, **{**of_trainer, **overrides})
 
@@ -71,22 +71,22 @@ def config_of(trainer: Any, **overrides: Any) -> LossConfig:
 def foreseen(
     trainer: Any, inputs: Batch
 ) -> tuple[LossConfig | None, Expectation | None, Tensor | None]:
-    """Return a loss's configuration, gradient, and sequences (B,) bool that may get a gradient.
+    """Predict (a loss's configuration, its gradient, sequences (B,) bool that may get a gradient).
 
-    Each is None if unknown. Policy term and entropy bonus must share one scale. TRL divides the
-    bonus and most losses by the accumulation steps G; dapo, cispo and vespo divide by num_items /
-    world_size * G / steps_per_generation instead. G is left out of both, so these three divide by
-    num_items / (world_size * steps_per_generation).
+    Each is None if unknown. The policy term and the entropy bonus must share one scale. TRL divides
+    the bonus and most losses by the accumulation steps G. It divides dapo, cispo and vespo by
+    num_items / world_size * G / steps_per_generation instead. This function leaves G out of both,
+    so it divides these three by num_items / (world_size * steps_per_generation).
     """
     owner, config = trainer.loss_owner, None
     is_gmpo = owner.__name__ == "GMPOTrainer" and owner.__module__.startswith("trl.")
     if not torch.is_grad_enabled() or not (is_gmpo or owner is GRPOTrainer):
         return None, None, None
     overrides: dict[str, Any] = {"kl_estimator": trainer.kl_estimator}
-    if is_gmpo:  # it overrides the loss and reads none of these options
+    if is_gmpo:  # GMPOTrainer has its own loss, which reads none of these options
         overrides = {"loss_type": "gmpo", "entropy_coef": 0.0, "delta": None}
         overrides["off_policy_mask_threshold"] = None
-    elif trainer.use_adaptive_entropy:  # TRL stores the weight on the trainer
+    elif trainer.use_adaptive_entropy:  # TRL stores the bonus's weight on the trainer
         too_low = trainer._last_world_entropy <= trainer.args.entropy_target
         overrides["entropy_coef"] = trainer.entropy_coef if too_low else 0.0
     if not is_gmpo and is_corrected(trainer) and RATIO not in inputs:
@@ -98,7 +98,7 @@ def foreseen(
         given["num_items_in_batch"] = items / trainer.args.steps_per_generation
     try:
         config = config_of(trainer, **overrides)
-        if config.estimates_kl:  # before scoring, any values mark the same rows
+        if config.estimates_kl:  # without scores yet, zeros predict the same rows
             zeros = torch.zeros_like(inputs["completion_mask"], dtype=torch.float32)
             given[REFERENCE] = inputs.get(REFERENCE, zeros)
         if masks_off_policy(config) or config.corrects_sampling:
@@ -107,7 +107,7 @@ def foreseen(
         if enters == "argument" or (enters == "factor" and is_corrected(trainer)):
             given[RATIO] = inputs.get(RATIO)
         expected = policy_expectation(config, completion_mask=counted_tokens(inputs), **given)
-    except (TypeError, ValueError) as error:  # options or shapes that only TRL accepts
+    except (TypeError, ValueError) as error:  # options or shapes that TRL accepts and we do not
         warnings.warn(
             f"grpo_kernels: cannot predict the gradient of this loss: {error}", stacklevel=3
         )
@@ -119,7 +119,7 @@ def foreseen(
 def without_dead(
     inputs: Batch, live: Tensor, config: LossConfig | None
 ) -> tuple[Batch, Tensor | float]:
-    """Return inputs of TRL's loss with sequences that are not `live` masked, and a loss factor."""
+    """Mask sequences that are not `live`: (inputs of TRL's loss, factor for the loss)."""
     mask = inputs["completion_mask"]
     keep = live.to(mask.device)[:, None]
     found = {**inputs, "completion_mask": mask * keep}
@@ -133,11 +133,14 @@ def without_dead(
 
 
 def with_exact_kl(trainer: Any, loss: Tensor, inputs: Batch, divergences: Tensor) -> Tensor:
-    """Add beta times the loss type's mean of `divergences` (B, T) to TRL's `loss` (); log it."""
+    """Add the exact KL to TRL's `loss` (), and log it as TRL logs its own.
+
+    The term is beta times the mean of `divergences` (B, T), averaged as the loss type averages.
+    """
     config = config_of(trainer)
     mask, trains = counted_tokens(inputs), trainer.model.training
     items, per_item = None, 1.0
-    # items: in the generated batch; items / per_item: in a micro-batch
+    # `items` counts the tokens of the generated batch, items / per_item those of a micro-batch.
     if loss_type_of(config).normalizer == "num_items":
         items = inputs["num_items_in_batch"].clamp(min=1.0)
         steps = trainer.args.steps_per_generation if trains else 1
@@ -159,7 +162,7 @@ def with_exact_kl(trainer: Any, loss: Tensor, inputs: Batch, divergences: Tensor
 
 
 def samples_of(batch: Batch, samples: Sequence[int]) -> Batch:
-    """Select samples of a batch; as in TRL, every entry with a length is indexed by sample."""
+    """Select samples of a batch. As in TRL, every entry with a length is indexed by sample."""
 
     def chosen(x: Any) -> Any:
         if isinstance(x, Tensor) and x.dim() > 0:
@@ -177,13 +180,13 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 @dataclass(eq=False)
 class Window:
-    """TRL's micro-batches that share one optimizer step, and the scores of their samples."""
+    """TRL's micro-batches that share one optimizer step, and the results kept for their samples."""
 
     batches: list[Batch]
     kept: dict[str, Tensor] = field(default_factory=dict)  # (S, ...) by sample
 
     def keep(self, samples: Sequence[int], results: dict[str, Tensor]) -> None:
-        """Store the (n, ...) `results` of these samples."""
+        """Store the `results`, (n, ...) each, of these n samples."""
         for name, x in results.items() if samples else ():
             if name not in self.kept:
                 count = sum(len(batch["prompt_ids"]) for batch in self.batches)
@@ -191,7 +194,7 @@ class Window:
             self.kept[name][[*samples]] = x
 
     def restored(self) -> list[Batch]:
-        """Return TRL's micro-batches with the kept results of their samples."""
+        """TRL's micro-batches, with the kept results of their samples."""
         if not self.kept:
             return self.batches
         kept = split_tensor_dict(self.kept, len(self.batches))
@@ -200,7 +203,8 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A regrouped micro-batch: its samples in the window. Without samples it has no tokens."""
+    """A regrouped micro-batch, given by its samples in the window; without samples it has no
+    tokens."""
 
     window: Window
     samples: list[int]
@@ -208,14 +212,14 @@ class Part:
 
 
 def is_empty(batch: Batch) -> bool:
-    """Return True for a regrouped micro-batch without samples."""
+    """True for a regrouped micro-batch without samples."""
     return PART in batch and not batch[PART].samples
 
 
 def reason_against_regrouping(trainer: Any) -> str | None:
     """Say why samples cannot be regrouped; None if they can."""
     args, owner = trainer.args, trainer.loss_owner
-    # values that TRL's loss reads; a callback may change them
+    # These are the values that TRL's loss reads; a callback may change them.
     for what, is_set in (
         (f"{owner.__name__}'s own loss", owner is not GRPOTrainer),
         (f"loss_type={trainer.loss_type!r}", trainer.loss_type not in REGROUPED),
@@ -233,15 +237,15 @@ def reason_against_regrouping(trainer: Any) -> str | None:
 
 
 def window_of(trainer: Any) -> int:
-    """Return the number of a generation's micro-batches that share one optimizer step."""
+    """Number of a generation's micro-batches that share one optimizer step."""
     args = trainer.args
     return int(min(args.gradient_accumulation_steps, args.steps_per_generation))
 
 
 def regrouped(trainer: Any, batches: list[Batch], *, in_trees: bool) -> list[Batch]:
-    """Return a generation's micro-batches with the samples of each window `divided` by prompt.
+    """Redistribute the samples of each window over its micro-batches, by prompt, with `divided`.
 
-    A micro-batch that is left without samples gets one without tokens.
+    A micro-batch that is left without samples gets one sample without tokens.
     """
     found: list[Batch] = []
     count = window_of(trainer)
@@ -266,9 +270,9 @@ def regrouped(trainer: Any, batches: list[Batch], *, in_trees: bool) -> list[Bat
 
 
 def undone(batches: Sequence[Batch], names: Sequence[str]) -> list[Batch]:
-    """Undo the regrouping of a generation: return TRL's own micro-batches.
+    """Undo the regrouping of a generation: restore TRL's own micro-batches.
 
-    A window's fields `names` are kept only if all of its samples have them.
+    The fields `names` are kept for a window only if all of its samples have them.
     """
     found: list[Batch] = []
     for i, batch in enumerate(batches):

@@ -2,9 +2,9 @@
 
 A ``rollout_func`` returns the sets in a field ``"sampling_mask"``: for each completion, a list of
 the ids kept at each token, like vLLM's ``output.sampling_mask.token_ids``. TRL shuffles and splits
-the batch's lists like its tensors. Old, reference and current log-probabilities are all
-computed over these sets. Completions are matched to sets by their ids, so texts that a reward
-function scores have none.
+the batch's lists in the same way as its tensors. Old, reference and current log-probabilities are
+all computed over these sets. Completions are matched to sets by their ids, so texts that a reward
+function scores have no sets.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ SETS = "sampling_mask"  # field of the rollout's output and of TRL's batch
 class SampledSets(NamedTuple):
     """The sets of one completion of T tokens."""
 
-    tokens: tuple[tuple[int, ...], ...]  # ids of the prompt, and of the completion
+    tokens: tuple[tuple[int, ...], ...]  # (ids of the prompt, ids of the completion)
     ids: Tensor  # (M,) int32 or int64, the kept ids of all tokens, concatenated
     counts: Tensor  # (T,) int64, number of kept ids per token
-    drawn: Tensor  # (T,) bool, False for tool tokens
+    drawn: Tensor  # (T,) bool, True for tokens that the sampler drew, False for tool tokens
 
 
 def taken_sets(
     generated: tuple[Any, ...], accelerator: Any, metrics: dict[str, list[float]]
 ) -> list[SampledSets | None]:
-    """Pop the sets from the results of TRL's ``_generate``; log ``kept/*`` metrics."""
+    """Pop the sets from the results of TRL's ``_generate``, and log the ``kept/*`` metrics."""
     prompts, completions, tool_masks, _, _, extra_fields, *_ = generated
     rows = extra_fields.pop(SETS, None)
     if rows is None:
@@ -70,7 +70,7 @@ def taken_sets(
 def _sets_of_rows(
     sets: Sequence[SampledSets | None], rows: Iterable[tuple[Tensor, Tensor]]
 ) -> list[SampledSets | None]:
-    """Return the sets of each row, given as ids of prompt and completion; None if it has none."""
+    """The sets of each row (prompt ids, completion ids); None for a row that has none."""
     left: dict[Any, list[SampledSets]] = defaultdict(list)
     for x in sets:
         if x is not None:
@@ -85,7 +85,7 @@ def _sets_of_rows(
 def sets_of_batch(
     sets: Sequence[SampledSets | None], batch: dict[str, Any]
 ) -> list[SampledSets | None]:
-    """Return the sets of each sample of TRL's `batch`; None for fully masked samples."""
+    """Find the sets of each sample of TRL's `batch`; None for fully masked samples."""
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
     parts = zip(*(batch[name].cpu() for name in names), strict=True)
     rows = [(prompt[of != 0], ids[mask != 0]) for prompt, of, ids, mask in parts]
@@ -102,13 +102,13 @@ def sets_of_batch(
 def over_sets(
     sets: Sequence[SampledSets | None],
     inputs: dict[str, Any],
-    labeled: Tensor,  # (B, n) bool, states from column `start` on that predict a completion id
+    labeled: Tensor,  # (B, n) bool, columns from `start` on; True: predicts a completion id
     start: int,
     on_missing_set: OnMissingSet | None,
 ) -> tuple[Callable[..., Scores], Tensor]:
-    """Return `linear_logprob` bound to the sets of a forward's rows, and a mask of drawn tokens.
+    """Bind `linear_logprob` to the sets of a forward's rows; also mark the drawn tokens, (B, n).
 
-    The mask is (B, n). In a row without sets, all `labeled` tokens count as drawn.
+    In a row without sets, all `labeled` tokens count as drawn.
     """
     ids = inputs["input_ids"]
     completion = torch.nn.functional.pad(labeled, (start + 1, 0))[:, : ids.shape[1]]

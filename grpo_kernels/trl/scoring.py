@@ -1,23 +1,24 @@
 """Scoring before the loss: old and reference log-probabilities, and the sampler's sets.
 
-TRL scores a generated batch with the policy before it trains on it, for the ratio to the sampler
-(``vllm_importance_sampling_correction``) or because the policy changes before the whole batch is
-used. Until the policy changes, a micro-batch's loss computes the same log-probabilities. So here
-TRL prepares the batch without that scoring, and then
+TRL scores a generated batch with the policy before it trains on the batch. It needs the scores for
+the ratio to the sampler (``vllm_importance_sampling_correction``), or because the policy changes
+before the whole batch is used. Until the policy changes, a micro-batch's loss computes the same
+log-probabilities. So here TRL prepares the batch without that scoring, and then
 
     micro-batches of the first optimizer step   use the log-probabilities that their loss computes,
     all other micro-batches                     are scored just before that step changes the policy.
 
 Scores are kept for later passes over the batch (``num_iterations``). Sequences that cannot get a
-gradient are not scored, unless metrics read them. The ratio to the sampler is computed inside TRL's
-loss, after the log-probabilities and before TRL reads the ratio.
+gradient are not scored, unless metrics read their scores. The ratio to the sampler is computed
+inside TRL's loss, after the log-probabilities and before TRL reads the ratio.
 
 The reference scores a micro-batch just before its loss, with the loss's rows and layout. If policy
 and reference are equal, their log-probabilities are then equal bit for bit, and the gradient of the
-KL term is exactly 0; a rounding error instead would become a full step of Adam. For the KL over the
-whole vocabulary, the input of the reference's head, (B, T, H'), is kept instead of
-log-probabilities. The loss's call of the policy's head then projects both inputs, and returns each
-token's divergence along with its log-probability.
+KL term is exactly 0. Otherwise, a rounding error would become a full step of Adam.
+
+For the KL over the whole vocabulary, a micro-batch keeps the input of the reference's head, (B, T,
+H'), in place of log-probabilities. The loss's call of the policy's head then projects both inputs,
+and returns each token's divergence along with its log-probability.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from grpo_kernels.trl.micro_batches import OLD, RATIO, REFERENCE, Batch, is_corr
 from grpo_kernels.trl.sampled_sets import SETS, SampledSets, sets_of_batch, taken_sets
 
 STATES = "reference_of_exact_kl"  # entry of a micro-batch that holds its `Reference`
-# Methods that read a batch or its loss's log-probabilities, and modules whose versions are known
+# Methods that read a batch or the log-probabilities of its loss
 READERS = (
     "_generate_and_score_completions",
     "_prepare_inputs",
@@ -59,6 +60,7 @@ READERS = (
     "_compute_loss",
     "_get_per_token_logps_and_entropies",
 )
+# modules whose versions of these methods this mixin takes into account
 _KNOWN = ("transformers.", "trl.trainer.", "trl.experimental.gmpo.", "grpo_kernels.")
 
 
@@ -66,12 +68,14 @@ class Scoring(LogsShares):
     """Mixin for a GRPO trainer: decides what is scored outside the loss, and when."""
 
     _call: Call | None = None  # the scoring in progress
-    _is_deferred: bool | None = None  # True: TRL does not score; decided at the first generation
-    _defers_reference = False  # decided at the same time
+    # True: TRL does not score the old policy, or the reference; decided at the first generation
+    _is_deferred: bool | None = None
+    _defers_reference = False
     _generated_at = 0  # number of optimizer steps before the last generation
 
-    # (differences from the sampler's log-probabilities, ratios) of a generation's micro-batches, in
-    # training (True) and in evaluation (False), which may interrupt training
+    # (differences from the sampler's log-probabilities, ratios) of a generation's micro-batches.
+    # Training (True) and evaluation (False) have separate lists, since evaluation may interrupt
+    # training.
     _figures: dict[bool, list[tuple[Tensor, Tensor]]]
 
     @property
@@ -88,21 +92,22 @@ class Scoring(LogsShares):
         return int(self.args.steps_per_generation * self.num_iterations)
 
     def _generate_and_score_completions(self, inputs: Any) -> Batch:
-        """Return TRL's batch without deferred scores; with `on_missing_set`, with the sets."""
+        """TRL's batch without deferred scores, plus the sets if `on_missing_set` is given."""
         if self._is_deferred is None:
             self._is_deferred = self._defers_old()
             self._defers_reference = self.kl_estimator == "full" or not (
-                # a reference that changes must score when the batch is generated
+                # if the reference changes, it must score when the batch is generated
                 self.args.sync_ref_model or reader_of(self, READERS[:2])
             )
         changes: list[tuple[Any, str, Any]] = []
         if self._defers_reference:
             changes.append((self, "beta", 0.0))
-        if self._is_deferred:  # pretend: no correction, no optimizer step before the batch ends
+        # TRL skips its scoring without a correction and without an optimizer step within the batch
+        if self._is_deferred:
             changes.append((self, "vllm_importance_sampling_correction", False))
             changes.append((self.args, "gradient_accumulation_steps", self._micro_steps))
         unchanged = all_replaced([(owner, x, getattr(owner, x)) for owner, x, _ in changes])
-        for name in ("_generate", "_calculate_rewards"):  # these see the trainer's own values
+        for name in ("_generate", "_calculate_rewards"):  # these must see the unchanged values
             changes.append((self, name, unchanged(getattr(self, name))))
         with self._over_sets({}), all_replaced(changes):
             batch: Batch = super()._generate_and_score_completions(inputs)
@@ -121,7 +126,7 @@ class Scoring(LogsShares):
         return batch
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as TRL does; with `on_missing_set`, keep the sampler's sets."""
+        """Generate as TRL does, and keep the sampler's sets if `on_missing_set` is given."""
         generated = super()._generate(*args, **kwargs)
         if self.on_missing_set is not None:
             self._set_sets(taken_sets(generated, self.accelerator, metrics_of(self)))
@@ -142,7 +147,8 @@ class Scoring(LogsShares):
                 head_of(model).sets = sets
 
     def _defers_old(self) -> bool:
-        """Return True if TRL's scoring of the old policy is skipped; warn if it cannot be."""
+        """True if TRL's scoring of the old policy is skipped; warn if a correction prevents
+        that."""
         option, corrects = self.fused_sampling_correction, is_corrected(self)
         if option is True and not corrects:
             raise ValueError(
@@ -172,7 +178,8 @@ class Scoring(LogsShares):
         return False
 
     def _warn_of_truncation(self) -> None:
-        """Warn of a truncating sampler if TRL multiplies the loss by a sequence's ratio."""
+        """Warn of a truncating sampler if TRL multiplies the loss by the ratio of whole
+        sequences."""
         args, mode = self.args, self.args.vllm_importance_sampling_mode
         cuts = [
             f"{name}={getattr(args, name)}"
@@ -194,11 +201,11 @@ class Scoring(LogsShares):
             )
 
     def _due(self) -> list[Batch]:
-        """Return this generation's micro-batches that lack old log-probabilities."""
+        """This generation's micro-batches that still lack old log-probabilities."""
         return [x for x in self._buffered_inputs or () if self._is_deferred and OLD not in x]
 
     def _is_unscored(self, inputs: Batch) -> bool:
-        """Return True if the loss of `inputs` must provide the old log-probabilities."""
+        """True if the loss of `inputs` must provide the old log-probabilities."""
         if not self._is_deferred or OLD in inputs:
             return False
         steps = self.state.global_step
@@ -211,22 +218,23 @@ class Scoring(LogsShares):
         return True
 
     def _score_old(self, batch: Batch) -> None:
-        """Compute old log-probabilities of a micro-batch whose loss would come too late."""
+        """Compute old log-probabilities of a micro-batch whose loss runs after the policy has
+        changed."""
         live: Tensor | None = None
         phi = self.loss_type == "vespo" and self.zero_advantage != "skip"
         zeros = torch.zeros_like(batch["completion_mask"], dtype=torch.float32)
         if self._is_idle(batch):
             logps = zeros
         else:
-            if not (phi or is_corrected(self)):  # these have metrics over all sequences
-                # zeros stand for old log-probabilities, which the loss will have
+            if not (phi or is_corrected(self)):  # both log metrics over all sequences
+                # zeros stand for the old log-probabilities that the loss will get
                 _, _, live = micro_batches.foreseen(self, {**batch, OLD: zeros})
             logps = self._score(self.model, batch, live)
         self._take_old(batch, logps)
         self._log_figures()
 
     def _is_idle(self, inputs: Batch) -> bool:
-        """Return True for an empty micro-batch whose forward no other process waits for."""
+        """True for an empty micro-batch, if no other process waits for its forward."""
         return micro_batches.is_empty(inputs) and bool(self.accelerator.num_processes == 1)
 
     def _take_old(self, inputs: Batch, logps: Tensor) -> None:
@@ -244,7 +252,7 @@ class Scoring(LogsShares):
             if per_sequence:
                 log_ratio = log_ratio.sum(dim=-1, keepdim=True)
             inputs[RATIO] = ratio = bounded_ratio(config, log_ratio)
-            # only tokens that the sampler has scored
+            # leave out tokens that the sampler has not scored
             gaps = (logps.detach() - sampling).abs()[mask & ~torch.isnan(sampling)]
             ratios = ratio.flatten() if per_sequence else ratio[mask]
             ratios = ratios[:0] if micro_batches.is_empty(inputs) else ratios
@@ -256,7 +264,7 @@ class Scoring(LogsShares):
     def _log_figures(self) -> None:
         """Log TRL's metrics of a generation's ratios once all micro-batches have contributed.
 
-        As in TRL, each is reduced on every rank (0 if it has no values), then over ranks.
+        As in TRL, each metric is reduced on every rank (0 if it has no values), then over ranks.
         """
         figures = self._figures[self._trains]
         if len(figures) < (self.args.steps_per_generation if self._trains else 1):
@@ -275,7 +283,7 @@ class Scoring(LogsShares):
             metrics_of(self)[f"sampling/{name}"].append(found)
 
     def _with_reference(self, inputs: Batch) -> Batch:
-        """Return a loss's inputs, with the reference's scores if TRL did not compute them."""
+        """The inputs of a loss, plus the reference's scores if TRL did not compute them."""
         name = STATES if self._has_exact_kl else REFERENCE
         is_left_out = self.beta != 0.0 and self._defers_reference and name not in inputs
         if not is_left_out or self._is_idle(inputs):
@@ -288,7 +296,7 @@ class Scoring(LogsShares):
             else:
                 found = self._score(model, inputs)
         if self._trains and self.num_iterations > 1:
-            inputs[name] = found  # in TRL's buffer, for later passes
+            inputs[name] = found  # stays in TRL's buffer for later passes
         return {**inputs, name: found}
 
     @contextmanager
@@ -303,8 +311,9 @@ class Scoring(LogsShares):
                 yield self.model
             finally:
                 # FSDP2 leaves parameters unsharded after a forward without backward. PEFT turns off
-                # requires_grad of adapters here, and turns it on again on the parameters it finds
-                # later: if those were the unsharded ones, the shards' would stay off.
+                # requires_grad of adapters here, and later turns it on for the parameters that it
+                # finds then. Without resharding, it would find the unsharded parameters, and the
+                # shards would stay without gradient.
                 for module in model.modules():
                     if modules.is_fsdp_unit(module):
                         module.reshard()
@@ -316,7 +325,7 @@ class Scoring(LogsShares):
         live: Tensor | None = None,
         score: Callable[..., Scores] | None = None,
     ) -> Tensor:
-        """Return log-probabilities (B, T) of a micro-batch, 0 in sequences that are not `live`."""
+        """Log-probabilities (B, T) of a micro-batch, 0 in sequences that are not `live`."""
         mask = batch["completion_mask"]
         if live is not None:
             mask = mask * live.to(mask.device)[:, None]
@@ -343,7 +352,7 @@ class Scoring(LogsShares):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Score as TRL does; a known `Call` also passes what is predicted about it."""
+        """Score as TRL does. For a known `Call`, also pass its predictions to the fused head."""
         call, given = self._call, (input_ids, attention_mask, logits_to_keep)
         score = super()._get_per_token_logps_and_entropies
         if call is None or not call.is_of(model, *given):
@@ -376,7 +385,7 @@ def reader_of(trainer: Any, names: Sequence[str]) -> str | None:
 class Reference:
     """The reference model of a micro-batch: its head and the head's input.
 
-    `model` is read on construction, with the adapters active at that time.
+    The constructor reads `model` with the adapters that are active at that time.
     """
 
     def __init__(self, model: Any) -> None:
@@ -390,17 +399,18 @@ class Reference:
         self._hidden, self._constants = torch.empty(0), Head(None)
 
     def take(self, hidden: Tensor, head: Head, ids: Tensor, **how: Any) -> Scores:
-        """Keep `hidden` (B, T, H') and return zeros; `Call.score` of the reference."""
+        """Keep `hidden` (B, T, H') and return zeros. Used as `Call.score` of the reference."""
         self._constants = replace(head, weight=None, bias=None, lora=None)
-        self._hidden = hidden.detach().clone()  # a view would keep the prompt's too
+        self._hidden = hidden.detach().clone()  # a view would keep the prompt's states in memory
         return Scores(logps=hidden.new_zeros(ids.shape, dtype=torch.float32))
 
     def compare(
         self, hidden: Tensor, head: Head, ids: Tensor, *, extras: Sequence[str], **how: Any
     ) -> Scores:
-        """Score `ids` with the divergence; `Call.score` of the policy. TRL reads no `extras`."""
+        """Score `ids`, with the divergence. Used as `Call.score` of the policy; TRL reads no
+        `extras`."""
         states = self._hidden.to(hidden.device)
-        # read here: under FSDP2 the weight is a different tensor inside a forward
+        # read now, because under FSDP2 the weight is a different tensor inside a forward
         weight, bias = modules.constants_of(self._linear, "reference")
         reference = replace(self._constants, weight=weight, bias=bias)
         return linear_divergence(hidden, head, (states, reference), completion_ids=ids, **how)

@@ -1,11 +1,11 @@
-"""TRL's GRPO trainer, whose language-model head runs in `grpo_kernels`, forward and backward.
+"""TRL's GRPO trainer, with the forward and backward of its language-model head in `grpo_kernels`.
 
-TRL's own code computes the loss (the exact KL adds its term). `FusedGRPOTrainer` gives policy and
-reference this library's `add_fused_lm_head`, and tells the policy's forward what TRL does not:
+TRL's own code computes the loss; the exact KL adds its term. `FusedGRPOTrainer` gives policy and
+reference this library's `add_fused_lm_head`. It also tells the policy's forward what TRL does not:
 which tokens the loss reads, and which gradient it will send back
 (`grpo_kernels.policy_expectation`). The one-pass engine computes the gradient for the expected
-coefficients in the forward, and the backward checks them against the true ones. A subclass with its
-own term, or an option that this module does not know, makes the expectation wrong; that costs time
+coefficients in the forward, and the backward checks them against the true ones. The expectation is
+wrong if a subclass adds its own term, or if this module does not know an option. That costs time
 but never changes the result. A gradient where none was expected raises an error.
 
 The calls, and what this module adds to them::
@@ -55,7 +55,7 @@ from grpo_kernels.trl.micro_batches import OLD, PART, RATIO, REFERENCE, Batch, P
 from grpo_kernels.trl.scoring import STATES, reader_of
 
 _logger = logging.getLogger(__name__)
-_RESULTS: tuple[str, ...] = ("logps", "entropies", "divergence")  # of a `Call`
+_RESULTS: tuple[str, ...] = ("logps", "entropies", "divergence")  # keys of `Call.results`
 _SEES_MICRO_BATCHES = (*scoring.READERS, "get_off_policy_mask", "get_gamma_weights")
 
 
@@ -115,7 +115,7 @@ class FusedLossMixin(scoring.Scoring):
             )
 
     def _regroups(self, option: bool | str) -> bool:
-        """Return True if samples are regrouped; raise ValueError if required but impossible."""
+        """Decide if samples are regrouped; raise ValueError if that is required but impossible."""
         reason = micro_batches.reason_against_regrouping(self)
         if option is True and reason is not None:
             raise ValueError(f"regroup: expected 'auto' or False with {reason}, got True")
@@ -137,7 +137,6 @@ class FusedLossMixin(scoring.Scoring):
         return found
 
     def _check_options(self) -> None:
-        """Raise ValueError for options that cannot be combined."""
         args, sets, has_sets = self.args, self.on_missing_set, self.on_missing_set is not None
         skips, is_exact = self.zero_advantage == "skip", self.kl_estimator == "full"
         if skips:
@@ -180,7 +179,7 @@ class FusedLossMixin(scoring.Scoring):
                 raise ValueError(message)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does, after handling what an interrupted run left behind."""
+        """Train as TRL does, after scoring what an interrupted run left behind."""
         if self.regroup and self._step % micro_batches.window_of(self):
             self._stop_regrouping(
                 "training was interrupted within an optimizer step, so in the new call of train() "
@@ -204,10 +203,10 @@ class FusedLossMixin(scoring.Scoring):
         self._buffered_inputs: Any = (
             micro_batches.undone(self._buffered_inputs or (), names) or None
         )
-        self._figures[True].clear()  # they are scored again
+        self._figures[True].clear()  # the restored micro-batches are scored again
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
-        """Return TRL's micro-batch, scored by the reference; regroup after each generation."""
+        """TRL's micro-batch, scored by the reference; regroup after each generation."""
         if self.regroup and self._trains:
             self._check_regrouping()
         before = self._buffered_inputs
@@ -224,7 +223,7 @@ class FusedLossMixin(scoring.Scoring):
         return self._with_reference(inputs)
 
     def _check_regrouping(self) -> None:
-        """Check before a micro-batch that a window can begin, and that none is cut off."""
+        """Check that a window may begin at this micro-batch, and that no window is cut off."""
         window = micro_batches.window_of(self)
         if self._step % window == 0:
             reason = micro_batches.reason_against_regrouping(self)
@@ -239,10 +238,10 @@ class FusedLossMixin(scoring.Scoring):
             )
 
     def _regrouped(self, batches: list[Batch]) -> list[Batch]:
-        """Return a generation's micro-batches, regrouped within each optimizer step."""
+        """Regroup a generation's micro-batches within each optimizer step, if every process can."""
         stays = any(batch.get("pixel_values") is not None for batch in batches)
         stays |= len({len(batch["prompt_ids"]) for batch in batches}) > 1
-        # on all processes or none: each micro-batch gathers metrics over processes
+        # All processes regroup, or none: each micro-batch gathers metrics over processes.
         if self.accelerator.gather(torch.tensor([stays], device=self.accelerator.device)).any():
             _logger.debug("regroup: samples stay, because of images or uneven micro-batches")
             return batches
@@ -255,7 +254,7 @@ class FusedLossMixin(scoring.Scoring):
         return micro_batches.regrouped(self, batches, in_trees=in_trees)
 
     def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
-        """Compute TRL's loss, telling the policy's forward which gradient to expect."""
+        """Compute TRL's loss, and tell the policy's forward which gradient to expect."""
         part: Part | None = inputs.get(PART)
         if self._is_idle(inputs):
             if self._is_unscored(inputs):
@@ -272,16 +271,16 @@ class FusedLossMixin(scoring.Scoring):
             part.window.keep(part.samples, kept)
         self._log_figures()
         if part is not None and part.is_last:
-            for batch in part.window.restored():  # TRL's micro-batches, for metrics; no model runs
+            for batch in part.window.restored():  # for metrics of TRL's micro-batches; no model runs
                 results = {name: batch.pop(name) for name in _RESULTS if name in batch}
                 with torch.no_grad():
                     self._loss_by_trl(Call(model, batch, results=results, is_done=True))
         return loss
 
     def _loss_of(self, model: Any, inputs: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a micro-batch's loss, and the tensors behind its metrics, (B, ...) by name."""
+        """(loss of a micro-batch, the tensors behind its metrics, (B, ...) by name)."""
         is_unscored = self._is_unscored(inputs)
-        inputs = {**inputs}  # if unscored, the loss adds its own log-probabilities
+        inputs = {**inputs}  # a copy: if unscored, the loss adds its own log-probabilities
         config, expected, live = micro_batches.foreseen(self, inputs)
         factor: Tensor | float = 1.0
         if self.zero_advantage == "train":
@@ -324,7 +323,7 @@ class FusedLossMixin(scoring.Scoring):
 
     @property
     def loss_owner(self) -> type:
-        """Return the class that defines ``super()._compute_loss``."""
+        """The class that defines ``super()._compute_loss``."""
         after = type(self).__mro__[type(self).__mro__.index(FusedLossMixin) + 1 :]
         return next(cls for cls in after if "_compute_loss" in vars(cls))
 
@@ -340,8 +339,8 @@ class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
         trainer.train()
 
     The trainer also logs ``sequences/gradient``, ``tokens/computed`` and ``rows/gradient``, which
-    show that the fused loss is active. It does not affect other trainers in the process; for those,
-    use `patch_trl`.
+    show that the fused loss is active. It does not affect other trainers in the process. To speed
+    up those, use `patch_trl`.
 
     Args:
         fused_sampling_correction: whether to skip the forward with which TRL scores a batch before
@@ -355,22 +354,23 @@ class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
             and the metric ``kl`` are the exact divergence from the reference, over the whole
             vocabulary; `use_bias_correction_kl` is ignored. Each micro-batch then keeps the
             reference's hidden states (B, T, H').
-        zero_advantage, layout: as in `grpo_kernels.transformers.causal_lm_loss`: what the model
-            computes for sequences without a gradient, for padding, and for shared prefixes.
+        zero_advantage, layout: as in `grpo_kernels.transformers.causal_lm_loss`. They decide what
+            the model computes for sequences without a gradient, for padding, and for shared
+            prefixes.
         regroup: whether to sort the samples of an optimizer step into micro-batches by prompt. Each
             prompt then runs once, and micro-batches that become empty compute nothing. The gradient
             of the step and every logged value remain the same as in TRL. ``"auto"``: regroup,
             unless the loss depends on which samples share a micro-batch, or a subclass overrides a
-            method that sees a micro-batch. True: regroup; raise an error if the loss depends on the
-            grouping, and do not check for overridden methods. False: use TRL's micro-batches.
+            method that sees a micro-batch. True: regroup without checking for overridden methods;
+            raise an error if the loss depends on the grouping. False: use TRL's micro-batches.
         tokens_per_forward: maximum number of tokens in a regrouped micro-batch, counting a shared
             prompt once. A higher maximum is faster and needs more memory. None: as many tokens as
             TRL's padded micro-batch has.
         on_missing_set: None: score over the whole vocabulary, as TRL does. ``"error"`` or
             ``"full"``: score over the ids that a truncating sampler kept, which your `rollout_func`
-            returns as ``"sampling_mask"``; ``"full"`` scores tokens without a set over the whole
-            vocabulary. This logs ``kept/size``, the mean size of a set, and ``kept/without_set``,
-            the share of tokens without one.
+            returns as ``"sampling_mask"``. For a token without a set, ``"error"`` raises, and
+            ``"full"`` scores over the whole vocabulary. This logs ``kept/size``, the mean size of a
+            set, and ``kept/without_set``, the share of tokens without one.
         engine, backend, workspace_bytes: as in `grpo_kernels.Run`, for every call of the head. On a
             GPU with free memory, the default needs more memory than TRL's head, and
             ``workspace_bytes=512 * 2**20`` needs less than TRL's head (docs/memory.md).
