@@ -271,7 +271,8 @@ class FusedLossMixin(scoring.Scoring):
             part.window.keep(part.samples, kept)
         self._log_figures()
         if part is not None and part.is_last:
-            for batch in part.window.restored():  # for metrics of TRL's micro-batches; no model runs
+            # TRL's loss logs the metrics of its own micro-batches; no model runs
+            for batch in part.window.restored():
                 results = {name: batch.pop(name) for name in _RESULTS if name in batch}
                 with torch.no_grad():
                     self._loss_by_trl(Call(model, batch, results=results, is_done=True))
@@ -368,9 +369,9 @@ class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
             TRL's padded micro-batch has.
         on_missing_set: None: score over the whole vocabulary, as TRL does. ``"error"`` or
             ``"full"``: score over the ids that a truncating sampler kept, which your `rollout_func`
-            returns as ``"sampling_mask"``. For a token without a set, ``"error"`` raises, and
-            ``"full"`` scores over the whole vocabulary. This logs ``kept/size``, the mean size of a
-            set, and ``kept/without_set``, the share of tokens without one.
+            returns as ``"sampling_mask"``. ``"error"`` refuses tokens without a set, and ``"full"``
+            scores them over the whole vocabulary. This logs ``kept/size``, the mean size of a set,
+            and ``kept/without_set``, the share of tokens without one.
         engine, backend, workspace_bytes: as in `grpo_kernels.Run`, for every call of the head. On a
             GPU with free memory, the default needs more memory than TRL's head, and
             ``workspace_bytes=512 * 2**20`` needs less than TRL's head (docs/memory.md).
