@@ -31,7 +31,7 @@ from grpo_kernels.scores import linear_logprob
 __all__ = ["LigerFusedLinearGRPOLoss", "patch_liger", "unpatch_liger"]
 
 NAME = "LigerFusedLinearGRPOLoss"
-OF_TOKENS = ("cispo", "sapo", "vespo")  # Liger has no per-sequence ratio for these
+OF_TOKENS = ("cispo", "sapo", "vespo")  # loss types for which Liger has no per-sequence ratio
 
 
 @dataclass(eq=False, repr=False)
@@ -71,17 +71,17 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
     def __post_init__(self) -> None:
         super().__init__()
-        Run(self.engine, self.backend, self.workspace_bytes)  # raises for a wrong option
+        Run(self.engine, self.backend, self.workspace_bytes)  # raises if an option is invalid
         self.loss_config()
 
     def loss_config(self) -> LossConfig:
-        """Return the loss's configuration, for `grpo_loss`."""
+        """Make the configuration of this loss for `grpo_loss`."""
         if self.loss_type == "gmpo":
             raise ValueError("loss_type: Liger's API has no 'gmpo'; use grpo_loss")
         known = {field.name for field in fields(LossConfig)} & vars(self).keys()
         options = {name: getattr(self, name) for name in known}
         options |= {"epsilon": self.epsilon_low, "beta": self.beta if self.use_ref_model else 0.0}
-        if self.loss_type != "dr_grpo":  # TRL passes the length of its generation in any case
+        if self.loss_type != "dr_grpo":  # TRL passes a length for every loss type
             del options["max_completion_length"]
         return LossConfig(**options)
 
@@ -143,7 +143,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         check_mask("attention_mask", attention_mask, selected_token_ids)
         counted = attention_mask != 0
         if config.beta == 0.0:
-            ref_per_token_logps = None  # Liger requires one even here
+            ref_per_token_logps = None  # Liger requires it even without a KL term
         elif ref_per_token_logps is not None and ref_input is not None:
             warnings.warn(  # Liger's text
                 "grpo_kernels: Both ref_per_token_logps and ref_input are provided. Using "
@@ -197,7 +197,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 def _clipped(
     config: LossConfig, logps: Tensor, counted: Tensor, advantages: Tensor, old: Tensor | None
 ) -> Tensor:
-    """Return the share of counted tokens whose ratio is clipped; `delta` is not considered."""
+    """Share of counted tokens whose ratio is clipped, without regard to `delta`."""
     loss_type, config = loss_type_of(config), replace(config, delta=None)
     log_ratio = torch.zeros_like(logps)
     if old is not None:
@@ -222,7 +222,7 @@ def patch_liger() -> bool:
 
     This sets the class on ``liger_kernel.chunked_loss`` and, if TRL up to 1.12 is imported, on
     ``trl.trainer.grpo_trainer``. If Liger's class has arguments that this library does not know,
-    the function warns and leaves the class in place. A second call has no effect.
+    the function warns and leaves Liger's class in place. A second call has no effect.
 
     Returns:
         True if Liger's class is replaced.

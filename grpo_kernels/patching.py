@@ -1,4 +1,4 @@
-"""Helpers shared by the trainer integrations: patching, row counts, logging, batching by prompt."""
+"""Helpers for the trainer integrations: patching, row counts, logging, batching by prompt."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Number = Tensor | int
 
 
 class Patches(ExitStack):
-    """Replaced attributes, restored by `restore`, or at the end of a ``with`` block.
+    """Replaced attributes. `restore`, or the end of a ``with`` block, restores them.
 
-    An attribute that somebody else has replaced meanwhile stays theirs. If a `package` is named,
-    the log says what is patched.
+    If other code has replaced an attribute in the meantime, it stays replaced. If a `package` is
+    named, the log says what is patched.
     """
 
     def __init__(self, package: str | None = None) -> None:
@@ -76,7 +76,7 @@ class Patches(ExitStack):
 
 
 class Patch(int):
-    """1 if a package is patched, else 0; as a context manager, it undoes the patch at its end."""
+    """1 if a package is patched, else 0. Used as a context manager, it undoes the patch on exit."""
 
     undo: Callable[[], None] | None = None
 
@@ -113,12 +113,12 @@ def during(variable: ContextVar[_Value], value: _Value) -> Iterator[_Value]:
 
 
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the parameter names of `function`, which identify a known release."""
+    """Names of the parameters of `function`, which identify a known release."""
     return tuple(inspect.signature(function).parameters)
 
 
 def function_of(owner: Any, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
-    """Return function `name` of a module or class; LookupError unless it has these parameters."""
+    """Get function `name` of a module or class; LookupError unless it has these parameters."""
     function = getattr(owner, name, None)
     if not callable(function):
         raise LookupError(f"{owner.__name__} has no function {name}")
@@ -131,13 +131,15 @@ def function_of(owner: Any, name: str, parameters: Sequence[str]) -> Callable[..
 
 
 def forward_name(module: Any) -> str:
-    """Return the attribute that holds a module's forward inside accelerate's hook, if any."""
+    """Name of the attribute that holds a module's forward, inside accelerate's hook if there is
+    one."""
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
 @contextmanager
 def needed(install: str, *packages: str) -> Iterator[None]:
-    """Context for imports from `packages`, whose errors suggest ``pip install {install}``."""
+    """Let errors of imports from `packages` suggest ``pip install {install}``, inside the
+    context."""
     try:
         yield
     except ImportError as error:
@@ -162,13 +164,12 @@ def needed(install: str, *packages: str) -> Iterator[None]:
 
 
 class Shares:
-    """Counts and totals by name, summed over calls; only `take` synchronizes with the device."""
+    """Counts and totals by name, summed over calls. Only `take` synchronizes with the device."""
 
     def __init__(self) -> None:
         self.pairs: dict[str, tuple[Number, Number]] = {}  # name -> (count, total)
 
     def add(self, name: str, count: Number, total: Number) -> None:
-        """Add `count` out of `total`."""
         counted, all_counted = self.pairs.get(name, (0, 0))
         self.pairs[name] = _sum(counted, count), _sum(all_counted, total)
 
@@ -185,10 +186,11 @@ class Shares:
         self.add("rows/projected", projected, mask.numel())
         self.add("rows/gradient", 0, projected)
 
-        # not one hook for several tensors: torch's would form a reference cycle with their nodes
+        # One hook per tensor: torch's hook for several tensors makes a reference cycle with their
+        # nodes.
         def look(gradient: Tensor | None) -> None:
             nonlocal counted
-            if gradient is None:  # an unread result of a node with several
+            if gradient is None:  # nobody reads this result of a node that has several
                 return
             graded = (gradient != 0) & mask
             self.add("rows/gradient", (graded & ~counted).sum(), 0)
@@ -198,12 +200,12 @@ class Shares:
             x.register_hook(look)
 
     def join(self, others: Shares) -> None:
-        """Add the counts of `others`."""
         for name, (count, total) in others.pairs.items():
             self.add(name, count, total)
 
     def take(self) -> dict[str, float]:
-        """Return and reset the shares since the last call; empty if nothing was counted."""
+        """The shares since the last call, after which counts start at 0; empty if nothing was
+        counted."""
         pairs = {name: (int(count), int(total)) for name, (count, total) in self.pairs.items()}
         self.pairs.clear()
         if not any(total for _, total in pairs.values()):
@@ -218,19 +220,19 @@ def _sum(total: Number, x: Number) -> Number:
 
 
 class LogsShares(_Trainer):
-    """Mixin for a trainer: logs this process's `_shares` since the last log."""
+    """Mixin for a trainer: adds this process's `_shares` since the last log to the log."""
 
     _shares: Shares
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as the trainer does, plus the shares."""
         if self.model.training:
             logs.update(self._shares.take())
         super().log(logs, *args, **kwargs)
 
 
 def numbered(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
-    """Return for each sample's prompt (first sample with this prompt, number of tokens)."""
+    """For each sample, (index of the first sample with this prompt, number of the prompt's
+    tokens)."""
     first: dict[tuple[int, ...], int] = {}
     return [(first.setdefault(prompt, i), len(prompt)) for i, prompt in enumerate(prompts)]
 
@@ -247,9 +249,10 @@ def divided(
 ) -> list[list[int]]:
     """Divide samples into `parts` of at most `budget` tokens, keeping prompts together.
 
-    Prompts with live samples come first, those with the most completion tokens first. A sample that
-    fits nowhere goes to the part with fewest tokens. With `in_trees`, a part computes each prompt
-    once; otherwise it has one row per sample, and `size` rows. `prompts` come from `numbered`.
+    Prompts with live samples come first, and among these the prompts with the most completion
+    tokens. A sample that fits nowhere goes to the part with the fewest tokens. With `in_trees`, a
+    part computes each prompt once. Otherwise it has one row per sample, and at most `size` rows.
+    `prompts` come from `numbered`.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for i, prompt in enumerate(prompts):

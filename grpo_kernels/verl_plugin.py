@@ -1,6 +1,6 @@
-"""Entry point that ``import verl`` loads (group ``verl.plugins``): importing it calls `patch_verl`.
+"""Entry point that ``import verl`` loads (group ``verl.plugins``); importing it calls `patch_verl`.
 
-verl logs a plug-in's errors where they are easily missed, so an error here is also a warning.
+verl logs errors of a plug-in where you can easily miss them, so this module also warns.
 """
 
 import warnings

@@ -1,4 +1,4 @@
-"""The loss and log-probabilities of any causal language model of transformers."""
+"""Losses, log-probabilities and divergences of any causal language model of transformers."""
 
 from grpo_kernels.base.checks import only_public
 from grpo_kernels.patching import needed

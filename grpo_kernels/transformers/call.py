@@ -2,12 +2,12 @@
 
 The model's own forward runs with its head replaced during the call: the head receives the hidden
 states and scores the completion tokens. This is exact for more architectures than running the body
-and reading the head afterwards. Whatever the model applies before its head (a multiplier, a dense
-layer and a norm, a cast) is included, and no inner module needs to be known by name. Hooks on the
-model, its head and its parts run as usual: FSDP2 (with the head in the root's unit or in a separate
-one) and DeepSpeed ZeRO-3 gather the weight there, and again for the backward; DDP, PEFT and
-accelerate see one call of the model. Results leave through the outputs of head and model, where
-these engines hook the backward.
+and reading the head afterwards. It includes whatever the model applies before its head (a
+multiplier, a dense layer and a norm, a cast), and needs no names of inner modules. Hooks on the
+model, its head and its parts run as usual. FSDP2 gathers the weight there, and again for the
+backward, whether the head is in the root's unit or in a separate one; so does DeepSpeed ZeRO-3.
+DDP, PEFT and accelerate see one call of the model. Results leave through the outputs of head and
+model, where these engines hook the backward.
 
 What the model applies to the logits after its head is measured in its first call (`HeadCheck`), at
 the cost of one row of the head, without random numbers or collectives. If the config was wrong, the
@@ -52,12 +52,12 @@ from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.head import HeadCheck, constants_of
 
 RESULTS, FIELDS = "results", "others"  # keys of the dict that the model returns to its wrappers
-_MOST_RUNS = 4  # runs per call, to measure constants and to compute scalars of the whole batch
+_MOST_RUNS = 4  # more runs may measure constants, or compute scalars that need the whole batch
 Results = dict[str, Tensor]
-Score = Callable[[Tensor, Head], Results]  # reads the head's input (B, L, H)
-# models with an output that may need the whole batch
+Score = Callable[[Tensor, Head], Results]  # (the head's input (B, L, H), head) -> results
+# models with a scalar output, which may need the whole batch
 _models_with_scalars: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# head -> factor that the model applies to the body's output before the head
+# head -> factor by which the model multiplies the body's output before the head
 _factors: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
 
 
@@ -83,9 +83,11 @@ class Batch:
             )
 
     def check_ids(self, base: Any, inputs: Mapping[str, Any]) -> None:
-        """Raise ValueError if an attended id is none of `base`'s, the causal model's. Not checked
-        where the host would wait for a device, or beside inputs, such as images, that have ids of
-        their own."""
+        """Raise ValueError if an attended id is outside the vocabulary of `base`, the causal model.
+
+        The check is skipped if it would have to wait for a device. It is also skipped if `inputs`
+        has further entries, such as images, since these have their own ids.
+        """
         ids, attended = self.input_ids, inputs.get("attention_mask")
         if inputs.keys() - {"attention_mask", "position_ids"} or base.config.is_encoder_decoder:
             return
@@ -94,7 +96,7 @@ class Batch:
         if isinstance(attended, Tensor) and attended.shape == ids.shape:
             ids = ids[attended.to(ids.device) != 0]
         embedding = getattr(base.get_input_embeddings(), "weight", None)
-        # ZeRO-3 shows an empty weight, FSDP1 a flat part of it
+        # under ZeRO-3 the weight is empty, under FSDP1 a flat part of it
         rows = embedding.shape[0] if isinstance(embedding, Tensor) and embedding.dim() == 2 else 0
         wrong = ids[(ids < 0) | (ids >= rows)] if rows else ids[ids < 0]
         if len(wrong):
@@ -104,12 +106,12 @@ class Batch:
             )
 
     def needed(self) -> Tensor:
-        """Return (B, L) bool, the positions whose hidden states predict a token that counts."""
+        """(B, L) bool, positions whose hidden states predict a counted token."""
         before = self.input_ids.shape[1] - self.completion_mask.shape[1]
         return nn.functional.pad(self.completion_mask != 0, (before - 1, 1))
 
     def aligned(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return states (B, T, H), ids (B, T) and mask (B, T); states predict the ids."""
+        """(states (B, T, H), ids (B, T), mask (B, T)); the states predict the ids."""
         (sequences, length), count = self.input_ids.shape, self.completion_mask.shape[1]
         least, shape = min(count + 1, length), tuple(hidden.shape)
         if len(shape) != 3 or shape[0] != sequences or shape[1] < least:
@@ -126,7 +128,7 @@ class Batch:
         return hidden.roll(1, dims=1), ids, mask
 
     def counted_state(self, hidden: Tensor) -> Tensor:
-        """Return a state (H,) of `hidden` (B, L, H) that predicts a counted token, if any."""
+        """A state (H,) of `hidden` (B, L, H) that predicts a counted token, if there is one."""
         states, _, mask = self.aligned(hidden)
         row, column = divmod(int((mask != 0).reshape(-1).to(torch.uint8).argmax()), mask.shape[1])
         return states[row, column]
@@ -140,9 +142,9 @@ def run_scored(
     layout: BatchLayout,
     live: Tensor | None = None,  # (B,) bool
 ) -> tuple[Results, ModelOutput, Shares]:
-    """Run `model` with `score` in its head; return results, output without logits, and shares.
+    """Run `model` with `score` in its head: (results, output without logits, shares).
 
-    `inputs` are the model's, beside the ids; `layout` and `live` are as in `live_trunk`.
+    `inputs` are the model's inputs besides the ids; `layout` and `live` are as in `live_trunk`.
     """
     check_choice("layout", layout, choices(BatchLayout))
     if inputs.get("labels") is not None:
@@ -151,7 +153,7 @@ def run_scored(
         )
     inputs = _with_positions(model, {name: x for name, x in inputs.items() if x is not None})
     base, attention_mask = heads.causal_lm(model), inputs.get("attention_mask")
-    # transformers also accepts 4-dimensional masks and dicts of them; only the model reads those
+    # transformers also accepts 4-dimensional masks and dicts of masks; only the model reads those
     if attention_mask is not None and not isinstance(attention_mask, dict):
         check_tensor("attention_mask", attention_mask)
         if attention_mask.dim() != 4:
@@ -162,7 +164,8 @@ def run_scored(
         inputs.setdefault("use_cache", False)
     inputs, needed = {"input_ids": batch.input_ids, **inputs}, batch.needed()
     is_checked = heads.known_head(model, inputs)[2]
-    if needed.device.type == "cpu" or not is_checked:  # would synchronize in later calls
+    # on other devices this synchronizes, so only the first call checks
+    if needed.device.type == "cpu" or not is_checked:
         _check_attended(batch.input_ids, needed, inputs, base.config)
 
     def run(call: HeadCall) -> dict[str, Any]:
@@ -187,18 +190,17 @@ def run_scored(
                     f"model: expected results of {dtype}, but a wrapper of the model has cast them "
                     f"to {x.dtype}; under FSDP2, leave output_dtype out of MixedPrecisionPolicy"
                 )
-            results[name] = x.to(dtype)  # accelerate widens 16 bits
+            results[name] = x.to(dtype)  # undoes accelerate's cast of 16-bit outputs to fp32
         return returned
 
     return run_in_head(model, run, score, inputs, layout, needed, live, batch.counted_state)
 
 
 def _with_positions(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return a forward's `inputs` with ``position_ids`` counted from the mask (B, L), as `generate`
-    does.
+    """Add ``position_ids`` to `inputs`, counted from the mask (B, L) as `generate` counts them.
 
-    They are unchanged if the caller passed position_ids, if a forward has no such parameter, or if
-    the model computes its own positions (three-dimensional ones for images, or from padding
+    Inputs are unchanged if the caller passed position_ids, if a forward has no such parameter, or
+    if the model computes its own positions (three-dimensional ones for images, or from padding
     tokens).
     """
     mask, hook = inputs.get("attention_mask"), "_prepare_position_ids_for_generation"
@@ -225,18 +227,18 @@ def run_in_head(
     live: Tensor | None,  # (B,) bool
     state_of: Callable[[Tensor], Tensor],
 ) -> tuple[Results, ModelOutput, Shares]:
-    """Like `run_scored`, with a `run` that runs the model on `inputs` inside the given call.
+    """Like `run_scored`, but `run` runs the model on `inputs` inside the call that it gets.
 
     The first time, the model's logits are checked at the state that `state_of` chooses. If the
     config was wrong, the model runs once more, with the measured constants.
     """
     base = heads.causal_lm(model)
-    if "adapter_names" in inputs:  # PEFT's, one per sequence of the padded batch
+    if "adapter_names" in inputs:  # PEFT expects one per sequence of the padded batch
         layout, live = "padded", None
     head, facts, is_checked = heads.known_head(model, inputs)
 
     def score_whole(hidden: Tensor, head: Head) -> Results:
-        # accelerate makes FSDP2 cast logits to 16 bits: log-probabilities would keep 8 bits
+        # accelerate makes FSDP2 cast logits to 16 bits, where log-probabilities keep only 8 bits
         unit: Any = next((x for x in base.modules() if is_fsdp_unit(x)), None)
         root = None if unit is None else unit._get_fsdp_state()._state_ctx.iter_forward_root
         if root is not None and root._mp_policy.output_dtype is not None:
@@ -258,7 +260,7 @@ def run_in_head(
             _models_with_scalars.add(base)  # such as an aux_loss, which may need all hidden states
             continue
         used, head = head, head if check is None else check.verified(base, facts)
-        if constants_of(head) != constants_of(used):  # all ranks measure the same
+        if constants_of(head) != constants_of(used):  # equal on all ranks, so all run again
             continue
         if part is not None:
             fields = pytree.tree_map(functools.partial(_nan_but_at, part), fields)
@@ -282,14 +284,15 @@ def _nan_but_at(computed: Tensor, x: Any) -> Any:
 
 
 def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
-    """Return the head of `base`, with constants that map its body's output to the model's logits.
+    """The head of `base`, with constants that map the body's output to the model's logits.
 
-    For callers that run body and head themselves, without the model's own `forward`. On first use,
-    `forward` runs on two tokens as a guest, inside the caller's own call of `base`, so FSDP2 and
-    ZeRO-3 have gathered what it reads.
+    It is for callers that run body and head themselves, without the model's own `forward`. On first
+    use, `forward` runs on two tokens as a guest. It runs inside the caller's own call of `base`, so
+    FSDP2 and ZeRO-3 have gathered what it reads.
     """
     head, facts, is_checked = heads.known_head(base, {})
-    linear, states = linear_of(head.weight), list[Tensor]()  # the body's output, the head's input
+    # `states` gets the body's output, then the head's input
+    linear, states = linear_of(head.weight), list[Tensor]()
     ids = torch.full((1, 2), ordinary_id(base), device=linear.weight.device)
 
     def keep(hidden: Tensor, _: Head) -> Results:
@@ -335,24 +338,24 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
 
 
 class HeadCall:
-    """Replacement for a head during one forward, which returns scores instead of logits.
+    """Replacement for a head during one forward; it returns scores instead of logits.
 
     Scores are laid out in a (1, R, V) tensor, so that the model can treat them as logits. With a
-    `check`, its two rows come first.
+    `check`, the two rows of the check come first.
     """
 
     def __init__(self, head: Head, score: Score, check: HeadCheck | None) -> None:
         self.head, self.score, self.check = head, score, check
         self.project: Callable[..., Tensor] = head.weight.forward
-        # set by the head: shape and dtype of each result; its output (1, R, V), detached (R, V)
-        self.result_specs: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        self.output = self.rows = torch.empty(0)
+        # the head's forward sets these
+        self.result_specs: dict[str, tuple[torch.Size, torch.dtype]] = {}  # name -> shape, dtype
+        self.output = self.rows = torch.empty(0)  # output (1, R, V); rows (R, V), detached
         self.results: Results = {}
         self.output_type = ModelOutput
 
     @contextmanager
     def in_head(self) -> Iterator[None]:
-        """Replace the head inside the context; then give the model's output to `pack_output`."""
+        """Replace the head inside the context. Then pass the model's output to `pack_output`."""
         head, name = self.head.weight, forward_name(self.head.weight)
         self.project = getattr(head, name)
         if isinstance(getattr(self.project, "__self__", None), HeadCall):
@@ -368,13 +371,13 @@ class HeadCall:
                 unpacking.remove()
 
     def _head_forward(self, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
-        """Score `hidden` (B, L, H) instead of the head's forward; return scores as (1, R, V)."""
+        """Score `hidden` (B, L, H) instead of projecting it; the scores are (1, R, V)."""
         if self.result_specs:
             raise RuntimeError(
                 "model: expected a forward that calls its head once, but "
                 f"{type(self.head.weight).__name__} is called again"
             )
-        if others or named:  # such as PEFT's adapter_names, one adapter per row
+        if others or named:  # for example PEFT's adapter_names, one adapter per row
             given = ", ".join([*(type(x).__name__ for x in others), *named])
             raise ValueError(
                 f"model: expected its head to get only hidden states, got {given} as well"
@@ -389,24 +392,24 @@ class HeadCall:
             self.result_specs = {name: (x.shape, x.dtype) for name, x in found.items()}
             return tuple(found.values())
 
-        # adapters under ZeRO-3
+        # under ZeRO-3, these are the adapters
         inner = [x for x in divided_modules(self.head.weight) if x is not self.head.weight]
         results = within_forwards(inner, compute, hidden)
         flat = torch.cat([x.reshape(-1) for x in results])
-        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))  # as the check's rows
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))  # like the check's rows
         vocab = linear_of(self.head.weight).weight.shape[0]
         rows = nn.functional.pad(flat, (0, -flat.numel() % vocab)).view(-1, vocab)
         if self.check:
             rows = torch.cat([self.check.rows.to(rows.dtype), rows])
         self.rows = rows.detach()
-        # not a view: FSDP2 would lose its hook if the model wrote into its logits
+        # a copy: if it were a view, a model that writes into its logits would remove FSDP2's hook
         self.output = rows[None].clone()
         return self.output
 
     def _unpack(self, module: nn.Module, args: Any, output: Tensor) -> None:
         """Read the results from the head's `output`, after all other hooks."""
         if is_fsdp_unit(module) and output.dtype != self.output.dtype:
-            output = self.output  # hooked by FSDP2's mixed precision; `output` is a rounded copy
+            output = self.output  # FSDP2's mixed precision hooks it, and passes on a rounded copy
         hooks = foreign_hooks(module)
         if hooks and not torch.allclose(
             output[0].detach().to(self.rows), self.rows, rtol=0, atol=0, equal_nan=True
@@ -423,7 +426,8 @@ class HeadCall:
             self.results[name] = x.view(shape).to(dtype, copy=True)
 
     def pack_output(self, output: Any) -> Any:
-        """Return a dict instead of the model's `output`: results, and its fields without logits."""
+        """Make a dict to return instead of the model's `output`: results, and fields except
+        logits."""
         if not self.results:
             name = type(self.head.weight).__name__
             raise RuntimeError(
@@ -448,12 +452,13 @@ def _check_attended(
     inputs: dict[str, Any],
     config: Any,
 ) -> None:
-    """Check the values of an attention_mask (B, L) in `inputs`. Synchronizes with the device.
+    """Check the values of an attention_mask (B, L) in `inputs`. This synchronizes with the device.
 
-    A counted token inside padding is an error. Three cases warn: no mask, though padding comes
-    before a counted token; a counted first token, with only padding before it; and zeros between
-    ones, after which positions are wrong unless the caller passes them. The token after the last 1
-    may count: it is the end token if that is also the padding token.
+    A counted token inside padding is an error. Three cases warn: there is no mask, although padding
+    comes before a counted token; a sequence's first token counts, although only padding precedes
+    it; or zeros lie between ones, which makes later positions wrong unless the caller passes
+    positions. The token after the last 1 may count: it is the end token if that is also the padding
+    token.
     """
     attention_mask = inputs.get("attention_mask")
     if attention_mask is None:
@@ -491,7 +496,7 @@ def _warn_of_attended_padding(input_ids: Tensor, needed: Tensor, config: Any) ->
     padding = (input_ids == pad) & is_before.to(input_ids.device)
     of_text = [getattr(config, name, None) for name in ("eos_token_id", "bos_token_id")]
     if any(pad in (x if isinstance(x, list) else [x]) for x in of_text):
-        padding = padding[:, 1:] & padding[:, :-1]  # a single one is the end or beginning of a text
+        padding = padding[:, 1:] & padding[:, :-1]  # a single one is an end or beginning of text
     if bool(padding.any()):
         warn_once(
             f"attention_mask: got None, and input_ids with padding tokens (pad_token_id = {pad}) "

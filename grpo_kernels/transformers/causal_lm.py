@@ -1,7 +1,7 @@
 """Losses and log-probabilities of transformers' causal language models, in one forward.
 
-Works for text and vision-language models, wrapped or not, and never stores all logits. How the
-forward runs is described in `transformers.call`.
+The functions accept text and vision-language models, wrapped or not, and never store all logits.
+`transformers.call` describes how the forward runs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.call import RESULTS, Batch, HeadCall, Results, run_scored
 from grpo_kernels.transformers.head import HeadCheck
 
-# Arguments of `grpo_loss` that `causal_lm_loss` does not take
+# Arguments of `grpo_loss` that `causal_lm_loss` does not accept, and what to do instead
 _INSTEAD = {
     "completion_ids": "they are the last columns of input_ids",
     "hidden": "the model makes them",
@@ -57,12 +57,12 @@ _INSTEAD = {
     "cu_seqlens": "pass packed rows with position_ids, as the model takes them",
     **{x: f"set it on the loss, GRPOLoss({x}=...)" for x in ("config", "objective", "run")},
 }
-# ... and those that it hands on
+# Arguments of `grpo_loss` that `causal_lm_loss` passes on to it
 _LOSS_INPUTS = LossInputKeywords.__annotations__.keys() - {"reference", *_INSTEAD}
 _OF_EXPECTATION = _LOSS_INPUTS & signature(policy_expectation).parameters.keys()
 # Names that every forward with **kwargs accepts: fields of TransformersKwargs (older releases have
-# fewer, or none), and names read by the decorators that transformers puts on a forward.
-# num_items_in_batch belongs to the loss: the model reads it only with labels.
+# fewer, or none), and names that transformers' decorators of a forward read. num_items_in_batch
+# belongs to the loss: the model reads it only with labels.
 _DOCUMENTED = {
     *("position_ids", "is_causal", "use_cache", "return_dict", "cache_position", "seq_idx"),
     *("output_hidden_states", "output_attentions", "output_router_logits"),
@@ -97,21 +97,21 @@ def causal_lm_loss(
         )
         out.loss.backward()
 
-    The call does not compute tokens that the loss does not need, and the results stay exact; see
+    The call skips tokens that the loss does not need, and the results stay exact; see
     docs/skipped-work.md. The metrics ``sequences/gradient``, ``tokens/computed`` and
     ``tokens/gradient`` show how much was computed.
 
     Args:
         model, input_ids, attention_mask, completion_mask: as in `completion_logprobs`.
-        loss_fn: the loss. The model's own soft-cap and logit scale are applied.
+        loss_fn: the loss. The call also applies the model's own soft-cap and logit scale.
         advantages: (B,), one per sequence, or (B, T), one per token.
         reference: the reference model, for ``kl_estimator="full"``. It runs first, without
-            gradient, and must meet the conditions for a teacher in `causal_lm_divergence`; its
-            vocabulary must have the size of the policy's. Other estimators read
-            ``ref_per_token_logps``.
-        router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts. This loss
-            is added if the model computes it (``output_router_logits=True`` in its config or here).
-            None: the config's weight.
+            gradient. It must meet the conditions for a teacher in `causal_lm_divergence`, and its
+            vocabulary must be as large as the policy's. Other estimators read
+            ``ref_per_token_logps`` instead.
+        router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts. The call
+            adds this loss if the model computes it (``output_router_logits=True`` in its config or
+            here). None: the config's weight.
         zero_advantage: what to do with sequences in which no token has a gradient (advantage 0
             without KL term and entropy bonus, or fully masked). ``"score"``: run them without
             an autograd graph, for the metrics; ``"skip"``: do not run them, and leave them out of
@@ -200,7 +200,7 @@ def causal_lm_loss(
 def _live(
     loss_fn: GRPOLoss, batch: Batch, advantages: Tensor, loss_inputs: dict[str, Any]
 ) -> Tensor | None:
-    """Return (B,) bool, the sequences that may get a gradient; None if unknown or not needed."""
+    """(B,) bool, the sequences that may get a gradient; None if unknown or not needed."""
     is_known = loss_fn.objective is None and type(loss_fn).forward is GRPOLoss.forward
     if not is_known or not torch.is_grad_enabled():
         return None
@@ -249,7 +249,7 @@ def completion_logprobs(
     return_output: bool = False,
     **model_inputs: Any,
 ) -> Scores | tuple[Scores, ModelOutput]:
-    """Return the log-probability and entropy of each completion token, differentiable.
+    """Compute the log-probability and entropy of each completion token, differentiable.
 
     ::
 
@@ -257,19 +257,20 @@ def completion_logprobs(
             scores = completion_logprobs(model, input_ids, attention_mask, completion_mask)
         old_logps = scores.logps  # (B, T)
 
-    Only counted tokens are projected, and the full logits are never stored.
+    The head projects only counted tokens, and the full logits are never stored.
 
     Args:
         model: a causal language model of transformers, which PEFT, DDP, FSDP2 or accelerate may
             wrap.
         input_ids: (B, L), prompt and completion.
-        attention_mask: (B, L), or None if no padding comes before a counted token. With None, such
-            padding draws a warning if the model's config has a ``pad_token_id``.
+        attention_mask: (B, L), or None if no padding comes before a counted token. If you pass None
+            despite such padding, the call warns, provided that the model's config has a
+            ``pad_token_id``.
         completion_mask: (B, T) for the last T <= L columns of `input_ids`, nonzero where a token
             counts. T may be the length of the longest completion, as in TRL, or L, with completions
-            in any columns. The token in column t is predicted from column t - 1, so column 0 of
-            `input_ids` never counts.
-        loss_fn: the loss that will use the log-probabilities; its temperature is applied.
+            in any columns. Column t - 1 predicts the token in column t, so column 0 of `input_ids`
+            never counts.
+        loss_fn: the loss that will use the log-probabilities; the call applies its temperature.
         temperature: divisor of the logits; None: the temperature of `loss_fn`, or 1 without one.
         logits_dtype: as in `grpo_kernels.Head`.
         kept_ids, on_missing_set: as in `linear_logprob`: the ids that a truncating sampler kept,
@@ -282,9 +283,9 @@ def completion_logprobs(
         model_inputs: other arguments of the model's forward: pixel_values, position_ids, ...
             ``use_cache`` defaults to False. You can pass any argument that the forward of the
             model, a wrapper or the body accepts, or that transformers documents for all models. If
-            you pass no position_ids, the library counts them from an `attention_mask`
-            (B, L), as the model's `generate` does; models that compute their own positions
-            (RoBERTa, Qwen-VL) keep doing so.
+            you pass no position_ids, the library counts them from an `attention_mask` (B, L), as
+            the model's `generate` does; models that compute their own positions (RoBERTa, Qwen-VL)
+            keep doing so.
 
     Returns:
         `Scores` with `logps` (B, T) and, unless `entropy` is False, `entropies` (B, T): fp32 (fp64
@@ -294,7 +295,7 @@ def completion_logprobs(
 
     Raises:
         TypeError: the model's head is not one linear layer, or an argument has the wrong type or an
-            unknown name; raised before the model runs.
+            unknown name. This is raised before the model runs.
         ValueError: an invalid argument; or the model changes its logits in any way other than a
             scale, a soft-cap or the removal of the last ids.
         RuntimeError: the model's forward does not call its head exactly once.
@@ -348,8 +349,7 @@ def causal_lm_divergence(
     run: Run | None = None,
     **model_inputs: Any,
 ) -> Scores:
-    """Compute the divergence between two models at each completion token, over the whole
-    vocabulary.
+    """Compute the divergence between two models at each completion token, over all ids.
 
     The divergence is differentiable in the student, and neither model stores its logits.
 
@@ -359,10 +359,10 @@ def causal_lm_divergence(
         loss = scores.divergence.sum() / completion_mask.sum()
         loss.backward()
 
-    The teacher runs first, without gradient and in its current mode; a warning tells you if dropout
-    is on. The call keeps the teacher's hidden states at the completion tokens. Both models get the
-    same inputs, so token ids must match; the vocabularies may differ in size (see
-    `linear_divergence`).
+    The teacher runs first, without gradient and in its current mode; the call warns if dropout is
+    on. The call keeps the teacher's hidden states at the completion tokens. Both models get the
+    same inputs, so they must use the same token ids. The sizes of their vocabularies may differ
+    (see `linear_divergence`).
 
     Args:
         student, teacher: causal language models of transformers, as in `completion_logprobs`, on
@@ -386,7 +386,7 @@ def causal_lm_divergence(
     for model in (student, teacher):
         _check_names(model, model_inputs, causal_lm_divergence)
     inputs = {"attention_mask": attention_mask, **model_inputs}
-    # before the student runs, whose head may be the same module
+    # The teacher runs before the student, because both may have the same module as their head.
     reference = _states_and_head("teacher", teacher, batch, inputs, layout, logits_dtype)
 
     def score(hidden: Tensor, head: Head) -> Results:
@@ -408,7 +408,7 @@ def causal_lm_divergence(
 
 
 def _check_head(name: str, model: Any) -> Head:
-    """Return the head of the argument `name`, or raise TypeError in that name."""
+    """Describe the head of the argument `name`; a TypeError names this argument."""
     try:
         return heads.describe_head(model)
     except TypeError as error:
@@ -416,7 +416,7 @@ def _check_head(name: str, model: Any) -> Head:
 
 
 def _check_second(name: str, model: Any) -> None:
-    """Raise unless `model` can be a reference or a teacher, a constant; warn if it is random."""
+    """Require a `model` that can be a constant reference or teacher; warn if it is random."""
     without_adapter(_check_head(name, model).weight, f"{name}.head")
     if any(x.training and random_rates(x) for x in model.modules()):
         warn_once(
@@ -433,7 +433,7 @@ def _states_and_head(
     layout: BatchLayout,
     logits_dtype: LogitsDtype,
 ) -> tuple[Tensor, Head]:
-    """Run a reference or a teacher: the states (B, T, H) that predict the ids, and its head."""
+    """Run a reference or a teacher: (states (B, T, H) that predict the ids, head)."""
     used: list[Head] = []
 
     def keep(hidden: Tensor, head: Head) -> Results:
@@ -455,7 +455,7 @@ def _check_loss_fn(loss_fn: Any) -> None:
 
 
 def _warn_of_prompts(attention_mask: Tensor | None, completion_mask: Tensor) -> None:
-    """Warn, once, of one mask in both places; not of equal ones where the host would wait."""
+    """Warn once if both masks are equal. On a GPU, only the same object counts as equal."""
     same = completion_mask is attention_mask
     if attention_mask is not None and attention_mask.shape == completion_mask.shape and not same:
         on_host = {attention_mask.device.type, completion_mask.device.type} == {"cpu"}
@@ -468,24 +468,24 @@ def _warn_of_prompts(attention_mask: Tensor | None, completion_mask: Tensor) -> 
 
 
 def _moved(x: Any, like: Tensor) -> Any:
-    """Move a tensor or kept ids to the device of `like`; return anything else unchanged."""
+    """Move a tensor or kept ids to the device of `like`; anything else is unchanged."""
     return x.to(like.device) if isinstance(x, Tensor | KeptIds) else x
 
 
 class HeadInputs:
-    """A head and its input in one forward; complete after the `with head_inputs(model)` block.
+    """A head and its input in one forward, complete after the `with head_inputs(model)` block.
 
     Attributes:
         hidden: (B, L, H), attached to the model's graph; position t predicts token t + 1.
-        of_model: the head, with its module as `weight`, and the model's scale, soft-cap and number
-            of ids.
+        of_model: the head, with its module as `weight`, and with the model's scale, soft-cap and
+            number of ids.
     """
 
     hidden: Tensor
     of_model: Head
 
     def head(self, states: Tensor) -> Head:
-        """Return the head with its tensors, to score `states` (..., H), part of `hidden`."""
+        """Read the head's tensors, to score `states` (..., H), part of `hidden`."""
         return heads.read(self.of_model, states)
 
 
@@ -502,11 +502,11 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
 
     Use it for losses that `completion_logprobs` and `causal_lm_loss` do not cover, or to get a
     teacher's hidden states. In the model's output, `logits` holds these hidden states (B, L, H);
-    everything else is unchanged.
+    all other fields are unchanged.
 
     Args:
         model: as in `completion_logprobs`. The head's parameters are read after the forward. If
-            FSDP2 or ZeRO-3 shards the head, its weight is incomplete here; use
+            FSDP2 or ZeRO-3 shards the head, its weight is incomplete at that time; use
             `completion_logprobs` or `causal_lm_loss`, which compute inside the forward.
 
     Yields:
@@ -530,10 +530,10 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
 
     def take(module: nn.Module, args: Any, output: Any) -> None:
         _, dtype = call.result_specs["hidden"]
-        found.hidden = output.logits.to(dtype)  # accelerate widens 16 bits
+        found.hidden = output.logits.to(dtype)  # undoes accelerate's cast of 16 bits to fp32
 
     with call.in_head(), replaced(base, "forward", forward):
-        # runs after the hooks of wrappers, such as FSDP2's for the backward
+        # This hook runs after the hooks of wrappers, such as FSDP2's for the backward.
         last = model.register_forward_hook(take)
         try:
             yield found
@@ -565,9 +565,9 @@ def _check_names(
 ) -> None:
     """Raise TypeError for an argument name in `given` that neither model nor loss reads.
 
-    transformers' forwards silently ignore unknown names in their ``**kwargs``. Accepted are the
-    parameters of the forwards of wrappers, model and body, and `_DOCUMENTED`. The error suggests
-    similar names, including those of `call` and `of_loss`.
+    transformers' forwards silently ignore unknown names in their ``**kwargs``. This check accepts
+    the parameters of the forwards of wrappers, model and body, and `_DOCUMENTED`. The error
+    suggests similar names, including those of `call` and `of_loss`.
     """
     if not given:
         return
@@ -578,7 +578,8 @@ def _check_names(
     modules = [*wrappers, base, *([base.base_model] if is_open else [])]  # **kwargs go to the body
     known = {*_DOCUMENTED} if is_open else set[str]()
     for module in modules:
-        # the class's forward too: the object's may be a wrapper. PEFT pops some names from **kwargs
+        # The object's forward may be a wrapper, so read the class's forward too. PEFT pops the
+        # special names from **kwargs.
         known |= _named(type(module).forward) | _named(module.forward)
         known |= {*getattr(module, "special_peft_forward_args", ())}
     kind = type(base).__name__

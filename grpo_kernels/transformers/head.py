@@ -1,10 +1,10 @@
 """Describe the head of a transformers model, and what the model applies to its output.
 
-Models differ in what they do to logits after the projection: scale them (Cohere, Falcon-H1,
-Granite), soft-cap them (the Gemma family), or cut off padding rows (Inkling). Their configs name
-these numbers in a dozen ways, and one name means a factor in one model, a divisor in a second, and
-a divisor of the hidden states in a third. So the config is only a first guess; in the first
-forward, `HeadCheck` measures what the model's own code does.
+Models differ in what they do to logits after the projection. They scale them (Cohere, Falcon-H1,
+Granite), soft-cap them (the Gemma family), or cut off padding rows (Inkling). Their configs have a
+dozen names for these numbers. One name means a factor in one model, a divisor in a second, and a
+divisor of the hidden states in a third. So the config is only a first guess: in the first forward,
+`HeadCheck` measures what the model's own code does.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from grpo_kernels.head import Head
 from grpo_kernels.module import gather_of, linear_of, parameters_of
 from grpo_kernels.scores import linear_logprob
 
-# Names of scale and soft-cap in the configs of transformers' models
+# Names of the scale and the soft-cap in the configs of transformers' models
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-_FACTS = 16  # entries kept per head
+_FACTS = 16  # entries of `_known` kept per head
 Constants = tuple[float, float | None, int | None]
 # head -> facts of the call (`_facts`) -> (measured constants, True if a row of logits was
 # compared too)
@@ -41,18 +41,18 @@ _known: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Constants, bool]]] 
 
 
 def constants_of(head: Head) -> Constants:
-    """Return the head's scale, soft-cap, and number of ids (None: all rows)."""
+    """(scale, soft-cap, number of ids) of a head. Without a number of ids, all rows are ids."""
     return head.logit_scale, head.final_logit_softcapping, head.vocab_size
 
 
 def read(head: Head, hidden: Tensor, logits_dtype: LogitsDtype = "float32") -> Head:
-    """Return `head` with its module's tensors, for `hidden` (..., H); call in that forward."""
+    """Read the tensors of the head's module, for `hidden` (..., H); call this in that forward."""
     weight, bias, lora = parameters_of(head.weight, hidden)
     return replace(head, weight=weight, bias=bias, lora=lora, logits_dtype=logits_dtype)
 
 
 def gathering(head: Head, run: Run | None) -> Run:
-    """Return `run` with the gathering of the weight for the backward, if ZeRO-3 shards it."""
+    """Make the run gather the weight for the backward if ZeRO-3 shards it."""
     run = Run() if run is None else run
     gather = gather_of(head.weight.parameters())
     return run if gather is None else replace(run, gather=gather)
@@ -61,9 +61,9 @@ def gathering(head: Head, run: Run | None) -> Run:
 def describe_head(model: nn.Module) -> Head:
     """Describe the head of a causal language model, text or vision-language, wrapped or not.
 
-    The result's `weight` is the head's module; its scale, soft-cap and number of ids describe what
-    the model applies after the product. What the model applies to the hidden states before its head
-    is not included.
+    The result's `weight` is the head's module. The result's scale, soft-cap and number of ids
+    describe what the model applies after the product. The description leaves out what the model
+    applies to the hidden states before its head.
 
     The constants are read from the config, or measured once the library has run the model.
 
@@ -81,7 +81,7 @@ def describe_head(model: nn.Module) -> Head:
 
 
 def known_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Head, Any, bool]:
-    """Return the head as in `describe_head`, with its constants for a call with `inputs`.
+    """Describe the head as `describe_head` does, with the constants for a call with `inputs`.
 
     Returns:
         the head; the facts of the call that the constants depend on; True if the model's logits
@@ -94,7 +94,7 @@ def known_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Head, Any, 
             f"{type(base).__name__}, an encoder-decoder model: call linear_logprob or grpo_loss "
             "with its decoder's hidden states and ids"
         )
-    # the class's method, since the TRL trainer may have replaced the object's
+    # call the class's method, since TRL's trainer may have replaced the object's
     head = type(base).get_output_embeddings(base)
     if head is None:
         raise TypeError(
@@ -111,7 +111,7 @@ def known_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Head, Any, 
 
 
 def _facts(base: PreTrainedModel, inputs: Mapping[str, Any]) -> Any:
-    """Return what logits depend on besides the head: config, code, and scalars in `inputs`."""
+    """What logits depend on besides the head: config, code, and scalars in `inputs`."""
     inputs = {name: x for name, x in inputs.items() if name not in ("use_cache", "return_dict")}
     values = [(name, x) for name, x in inputs.items() if isinstance(x, bool | int | float | str)]
     tensors = [(name, x) for name, x in inputs.items() if isinstance(x, Tensor)]
@@ -124,12 +124,12 @@ def _facts(base: PreTrainedModel, inputs: Mapping[str, Any]) -> Any:
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside PEFT, DDP, FSDP1, DeepSpeed, Fabric, torch.compile."""
+    """Find the transformers model inside PEFT, DDP, FSDP1, DeepSpeed, Fabric or torch.compile."""
     return unwrapped(model)[1]
 
 
 def inner_head(head: nn.Module) -> nn.Module:
-    """Return the module that projects: `head`, or PEFT's trained copy (`modules_to_save`)."""
+    """Find the module that projects: `head`, or PEFT's trained copy (`modules_to_save`)."""
     copies = getattr(head, "modules_to_save", None)
     if not isinstance(copies, nn.ModuleDict):
         return head
@@ -152,13 +152,13 @@ def _from_config(base: PreTrainedModel) -> Constants:
 class HeadCheck:
     """Compare a head with its model's own logits, in one forward of the model.
 
-    Along with the scores, the head returns two rows as logits. The first holds real logits,
-    projected by the model's own head from one hidden state, to compare log-probabilities. The
-    second holds known numbers; if the model changes them in any way other than the constants
-    predict, the constants are measured from them.
+    Along with the scores, the head returns two rows as logits. The first row holds real logits,
+    which the model's own head projects from one hidden state; they serve to compare
+    log-probabilities. The second row holds known numbers. If the model changes them in any way
+    other than the constants predict, they serve to measure the constants.
 
-    Order of calls: `project` and `score` inside the head, which returns `rows`; set `made` to the
-    model's output for them, (2, V) or with fewer columns; then `verified`.
+    Order of calls: inside the head, `project` and `score`, then read `rows`; set `made` to what the
+    model returns for these rows, (2, V) or with fewer columns; then `verified`.
     """
 
     made: Tensor
@@ -193,17 +193,17 @@ class HeadCheck:
 
     @property
     def rows(self) -> Tensor:
-        """Return the rows to give the model as logits, (2, V): real logits and known numbers."""
+        """(2, V), rows to return to the model as logits: real logits and known numbers."""
         return torch.stack([self._logits, self._rungs])
 
     def verified(self, model: nn.Module, facts: Any) -> Head:
-        """Return the head with the constants that `model` really uses, measured if necessary.
+        """The head with the constants that `model` really uses, measured if necessary.
 
         From now on, `known_head` returns it for these `facts`.
         """
         head, (own, climbed), rungs = self._head, self.made, self._rungs
         agrees, name = _agrees(head, rungs, climbed), type(model).__name__
-        # logits at padding may be NaN; they cannot be compared
+        # logits at padding may be NaN, which cannot be compared
         is_finite = bool(self._logits.isfinite().all())
         if agrees:
             theirs = own.log_softmax(-1, dtype=self._logps.dtype)[self._ids]
@@ -225,7 +225,7 @@ class HeadCheck:
 
 
 def _agrees(head: Head, rungs: Tensor, logits: Tensor) -> bool:
-    """Return True if `head` maps `rungs` (V,) to the model's own logits, up to rounding."""
+    """True if `head` maps `rungs` (V,) to the model's own logits, up to rounding."""
     cap = head.final_logit_softcapping
     expected = head.logit_scale * rungs[: head.vocab_size].double()
     expected = expected if cap is None else cap * torch.tanh(expected / cap)
