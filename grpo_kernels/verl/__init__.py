@@ -8,10 +8,10 @@ plug-in (entry point group ``verl.plugins``), also in Ray's workers. If entry po
 (``VERL_USE_EXTERNAL_PLUGINS=none``), call `patch_verl` instead.
 
 verl's modules (0.9.1) are patched when they are imported. `forward` provides the models' forward in
-the FSDP engines, and `engine` tells it what a micro-batch needs from the head; `megatron` does both
-for Megatron's engine. `trainers` keeps verl's trainers from scoring what an update computes anyway,
-and brings the responses to one prompt to one rank. A module that differs from verl 0.9.1 is left
-unpatched, with a warning.
+the FSDP engines, and `engine` tells that forward what a micro-batch needs from the head; `megatron`
+does both for Megatron's engine. `trainers` keeps verl's trainers from scoring what an update
+computes anyway, and brings the responses to one prompt to one rank. If a module differs from verl
+0.9.1, it is left unpatched, with a warning.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Importer(MetaPathFinder):
         spec = next((x for x in found if x is not None), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
-            spec.loader = copy(spec.loader)  # modules of an archive share one
+            spec.loader = copy(spec.loader)  # modules of an archive share one loader
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
@@ -79,9 +79,9 @@ def patch_verl() -> None:
 
         patch_verl()  # only if verl's plug-ins are turned off
 
-    You may call it before or after importing verl: modules that are already loaded are patched now,
-    and others when they are imported. Models that verl has already built keep their forward, so
-    call `patch_verl` before verl builds models. A second call changes nothing.
+    You may call it before or after importing verl: it patches loaded modules now, and others when
+    they are imported. Models that verl has already built keep their forward, so call `patch_verl`
+    before verl builds models. A second call changes nothing.
 
     Raises:
         ModuleNotFoundError: verl is not installed.

@@ -1,16 +1,17 @@
 """verl's FSDP engines: pass information about a micro-batch to the model's forward.
 
 verl's engine has the whole micro-batch and the loss when it calls the model, but passes on only ids
-and positions. So, for a model with the forward from `forward`, `prepare_model_inputs` adds an
-argument: the rows that count, with the gradient to expect there (`rows`), the layout of the trunk,
-and in distillation the teacher. The engine then reads each token's loss from the field
-``fused_linear_aux`` of the output.
+and positions. So `prepare_model_inputs` adds an argument for a model with the forward from
+`forward`. The argument holds the rows that count, with the gradient to expect there (`rows`), the
+layout of the trunk, and the teacher in distillation. The engine then reads each token's loss from
+the field ``fused_linear_aux`` of the output.
 
 verl scatters the responses to a prompt over micro-batches. If a tree is exact for the model, and
-the loss is the same sum however sequences are grouped, `MiniBatch` brings them together. With
-``zero_advantage=score``, sequences without gradient get separate micro-batches, which run under
-``no_grad``; the loss itself confirms that, or the micro-batch runs again with a graph. FSDP's
-collectives must stay in step, so all ranks run the same number of both kinds.
+the loss is the same sum however sequences are grouped, `MiniBatch` brings the responses together.
+With ``zero_advantage=score``, sequences without gradient get separate micro-batches, which run
+under ``no_grad``. The loss itself confirms that they have no gradient; otherwise the micro-batch
+runs again with a graph. FSDP's collectives must stay in step, so all ranks run the same number of
+micro-batches with a graph, and the same number without.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ ARGUMENT = "grpo_kernels_task"  # argument of the forward
 MARK = "_verl_fused_kernels_backend"  # verl's mark on a model whose forward it has replaced
 DEAD = "grpo_kernels_dead"  # flag of a micro-batch without gradient
 OPTIONS = "actor_rollout_ref.model.fused_kernel_options"
-# their values; the first is the default
+# option -> allowed values; the first is the default
 VALUES = {
     "zero_advantage": ("train", "score"),
     "layout": choices(BatchLayout),
@@ -61,7 +62,7 @@ VALUES = {
 }
 TOP_K = "forward_kl_topk"  # verl's loss_mode of a distillation
 
-# parameters of verl's functions: of prepare_micro_batches, and the last of a step
+# parameters of verl's prepare_micro_batches, and the last parameters of its steps
 DIVIDE = (
     *("data", "dp_group", "num_batches_divided_by", "same_micro_num_in_dp"),
     *("min_num_micro_batch", "use_dynamic_bsz_balance"),
@@ -72,7 +73,7 @@ Changes = Iterator[tuple[Any, str, Any]]  # (object, attribute, replacement)
 
 
 def found_in(module: ModuleType, name: str) -> Any:
-    """Return attribute `name` of one of verl's modules."""
+    """Get attribute `name` of one of verl's modules; LookupError if there is none."""
     found = getattr(module, name, None)
     if found is None:
         raise LookupError(f"{module.__name__} has no {name}")
@@ -80,7 +81,7 @@ def found_in(module: ModuleType, name: str) -> Any:
 
 
 def options_of(given: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return all options in verl's ``fused_kernel_options``, with defaults filled in."""
+    """Read all options from verl's ``fused_kernel_options``, with defaults filled in."""
     unknown = set(given) - {"impl_backend", *VALUES}
     if unknown:
         raise ValueError(
@@ -98,7 +99,7 @@ def options_of(given: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 class MiniBatch:
-    """The current mini-batch, and the division of its sequences into micro-batches."""
+    """The current mini-batch, and how its sequences are divided into micro-batches."""
 
     def __init__(self, engine: Any, data: Any, loss_function: Any, *, forward_only: bool) -> None:
         from grpo_kernels.body.trial import fits_trees
@@ -116,7 +117,8 @@ class MiniBatch:
         self.live: list[bool] | None = None  # sequences that may have a gradient; None: all
         if options["zero_advantage"] == "score" and not forward_only:
             self.live = _live_sequences(data, loss_function)
-        # True to bring prompts together; a rank where no tree is exact for the model has no prompts
+        # True: bring the responses to a prompt together. `prompts` is None on a rank where a tree
+        # is not exact for the model.
         self.moves = self.layout == "tree" and _may_move(data, loss_function)
         fits = self.moves and fits_trees(trunk_of(engine.module)) is True
         self.prompts = _prompts(data) if fits else None
@@ -128,11 +130,11 @@ class MiniBatch:
     def divided(
         self, divide: Callable[[Any], Any], data: Any
     ) -> tuple[list[Any], list[list[int]] | None]:
-        """Return our micro-batches of `data` and their sequences, at most as many as verl makes by
-        `divide`.
+        """Divide `data` into our micro-batches: (micro-batches, the sequences of each).
 
-        Micro-batches without gradient come first, with a flag. verl synchronizes gradients in the
-        last one, so that one always has a graph.
+        There are at most as many as verl makes with `divide`. Micro-batches without gradient come
+        first, with a flag. verl synchronizes gradients in the last micro-batch, so that one always
+        has a graph.
         """
         tensordict_utils = importlib.import_module("verl.utils.tensordict_utils")
         select = tensordict_utils.index_select_tensor_dict
@@ -153,7 +155,7 @@ class MiniBatch:
                 return self._by_prompt(rows, verls, budget)
 
             if self.live is not None and not any(self.most(n_dead == 0, n_dead == count)):
-                # ValueError on all ranks: one has too few sequences
+                # if one rank has too few sequences, all ranks raise ValueError
                 with suppress(ValueError):
                     dead, others = of_kind(order[:n_dead]), of_kind(order[n_dead:])
                     parts, without = dead + others, len(dead)
@@ -171,13 +173,14 @@ class MiniBatch:
         return micro_batches, parts
 
     def most(self, *counts: int) -> list[int]:
-        """Return the maximum of each count over ranks."""
+        """Take the maximum of each count over ranks."""
         return most_of_ranks([self.group], [int(x) for x in counts])
 
     def _by_prompt(self, rows: list[int], verls: list[list[int]], budget: int) -> list[list[int]]:
         """Divide sequences `rows` into micro-batches of `budget` tokens, keeping prompts together.
 
-        All ranks get as many as the rank with the highest need, at most as many as `verls`.
+        All ranks get as many micro-batches as the rank that needs most, and at most as many as
+        `verls` has.
         """
         if not self.moves:
             return verls
@@ -200,17 +203,18 @@ class MiniBatch:
                 largest = max(parts, key=lambda x: (len(x) > 1, prompts.tokens(x)))
                 part += largest[len(largest) // 2 :]
                 del largest[len(largest) // 2 :]
-        return sorted(parts, key=lambda part: -prompts.tokens(part))  # no long waits between ranks
+        # similar sizes at the same time on all ranks avoid long waits
+        return sorted(parts, key=lambda part: -prompts.tokens(part))
 
     def as_verls(self) -> Iterator[dict[str, Any]]:
-        """Yield the results of verl's micro-batches, from the outputs of ours."""
+        """Yield the results of verl's micro-batches, collected from the outputs of ours."""
         found: dict[int, dict[str, Tensor]] = {}
         for part, output in zip(self.parts, self.outputs, strict=True):
             nested: Any = next(iter(output.values()))
             found |= zip(part, by_sequence(output, nested.offsets()), strict=True)
         for micro_batch, part in self.theirs:
             output = joined([found[i] for i in part])
-            loss, metrics = 1.0, dict[str, Any]()  # as verl, without a loss
+            loss, metrics = 1.0, dict[str, Any]()  # verl's own values without a loss
             if self.loss_function is not None:
                 data = micro_batch.to(next(iter(output.values())).device)
                 with torch.no_grad():
@@ -227,7 +231,7 @@ class Prompts:
         self.of, self.lengths = of, lengths
 
     def tokens(self, part: Sequence[int]) -> int:
-        """Return the number of tokens of sequences `part`, counting each prompt once."""
+        """Number of tokens of sequences `part`, counting each prompt once."""
         return sum(self.lengths[i] for i in part) + sum(n for _, n in {self.of[i] for i in part})
 
 
@@ -295,11 +299,10 @@ def changes(module: ModuleType) -> Changes:
 
     @functools.wraps(join)
     def postprocess_batch_func(output_lst: Any, indices: Any, data: Any) -> Any:
-        """Return results for verl's own micro-batches."""
         mini_batch = _mini_batch.get()
         if mini_batch is None or not mini_batch.parts:
             return join(output_lst, indices, data)
-        names = output_lst[0].keys()  # no model_output if nobody reads it
+        names = output_lst[0].keys()  # lacks model_output if nobody reads it
         outputs = [{name: x[name] for name in names} for x in mini_batch.as_verls()]
         return join(outputs, [part for _, part in mini_batch.theirs], data)
 
@@ -311,7 +314,7 @@ def changes(module: ModuleType) -> Changes:
 
 
 def _task(engine: Any, micro_batch: Any, mini_batch: MiniBatch) -> HeadTask:
-    """Return what the micro-batch needs from the head, in verl's layout."""
+    """What the micro-batch needs from the head, in verl's layout."""
     loss_function = mini_batch.loss_function
     ulysses = engine.use_ulysses_sp and importlib.import_module("verl.utils.ulysses")
     is_packed = flag(micro_batch, "use_remove_padding", default=True)
@@ -354,7 +357,7 @@ def _task(engine: Any, micro_batch: Any, mini_batch: MiniBatch) -> HeadTask:
 
 
 def _may_move(data: Any, loss_function: Any) -> bool:
-    """Return True if results are known not to depend on the grouping of sequences."""
+    """True if results are known not to depend on the grouping of sequences."""
     if not {"prompts", "responses"} <= set(data.keys()) or flag(data, "force_group_size", 1) != 1:
         return False
     config = actor_config(loss_function)
@@ -362,7 +365,7 @@ def _may_move(data: Any, loss_function: Any) -> bool:
 
 
 def _live_sequences(data: Any, loss_function: Any) -> list[bool]:
-    """Return for each sequence of `data` whether it may have a gradient."""
+    """For each sequence of `data`, True if it may have a gradient."""
     config = actor_config(loss_function)
     reason = _reason_to_train(data, config)
     if reason is not None:
@@ -389,14 +392,14 @@ def _reason_to_train(data: Any, config: Any) -> str | None:
 
 
 def _scored(step: Callable[[Any], Any], mini_batch: MiniBatch) -> tuple[Any, Any]:
-    """Run `step` without a graph; if its loss has a gradient after all, again with one."""
+    """Run `step` without a graph; if its loss has a gradient after all, run it again with one."""
     loss_function, has_gradient = mini_batch.loss_function, False
 
     def confirmed(model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, Any]:
         nonlocal has_gradient
         packed = {name: x.values() for name, x in model_output.items()}
         loss, metrics, slopes = slopes_of(loss_function, packed, data, dp_group)
-        has_gradient = any(bool((x != 0).any()) for x in slopes.values())  # NaN too
+        has_gradient = any(bool((x != 0).any()) for x in slopes.values())  # NaN counts too
         return loss, metrics
 
     with torch.no_grad():
@@ -410,5 +413,5 @@ def _scored(step: Callable[[Any], Any], mini_batch: MiniBatch) -> tuple[Any, Any
         )
         found: tuple[Any, Any] = step(loss_function)
         return found
-    # verl calls its backward
+    # verl calls backward on this loss, so it needs a graph
     return loss + torch.zeros((), device=loss.device, requires_grad=True), output

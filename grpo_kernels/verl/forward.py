@@ -3,10 +3,10 @@
 verl replaces the forward of a model's class by one that returns log-probabilities and entropies
 instead of logits. The forward here runs the same body and reads the same labels, in the order
 `shift_labels`, rolled `labels`, rolled `input_ids`. The head differs. verl reads
-``lm_head.weight``: under FSDP2 that is a shard if the head is a separate unit (as verl wraps it),
-or its ``full_tensor()``, whose gradient is never summed over ranks. Here the module is passed to
-`linear_logprob`, so FSDP2 gathers the weight and reduces its gradient. This head also applies the
-bias, soft-cap and scale of the logits, which verl's fused heads leave out.
+``lm_head.weight``. Under FSDP2, that is a shard if the head is a separate unit (as verl wraps it),
+or its ``full_tensor()``, whose gradient is never summed over ranks. This forward passes the module
+to `linear_logprob`, so FSDP2 gathers the weight and reduces its gradient. It also applies the bias,
+soft-cap and scale of the logits, which verl's fused heads leave out.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from grpo_kernels.verl.rows import HeadTask, scored
 
 # parameters of verl's patch_forward_with_backends
 PARAMETERS = ("model", "use_fused_kernels", "fused_kernels_backend")
-# parameters of a forward: those not passed to the body, and those required
+# parameters of a forward that are not passed to the body, and parameters that it must have
 OF_HEAD = {"self", "labels", "temperature", "shift_labels", "logits_to_keep"}
 NEEDED = {"input_ids", "labels", "temperature", "shift_labels"}
 OF_MODEL = {"input_ids", "cu_seqlens", "cu_seqlens_cpu"}  # some parameters of ``model.model``
-KEPT = ("past_key_values", "hidden_states", "attentions")  # outputs of the body, returned too
+KEPT = ("past_key_values", "hidden_states", "attentions")  # outputs of the body to pass on
 
 # Model type -> verl's module below verl.models.transformers, and its function that runs everything
 # but the head ("" means ``model.model``), as in verl's patch_forward_with_backends
@@ -48,9 +48,9 @@ FAMILIES = {
     "qwen3_5_moe": ("qwen3_5", ""),
     "glm4v": ("glm4v", "glm4v_forward"),
 }
-DENSE = ("dense_common", "forward_base_model")  # all other types
+DENSE = ("dense_common", "forward_base_model")  # for all other model types
 
-# Everything replaced in verl: functions of its modules, forwards of model classes.
+# Everything that is replaced in verl: functions of its modules, and forwards of model classes
 patches = Patches("verl")
 _own: dict[type, Callable[..., Any]] = {}  # model class -> its original forward
 
@@ -64,7 +64,7 @@ def changes(module: ModuleType) -> Changes:
         model: Any, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
     ) -> None:
         cls = type(model)
-        if not cls.forward.__module__.startswith("verl."):  # `_forward`'s has this name too
+        if not cls.forward.__module__.startswith("verl."):  # true of forwards from `_forward`, too
             _own[cls] = cls.forward
         if use_fused_kernels and fused_kernels_backend == BACKEND:
             _use(model)
@@ -80,7 +80,7 @@ def _use(model: Any) -> None:
 
     forward = _forward(*FAMILIES.get(model.config.model_type, DENSE))
     _own_forward(type(model))
-    # an unknown kind of head raises here, not in the first step
+    # an unknown kind of head raises here rather than in the first step
     check_module(describe_head(model).weight)
     setattr(model, MARK, BACKEND)
     patches.replace(type(model), "forward", forward)
@@ -90,7 +90,7 @@ def _use(model: Any) -> None:
 
 @functools.cache
 def _forward(family: str, body_name: str) -> Callable[..., Any]:
-    """Return a replacement for verl's ``forward_with_torch_backend``, with its parameters."""
+    """Make a replacement for verl's ``forward_with_torch_backend``, with the same parameters."""
     module = importlib.import_module(f"verl.models.transformers.{family}")
     theirs = getattr(module, "forward_with_torch_backend", None)
     body = getattr(module, body_name, None)
@@ -106,7 +106,7 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
     *explicit, open_ended = signature.parameters
     names, kind = {*explicit}, signature.parameters[open_ended].kind
     of_body = OF_MODEL if body is None else {*inspect.signature(body).parameters}
-    # parameters that arrive in **kwargs, which are not passed on to such a body
+    # parameters of the body that would be lost, since they arrive in **kwargs
     lost = set() if body is None or open_ended in of_body else of_body - names
     known = names >= NEEDED and names <= OF_HEAD | of_body and not lost
     if not known or kind is not inspect.Parameter.VAR_KEYWORD:
@@ -114,7 +114,7 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
             f"{module.__name__}.forward_with_torch_backend: expected {sorted(NEEDED)}, and "
             f"parameters of its body, got {[*signature.parameters]}"
         )
-    with_aux = make_dataclass(  # in distillation, the engine reads this field
+    with_aux = make_dataclass(  # the engine reads the added field in distillation
         output.__name__,
         [("fused_linear_aux", Any, None)],
         bases=(output,),
@@ -132,7 +132,7 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
         head = measured_head(self, functools.partial(_own_forward(type(self)), self))
         inputs = {name: x for name, x in given.items() if name not in OF_HEAD}
         if body is None or open_ended in of_body:
-            inputs |= others  # dropped for the dense body, as in verl
+            inputs |= others  # for the dense body they are dropped, as in verl
         ids = _labels(given.get("shift_labels"), given.get("labels"), given.get("input_ids"))
         needed = task.counted
         if needed is None:
@@ -158,7 +158,7 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
 
 
 def _own_forward(cls: type) -> Callable[..., Any]:
-    """Return the original forward of a model's class, which reveals the head's constants."""
+    """The original forward of a model's class, which reveals the head's constants."""
     for x in cls.__mro__:
         found = _own.get(x) or vars(x).get("forward")
         if found in (None, nn.Module.forward) or found.__module__.startswith("verl."):
@@ -170,7 +170,6 @@ def _own_forward(cls: type) -> Callable[..., Any]:
 
 
 def _labels(shift_labels: Tensor | None, labels: Tensor | None, input_ids: Tensor | None) -> Tensor:
-    """Return the id that each position predicts."""
     if shift_labels is not None:
         return shift_labels
     ids = input_ids if labels is None else labels

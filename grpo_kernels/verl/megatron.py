@@ -1,13 +1,13 @@
 """verl's Megatron engine: replace its fused ``linear_cross_entropy``.
 
-verl's fused forwards (with Megatron's output processor, of a whole GPT model, and overlapped) look
-up the function in their module. They call it with the hidden states, which are equal on all tensor
-parallel ranks, and each rank's own rows of the head. No forward passes on the configured
-`impl_backend`; so the engine marks the head's weight, and this module's function runs for marked
-weights.
+verl has three fused forwards: with Megatron's output processor, of a whole GPT model, and
+overlapped. Each looks up the function in its module. It calls the function with the hidden states,
+which are equal on all tensor parallel ranks, and with each rank's own rows of the head. No forward
+passes on the configured `impl_backend`. So the engine marks the head's weight, and this module's
+function runs for marked weights.
 
-The engine's `forward_step` records the micro-batch. Context parallel ranks divide labels by
-``preprocess_thd_engine``, and the numbers of the rows that count are sent the same way. The
+The engine's `forward_step` records the micro-batch. Context parallel ranks divide labels with
+``preprocess_thd_engine``; the same function divides the numbers of the rows that count. The
 overlapped schedule does not call it, so there all rows count.
 
 The gradient of the hidden states is the full sum over the ranks' rows of the head, where verl's
@@ -33,7 +33,7 @@ from grpo_kernels.verl.engine import BACKEND, OPTIONS, Changes, found_in, option
 from grpo_kernels.verl.rows import HeadTask, Layout, flag, head_task, scored
 
 MARK = "_grpo_kernels_score"  # attribute of a head's weight that holds the function to call
-# parameters of verl's functions: of preprocess_thd_engine, its head's forward, and forward_step
+# parameters of verl's preprocess_thd_engine, of the forward of its head, and of forward_step
 DIVIDE = (
     *("input_ids", "pre_process", "need_roll", "use_fp8_padding"),
     *("local_cp_size", "min_local_rows", "pad_to_length_bucket", "cp_layout"),
@@ -41,8 +41,8 @@ DIVIDE = (
 PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
 STEP = ("self", "batch_iter", "model", "logits_processor_func", "postprocess_micro_batch_func")
 
-# within a step: `head_task` of its micro-batch, but for the layout; and its result, once the labels
-# are divided
+# Within a step: `head_task` of the micro-batch, still without the layout; and, once the labels are
+# divided, the result of that function.
 _task_in: ContextVar[Callable[[Layout], HeadTask] | None] = ContextVar("task_in", default=None)
 _task: ContextVar[HeadTask] = ContextVar("task")
 
@@ -71,7 +71,7 @@ def forward_changes(module: ModuleType) -> Changes:
         input_ids: Any, *args: Any, need_roll: bool = False, **options: Any
     ) -> Any:
         task_in = _task_in.get()
-        if need_roll and task_in is not None:  # these are the labels
+        if need_roll and task_in is not None:  # then `input_ids` are the labels
 
             def layout(numbers: Tensor) -> Tensor:
                 nested = torch.nested.nested_tensor_from_jagged(numbers, input_ids.offsets())
@@ -149,7 +149,7 @@ def _mark(model: Any, vocab_size: int) -> None:
         layers.append(getattr(getattr(model, "embedding", None), "word_embeddings", None))
     for layer in layers:
         weight = getattr(layer, "weight", None)
-        if weight is not None:  # other pipeline stages have none
+        if weight is not None:  # some pipeline stages have none
             setattr(weight, MARK, ours)
 
 
@@ -162,9 +162,9 @@ def _score(
     process_group: dist.ProcessGroup | None = None,
     *,
     sequence_parallel: bool,  # True: a gather over tensor parallel ranks precedes the head
-    vocab_size: int,  # rows of the whole head that are tokens; Megatron pads beyond them
+    vocab_size: int,  # number of rows of the whole head without Megatron's padding
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities (N,), and entropies (N,) if they are read."""
+    """Log-probabilities (N,), and entropies (N,) if they are read."""
     if reduction != "none":
         raise ValueError(f"reduction: expected 'none', got {reduction!r}")
     if hidden.dim() == 3 and hidden.size(1) != 1 and hidden.shape[:2] != labels.shape:

@@ -1,10 +1,11 @@
 """Find the rows of the head that a micro-batch's loss reads, and the gradient to expect there.
 
-verl's engines pass packed ids to a model: prompts, responses, padding. Only the rows in front of
-response tokens predict something that the loss reads, and only where the mask counts. `head_task`
-finds them in verl's packed order, from the fields of the micro-batch. A rank gives its head only a
-part of that order, padded and sharded; so `head_task` sends row numbers through the engine's own
-layout, and selects by them. The expected gradient comes from verl's own loss (`_slopes`).
+verl's engines pass packed ids to a model: prompts, responses, padding. The loss reads predictions
+only of response tokens, and only where the mask counts. `head_task` finds the rows that predict
+these tokens in verl's packed order, from the fields of the micro-batch. A rank gives its head only
+a part of that order, padded and sharded. So `head_task` sends row numbers through the engine's own
+layout, and selects rows by these numbers. The expected gradient comes from verl's own loss
+(`_slopes`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from grpo_kernels.base.choices import BatchLayout
 from grpo_kernels.objective.expected import Expectation
 from grpo_kernels.scores import linear_logprob
 
-# losses whose inputs are known, and their modules
+# losses whose inputs are known -> their modules
 LOSSES = {
     **dict.fromkeys(("ppo_loss", "sft_loss"), "verl.workers.utils.losses"),
     "distillation_ppo_loss": "verl.trainer.distillation.losses",
@@ -30,20 +31,20 @@ LOSSES = {
 FIELDS = {"response_mask", "old_log_probs", "advantages", "rollout_is_weights", "ref_log_prob"}
 CONSTANTS = ("dp_size", "batch_num_tokens", "global_batch_size")
 
-# lays out (N,) in verl's packed order as the engine does a call's ids, padding with 0
+# lays out (N,), in verl's packed order, as the engine lays out a call's ids; padding is 0
 Layout = Callable[[Tensor], Tensor]
 
 
 class HeadTask:
     """What a call needs from the head, in the call's order of rows.
 
-    No dataclass: FSDP rounds the tensors of a dataclass on the way into a model.
+    This is not a dataclass: FSDP would round the tensors of a dataclass on their way into a model.
     """
 
-    counted: Tensor | None = None  # True for rows whose results are read; None: all
-    fill: Tensor | None = None  # log-probabilities to report for other rows; None: 0
+    counted: Tensor | None = None  # True for rows whose results are read; None: all rows
+    fill: Tensor | None = None  # log-probabilities to report for rows that do not count; None: 0
     expected: Expectation | None = None  # the gradient; None: unknown, or none
-    entropy: bool = True  # False: no entropies are read
+    entropy: bool = True  # True: entropies are read
     layout: BatchLayout = "padded"  # of the trunk
     # in distillation: ids and log-probabilities (1, N, K) for the packed tokens of this rank
     teacher: tuple[Tensor, Tensor] | None = None
@@ -52,11 +53,10 @@ class HeadTask:
 
 
 class Mode(NamedTuple):
-    """Properties of a ``loss_mode`` of verl; `MODES` lists the known ones."""
+    """Properties of a ``loss_mode`` of verl; `MODES` lists the known modes."""
 
-    # a token's gradient depends on its own log-probability and entropy only
-    by_token: bool = False
-    by_advantage: bool = False  # it is 0 where the advantage is 0, whatever shares a micro-batch
+    by_token: bool = False  # a token's gradient depends only on its log-probability and entropy
+    by_advantage: bool = False  # it is 0 where the advantage is 0, in any micro-batch
     by_weight: bool = False  # it is 0 where ``rollout_is_weights`` are 0
 
 
@@ -64,17 +64,18 @@ ALL = ("vanilla", "dppo_tv", "dppo_kl", "sapo", "gpg", "cispo")
 MODES = {
     **dict.fromkeys(ALL, Mode(by_token=True, by_advantage=True, by_weight=True)),
     "gspo": Mode(by_advantage=True, by_weight=True),
-    "dro": Mode(by_token=True, by_weight=True),  # its penalty of the log-ratio stays
+    "dro": Mode(by_token=True, by_weight=True),  # penalizes the log-ratio at any advantage
 }  # other modes read the whole micro-batch
 
 
 def mode_of(config: Any) -> Mode:
-    """Return the properties of the loss mode in an actor's `config`."""
+    """Look up the properties of the loss mode in an actor's `config`."""
     name = config.policy_loss.get("loss_mode", "vanilla")
     if name != "bypass_mode":
         return MODES.get(name, Mode())
     correction = config.policy_loss.get("rollout_correction", None) or {}
-    if correction.get("rollout_is_batch_normalize", False):  # a mean over the ranks' micro-batches
+    # weights are normalized by a mean over the ranks' micro-batches
+    if correction.get("rollout_is_batch_normalize", False):
         return Mode()
     rejections = (correction.get("rollout_rs", None) or "").split(",")
     by_token = correction.get("rollout_is", None) != "sequence" and all(
@@ -84,7 +85,7 @@ def mode_of(config: Any) -> Mode:
 
 
 def name_of(loss_function: Any) -> str:
-    """Return the name of the verl loss that `loss_function` is a partial of, or ""."""
+    """Name of the verl loss that `loss_function` is a partial of, or ""."""
     function = getattr(loss_function, "func", None)
     name = getattr(function, "__name__", "")
     theirs = getattr(importlib.import_module(LOSSES[name]), name) if name in LOSSES else None
@@ -92,29 +93,29 @@ def name_of(loss_function: Any) -> str:
 
 
 def actor_config(loss_function: Any) -> Any:
-    """Return the actor's config if `loss_function` is verl's ``ppo_loss``, else None."""
+    """The actor's config if `loss_function` is verl's ``ppo_loss``, else None."""
     return loss_function.keywords["config"] if name_of(loss_function) == "ppo_loss" else None
 
 
 def has_other_terms(data: Any, config: Any) -> bool:
-    """Return True if a KL or (computed) entropy term gives every counted token a gradient."""
+    """True if a KL or (computed) entropy term gives every counted token a gradient."""
     entropy = flag(data, "calculate_entropy") and config.entropy_coeff != 0
     return bool(config.use_kl_loss or entropy)
 
 
 def may_move(config: Any) -> bool:
-    """Return True if the actor's loss is the same sum however sequences are grouped."""
+    """True if the actor's loss is the same sum however sequences are grouped."""
     return mode_of(config) != Mode() and not is_by_width(config)
 
 
 def is_by_width(config: Any) -> bool:
-    """Return True if the loss divides by the width of a micro-batch."""
+    """True if the loss divides by the width of a micro-batch."""
     norm = config.loss_agg_mode == "seq-mean-token-sum-norm"
     return norm and config.loss_scale_factor is None
 
 
 def flag(data: Any, name: str, default: Any = False) -> Any:
-    """Return a non-tensor entry of `data`, one of verl's TensorDicts."""
+    """Read a non-tensor entry of `data`, one of verl's TensorDicts."""
     tensordict_utils = importlib.import_module("verl.utils.tensordict_utils")
     return tensordict_utils.get_non_tensor_data(data=data, key=name, default=default)
 
@@ -145,7 +146,7 @@ def head_task(data: Any, loss_function: Any, dp_group: Any, layout: Layout) -> H
         task.counted = in_call(places.packed(data["response_mask"])) != 0
         if "old_log_probs" not in names:
             return task
-        # losses compare all tokens' log-probabilities with the old ones, then mask the result
+        # Losses compare log-probabilities of all tokens with the old ones, and mask the result.
         task.fill = in_call(places.packed(data["old_log_probs"]))
         config = actor_config(loss_function)
         if config is None or not mode_of(config).by_token:
@@ -162,7 +163,7 @@ def head_task(data: Any, loss_function: Any, dp_group: Any, layout: Layout) -> H
 
 
 def live_rows(data: Any, config: Any, places: Places) -> Tensor:
-    """Return (N,) bool, the packed rows that may get a gradient from an actor's loss."""
+    """(N,) bool, the packed rows that may get a gradient from an actor's loss."""
     mode, names = mode_of(config), ["response_mask"]
     if mode.by_advantage and not has_other_terms(data, config):
         names.append("advantages")
@@ -189,7 +190,7 @@ def joined(sequences: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def scored(
     hidden: Tensor, head: Any, ids: Tensor, task: HeadTask, temperature: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities of `ids`, and entropies if read."""
+    """Log-probabilities of `ids`, and entropies if they are read."""
     found = linear_logprob(
         hidden,
         head,
@@ -220,7 +221,7 @@ class Places:
         self.lengths = lengths  # (B,), number of response tokens
         t = torch.arange(self.width, device=ends.device)
         self._inside = t < lengths[:, None]
-        starts = ends - lengths - 1  # the last token of a prompt predicts the first of the response
+        starts = ends - lengths - 1  # a prompt's last token predicts the response's first token
         self._rows = (starts[:, None] + t)[self._inside]
         self._tokens = len(data["input_ids"].values())
 
@@ -233,12 +234,12 @@ class Places:
 def _slopes(
     loss_function: Any, data: Any, width: int, cells: Tensor, dp_group: Any
 ) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
-    """Return a function for derivatives of verl's ``ppo_loss``, for modes with `by_token`.
+    """Make a function that computes derivatives of verl's ``ppo_loss``, for modes with `by_token`.
 
     The loss is a sum over sequences, with constants of the whole mini-batch. So it is evaluated
-    only on the sequences of the requested tokens, as a batch with one-token prompts and old
-    log-probabilities for all other tokens. ``cells[i]`` is b * `width` + t of the response token
-    that row i of the call predicts.
+    only on the sequences of the requested tokens, as a batch with one-token prompts. All other
+    tokens of these sequences have their old log-probabilities. ``cells[i]`` is b * `width` + t of
+    the response token that row i of the call predicts.
     """
     from tensordict import TensorDict  # verl's own dependency
 
@@ -257,7 +258,7 @@ def _slopes(
     def slopes(
         rows: Tensor, logps: Tensor, entropies: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return derivatives (n,) by logps and entropies (None without them) at `rows` (n,)."""
+        """Derivatives (n,) by logps and entropies (None without them) at `rows` (n,)."""
         sequences, here = torch.unique(cells[rows] // width, return_inverse=True)
         batch = whole[sequences]
         at = here * (1 + width) + cells[rows] % width  # a sequence's last token predicts nothing
@@ -275,7 +276,7 @@ def _slopes(
 def slopes_of(
     loss_function: Any, model_output: dict[str, Tensor], data: Any, dp_group: Any
 ) -> tuple[Tensor, Any, dict[str, Tensor]]:
-    """Return the loss, its metrics, and its derivative by each tensor of `model_output`."""
+    """(the loss, its metrics, its derivative by each tensor of `model_output`)."""
     with torch.enable_grad():
         leaves = {name: x.detach().requires_grad_() for name, x in model_output.items()}
         loss, metrics = loss_function(model_output=leaves, data=data, dp_group=dp_group)

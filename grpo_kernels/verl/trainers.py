@@ -1,15 +1,16 @@
 """verl's trainers: skip the scoring of the old policy, and bring prompts to one rank.
 
-verl scores a batch with the policy before it trains on it, for the ratio in its loss and for its
-logs. If the batch is a single optimizer step, that step's forward computes the same
+verl scores a batch with the policy before it trains on the batch, for the ratio in its loss and for
+its logs. If the batch is a single optimizer step, that step's forward computes the same
 log-probabilities. Then `_compute_old_log_prob` asks the workers to defer: they run nothing and
-answer with NaN. In `_update_actor` the loss uses its own detached log-probabilities as the old
-ones, and the workers keep them along with the entropies. Afterwards verl's scoring is called again,
-collects what was kept, and logs it. The request is stored in the batch (`REQUEST`). A worker that
-does not know it, or cannot defer, scores as usual; the trainer sees that from the missing NaN.
+answer with NaN. In `_update_actor`, the loss uses its own detached log-probabilities as the old
+ones, and the workers keep them along with the entropies. Afterwards verl's scoring is called again;
+it collects and logs what the workers kept. The request is stored in the batch (`REQUEST`). A worker
+that does not know it, or cannot defer, scores as usual; the trainer recognizes that by the missing
+NaN.
 
-verl divides a batch over ranks by number of tokens, whatever prompts they belong to. Afterwards,
-sequences are exchanged between ranks within each of the actor's mini-batches, so that a tree
+verl divides a batch over ranks by number of tokens, without regard to prompts. Afterwards this
+module exchanges sequences between ranks within each of the actor's mini-batches, so that a tree
 computes the prompt of several responses once.
 """
 
@@ -33,8 +34,8 @@ from grpo_kernels.verl.rows import actor_config, by_sequence, flag, joined, may_
 REQUEST = "grpo_kernels_old_logprobs"
 DEFER, UPDATE, COLLECT = "defer", "update", "collect"  # a batch's requests, in this order
 ROW = "grpo_kernels_row"  # field of a micro-batch: its sequences' indices in the worker's batch
-# Attributes. Worker: scores by sequence, each None until computed (all None if it does not defer).
-# Trainer: True from a batch's first request to its last.
+# Attribute of a worker: scores by sequence, each None until computed; None if it does not defer.
+# Attribute of a trainer: True from a batch's first request to its last.
 KEPT, DEFERRED = "_grpo_kernels_kept", "_grpo_kernels_deferred"
 
 SCORES = ("log_probs", "entropy")  # what verl's scoring returns
@@ -45,20 +46,21 @@ BALANCE = ("self", "batch", "metrics", "logging_prefix", "keep_minibatch")
 
 
 class FirstPass:
-    """verl's ``ppo_loss`` for a batch's only step, recognized as the partial that it replaces.
+    """verl's ``ppo_loss`` for a batch that is a single step.
 
-    It stores each sequence's log-probabilities and entropies in `kept`. `entropy`: True if the loss
+    It has the attributes of the partial that it replaces, so that `name_of` recognizes it. It
+    stores each sequence's log-probabilities and entropies in `kept`. `entropy` is True if the loss
     reads entropies.
     """
 
     def __init__(self, loss: Any, kept: list[Any], *, entropy: bool) -> None:
-        self.func, self.keywords = loss.func, loss.keywords  # as `name_of` reads them
+        self.func, self.keywords = loss.func, loss.keywords  # `name_of` reads these
         self._loss, self._kept, self._entropy = loss, kept, entropy
 
     def __call__(self, model_output: Any, data: Any, dp_group: Any = None) -> Any:
         padding = importlib.import_module("verl.workers.utils.padding")
         rows = data.get(ROW, None)
-        if rows is not None:  # None: a part of a micro-batch, evaluated for its derivative
+        if rows is not None:  # None: part of a micro-batch, evaluated for the derivative only
             output = {name: model_output[name].detach() for name in SCORES}
             found = by_sequence(output, data["input_ids"].offsets())
             for row, scores in zip(rows.tolist(), found, strict=True):
@@ -77,14 +79,14 @@ def worker_changes(module: ModuleType) -> Changes:
     train = function_of(worker, "train_batch", ("self", "data"))
     tensordict_utils = importlib.import_module("verl.utils.tensordict_utils")
 
-    def request_of(data: Any) -> Any:  # data may be a reference to a batch
+    def request_of(data: Any) -> Any:  # data may be only a reference to a batch
         return flag(data, REQUEST, None) if isinstance(data, module.TensorDict) else None
 
     def answer(self: Any, kept: list[Any]) -> Any:
-        """Return kept scores in the form of verl's scoring."""
+        """Kept scores, in the form that verl's scoring returns."""
         if not self.engine.is_mp_src_rank_with_outputs():
             return None
-        metrics = {"metrics": {"mfu": 0.0}}  # no operations
+        metrics = {"metrics": {"mfu": 0.0}}  # nothing was computed
         return tensordict_utils.get_tensordict(joined(kept), metrics).cpu()
 
     @functools.wraps(infer)
@@ -119,7 +121,7 @@ def worker_changes(module: ModuleType) -> Changes:
             )
         loss = FirstPass(self.loss_fn, kept, entropy=bool(flag(data, "calculate_entropy")))
         data[ROW] = torch.arange(len(data))
-        data[OLD] = torch.zeros_like(data[OLD])  # replaces NaN, also where nothing is computed
+        data[OLD] = torch.zeros_like(data[OLD])  # replaces NaN, also in rows that are not computed
         tensordict_utils.assign_non_tensor(data, calculate_entropy=True)
         with replaced(self, "loss_fn", loss):
             return train(self, data)
@@ -191,7 +193,7 @@ def v1_changes(module: ModuleType) -> Changes:
 
 def _scoring_changes(
     trainer: Any,
-    parameters: dict[str, tuple[str, ...]],  # of the methods that must be verl's, by name
+    parameters: dict[str, tuple[str, ...]],  # method that must be verl's -> names of parameters
     is_deferred: Callable[[Any, Any], bool],  # (result of verl's scoring, metrics) -> deferred
     log: Callable[[Any, Any, Any, Any], None],  # adds to metrics what verl logs after scoring
 ) -> Changes:
@@ -201,7 +203,7 @@ def _scoring_changes(
     @contextmanager
     def asked(batch: Any, request: str) -> Iterator[None]:
         """Send the `request` to workers that get `batch` inside the context."""
-        # of the newer trainer, or the older one
+        # the newer trainer's batch has extra_info, the older one's meta_info
         sent = batch.extra_info if hasattr(batch, "extra_info") else batch.meta_info
         sent[REQUEST] = request
         try:
@@ -238,7 +240,7 @@ def _scoring_changes(
 
 
 def _rollout_metrics(trainer: Any, batch: Any) -> dict[str, Any]:
-    """Return what verl logs for a `batch` under rollout_corr/."""
+    """What verl logs for a `batch` under rollout_corr/."""
     config = trainer.config.algorithm.get("rollout_correction", None)
     if config is None:
         return {}
@@ -249,7 +251,7 @@ def _rollout_metrics(trainer: Any, batch: Any) -> dict[str, Any]:
 
 
 def _options(trainer: Any) -> dict[str, Any] | None:
-    """Return the options of this library's head; None if the actor uses another head."""
+    """Options of this library's head; None if the actor uses another head."""
     model = trainer.config.actor_rollout_ref.model
     given = model.get("fused_kernel_options", None) or {}
     if not model.get("use_fused_kernels", False) or given.get("impl_backend") != BACKEND:
@@ -262,7 +264,7 @@ def _distils(config: Any) -> bool:
 
 
 def _can_defer(trainer: Any, cls: type, own: Sequence[str], size: int) -> bool:
-    """Return True if the update may score the batch of `size` sequences; print why not."""
+    """True if the update may score the batch of `size` sequences; print the reason if not."""
     options, config = _options(trainer), trainer.config
     if options is None or options["old_logprobs"] == "score":
         return False
@@ -272,7 +274,7 @@ def _can_defer(trainer: Any, cls: type, own: Sequence[str], size: int) -> bool:
     others = [name for name in own if getattr(type(trainer), name) is not getattr(cls, name)]
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     step = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
-    # cases that read old log-probabilities before the update, or in more than one step
+    # These cases read old log-probabilities before the update, or in more than one step.
     reasons = {
         f"{type(trainer).__name__}.{', '.join(others)}": others,
         f"a batch is not one step of {step} sequences": size != step,
@@ -294,7 +296,7 @@ def _can_defer(trainer: Any, cls: type, own: Sequence[str], size: int) -> bool:
 
 
 @functools.cache
-def _say(reason: str) -> None:  # once, to stdout like verl
+def _say(reason: str) -> None:  # cached, so it prints once per reason, to stdout like verl
     print(f"{BACKEND}: verl scores the old policy before each update ({reason})")
 
 
@@ -311,7 +313,7 @@ def _balance_changes(module: ModuleType, trainer: Any) -> Changes:
         keep_minibatch: bool = False,
     ) -> Any:
         found = theirs(self, batch, metrics, logging_prefix, keep_minibatch)
-        balanced = batch if found is None else found  # the older trainer changes it in place
+        balanced = batch if found is None else found  # the older trainer changes `batch` in place
         if not _shares_prompts(self):
             return found
         group = self.actor_rollout_wg
@@ -342,7 +344,7 @@ def _balance_changes(module: ModuleType, trainer: Any) -> Changes:
 
 
 def _shares_prompts(trainer: Any) -> bool:
-    """Return True if the actor computes prompts once, and ranks may exchange sequences."""
+    """True if the actor computes prompts once, and ranks may exchange sequences."""
     options, config = _options(trainer), trainer.config
     actor = config.actor_rollout_ref.actor
     if options is None or options["layout"] != "tree" or actor.strategy != "fsdp2":
@@ -355,16 +357,16 @@ def _shares_prompts(trainer: Any) -> bool:
 
 
 def _exchanged(prompts: Prompts, ranks: int, step: int) -> list[list[int]]:
-    """Return each rank's sequences, with prompts kept together within steps of `step` sequences.
+    """Assign sequences to ranks, with prompts kept together within steps of `step` sequences.
 
-    Each rank's list begins with its part of the first step. With few groups, ranks can become
-    uneven: verl's order is kept if the exchange would give the busiest rank more tokens.
+    Each rank's list begins with its part of the first step. With few groups, the load of the ranks
+    can become uneven: verl's order is kept if the exchange would give the busiest rank more tokens.
     """
     own, size = len(prompts.of) // ranks, step // ranks
     verls = [[*range(k * own, (k + 1) * own)] for k in range(ranks)]
 
     def slowest(parts: list[list[int]]) -> int:
-        """Return the tokens of the busiest rank, summed over steps."""
+        """Tokens of the busiest rank, summed over steps."""
         steps = ([part[i : i + size] for part in parts] for i in range(0, own, size))
         return sum(max(map(prompts.tokens, step)) for step in steps)
 
@@ -379,7 +381,8 @@ def _exchanged(prompts: Prompts, ranks: int, step: int) -> list[list[int]]:
             while left:
                 room = [start + size - len(part) for part in found]
                 fits = [k for k in range(ranks) if room[k] >= len(left)]
-                # whole to the rank with fewest tokens, else as many as fit
+                # The whole group goes to the rank with the fewest tokens; if it fits nowhere, as
+                # many of its sequences as fit go to the rank with the most room.
                 k = min(fits, key=used.__getitem__) if fits else room.index(max(room))
                 found[k] += left[: room[k]]
                 used[k] += prompts.tokens(left[: room[k]])
