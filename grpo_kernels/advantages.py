@@ -4,9 +4,9 @@ All functions compute in float64 (float32 on devices without float64) and withou
 have the dtype of the float inputs, or float32 for integer rewards.
 
 Pass ``process_group`` if the samples of a group are spread over several ranks. Each rank passes its
-own rows with the same options, and gets the advantages of these rows; ranks may have different
-numbers of rows. Ranks exchange group ids and per-group statistics, never rewards. ``None`` means no
-communication, even if ``torch.distributed`` is initialized.
+own rows with the same options, and gets the advantages of these rows. Ranks may have different
+numbers of rows. Ranks exchange group ids and per-group statistics, never rewards. With ``None``,
+ranks do not communicate, even if ``torch.distributed`` is initialized.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def group_advantages(
         reward_weights: (F,), one weight per reward function; by default, all weights are 1.
         scale_rewards: ``"group"`` or ``"batch"``: divide by the std of the group or of the batch.
             ``"none"``: only subtract the mean. ``"mean"``: divide by the group's mean instead of a
-            std, as in MaxRL, for rewards of at least 0; ``eps=0`` gives prime-rl's variant. A group
-            whose mean is not above 0 then gets advantages of 0.
+            std, as in MaxRL, for rewards of at least 0; a group gets advantages of 0 unless its
+            mean is above 0. Pass ``eps=0`` for prime-rl's variant.
         std: ``"sample"`` divides by n - 1, ``"population"`` by n.
         multi_objective_aggregation: ``"sum_then_normalize"``: r = sum_f w_f r_f.
             ``"normalize_then_sum"``: each reward becomes a z-score within its group, and the
@@ -126,7 +126,7 @@ def group_advantages(
     else:
         centered, spread, _ = _moments(table, groups, correction)
         total = _weighted_sum(_divide(centered, spread + eps), weights)
-        # z-scores sum to 0 in every group, hence in the batch: their mean is only rounding error
+        # z-scores sum to 0 in every group, so their mean over the batch is only rounding error
         _, spread, _ = _moments(total, batch, correction)
         result = _divide(total, spread + eps)
     return result[:, 0].nan_to_num(nan=0.0).to(_float_dtype(rewards))
@@ -166,7 +166,7 @@ def rloo_advantages(
     table, weights = _reward_table(rewards, reward_weights, num_generations)
     groups = _groups(table, num_generations, group_ids, process_group)
     centered, _, n = _moments(_weighted_sum(table, weights), groups, 0)
-    result = centered * n / (n - 1)  # 0 / 0 = NaN, unscored, where n = 1
+    result = centered * n / (n - 1)  # where n = 1, 0 / 0 = NaN marks the row as unscored
     if normalize_advantages:
         _, spread, _ = _moments(result, _one_group(table, process_group), 1)
         result = _divide(result, spread + eps)
@@ -189,13 +189,14 @@ def process_advantages(
 ) -> Tensor:
     """Compute advantages of tokens from rewards of steps.
 
-    Each token gets the sum of the normalized rewards of its own step and all later steps. ::
+    ::
 
         advantages = process_advantages(
             [[0.1, 0.9], [0.5]], [[3, 7], [5]], num_generations=2, completion_mask=completion_mask
         )  # (B, T)
 
-    Each reward is normalized over all steps of its group: (r - mean) / (std + eps).
+    Each reward is normalized over all steps of its group: (r - mean) / (std + eps). Each token gets
+    the sum of the normalized rewards of its own step and all later steps.
 
     Args:
         step_rewards: (B, S), or a list of numbers per completion, on any device. NaN or None marks
@@ -207,8 +208,8 @@ def process_advantages(
         length: the length T; pass either `length` or `completion_mask`.
 
     Returns:
-        (B, T) advantages on the mask's device, 0 after the last step. A step at its group's mean,
-        and steps that cancel each other, give exactly 0.
+        (B, T) advantages on the mask's device, 0 after the last step. The result is exactly 0 for a
+        step at its group's mean, and for steps that cancel each other.
 
     Raises:
         TypeError, ValueError: as in `group_advantages`; also if a step end is outside [0, T), or is
@@ -228,7 +229,7 @@ def process_advantages(
     mask = _bool_mask(completion_mask)
     _check_shape("completion_mask", mask, "(B, T)", (batch_size, mask.shape[1]))
     columns = mask.shape[1]
-    x = table.to(widen(mask[:0]).dtype).to(mask.device)  # first to what the device has
+    x = table.to(widen(mask[:0]).dtype).to(mask.device)  # the device may lack the table's dtype
     ends = ends.to(mask.device, torch.int64)
     scored = ~x.isnan()
     _require_all(~x.isinf(), x, "step_rewards", "finite values, or NaN for an unscored step")
@@ -237,7 +238,7 @@ def process_advantages(
     before = pad(torch.where(scored, ends, -1), (1, 0), value=-1).cummax(dim=1).values[:, :-1]
     rising = "each above those of earlier scored steps (columns, not a mask)"
     _require_all(~scored | (ends > before), ends, "step_ends", rising)
-    places = torch.where(scored, ends, columns)  # a column more, for unscored steps
+    places = torch.where(scored, ends, columns)  # unscored steps go to one more column
     if mask.device.type == "cpu" and not pad(mask, (0, 1), value=True).gather(1, places).all():
         warn_once(
             "step_ends: a step ends in a masked column; expected columns of the "
@@ -343,9 +344,10 @@ def reinforce_plus_plus(
 ) -> Tensor:
     """Compute REINFORCE++ advantages: discounted returns, whitened over the batch.
 
-    A_t = sum_(k >= t) gamma^(k - t) (r [k is the last counted token] - beta KL_k), then (A - mean)
-    / (std + eps), where [...] is 1 or 0, and mean and std are over all counted tokens of the batch
-    on all ranks. Masked positions are skipped. Rows without a score get 0 and are left out of both.
+    The returns are A_t = sum_(k >= t) gamma^(k - t) (r [k is the last counted token] - beta KL_k),
+    where [...] is 1 or 0. The result is (A - mean) / (std + eps), with mean and std over all
+    counted tokens of the batch on all ranks. Masked positions are skipped. Rows without a score get
+    0, and do not enter mean and std.
 
     Args:
         rewards, reward_weights, process_group: as in `group_advantages`.
@@ -421,7 +423,7 @@ def whiten(
     return torch.where(mask, result, 0.0).to(_float_dtype(x))
 
 
-# Groups of rows, which may span ranks, and their statistics
+# Groups of rows, which may span ranks, and statistics of groups
 
 
 class _Groups(NamedTuple):
@@ -440,7 +442,7 @@ def _groups(
     num_generations: int | None,
     group_ids: Tensor | Sequence[int] | None,  # (B,)
     process_group: ProcessGroup | None,
-    fewest: int = 2,  # a baseline from other rows leaves nothing to a group of one
+    fewest: int = 2,  # in a group of one, no other row gives a baseline
 ) -> _Groups:
     check_group("process_group", process_group)
     rows, device = len(table), table.device
@@ -484,7 +486,7 @@ def _group_sums(x: Tensor, groups: _Groups) -> Tensor:
 
 
 def _moments(x: Tensor, groups: _Groups, correction: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (x - mean, std, n) for each entry's group, (N, F) each; NaN entries are left out.
+    """(x - mean, std, n) for each entry's group, (N, F) each; NaN entries are left out.
 
     std = sqrt(sum of (x - mean)^2 / (n - correction)), or 0 for a single entry. Each entry is first
     shifted by its group's minimum, so equal entries become exact zeros; x - mean(x) would keep the
@@ -506,7 +508,7 @@ def _moments(x: Tensor, groups: _Groups, correction: int) -> tuple[Tensor, Tenso
 
 
 def _unless_rounding(x: Tensor, error: Tensor) -> Tensor:
-    """`x`, or 0 where it is not above the rounding error of the numbers that it comes from."""
+    """`x`, or 0 where it does not exceed `error`, the rounding error of the numbers behind it."""
     return torch.where(x.abs() <= error, 0.0, x)
 
 
@@ -516,7 +518,7 @@ def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def _weighted_sum(table: Tensor, weights: Tensor) -> Tensor:
-    """Return sum_f w_f r_f (N, 1) over the scored entries; NaN for a row without any."""
+    """sum_f w_f r_f (N, 1) over the scored entries; NaN for a row without any."""
     unscored = table.isnan().all(dim=1, keepdim=True)
     return torch.where(unscored, math.nan, (table * weights).nansum(dim=1, keepdim=True))
 
@@ -529,11 +531,11 @@ def _reward_table(
     reward_weights: Tensor | Sequence[float] | None,
     num_generations: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return rewards as (B, F) and weights as (F,), both widened."""
+    """(rewards (B, F), weights (F,)), both widened."""
     check_tensor("rewards", rewards)
     if rewards.dim() not in (1, 2) or rewards.shape[1:] == (0,):
         raise ValueError(f"rewards: expected shape (B,) or (B, F), got {tuple(rewards.shape)}")
-    # a wrong kind of num_generations is refused by `_groups`
+    # `_groups` refuses other types of num_generations
     columns = num_generations if isinstance(num_generations, Integral) else 1
     if reward_weights is None and rewards.shape[1:] == (columns,) != (1,):
         raise ValueError(
@@ -547,7 +549,7 @@ def _reward_table(
     if reward_weights is None:
         return table, table.new_ones(table.shape[1])
     if not isinstance(reward_weights, Tensor):
-        try:  # in float64, whatever torch's default dtype is
+        try:  # always in float64, since torch's default dtype may be smaller
             reward_weights = torch.as_tensor(reward_weights, dtype=torch.float64)
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             expected = "expected a tensor or a list of numbers"
@@ -559,7 +561,7 @@ def _reward_table(
 
 
 def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
-    """Return rewards and ends as (B, S) tensors, ragged lists padded with NaN and -1."""
+    """(rewards, ends) as (B, S) tensors; ragged lists are padded with NaN and -1."""
     rewards, ends = _lists("step_rewards", step_rewards), _lists("step_ends", step_ends)
     if not isinstance(ends, Tensor):
         odd = [x for row in ends for x in row if isinstance(x, bool) or not isinstance(x, Integral)]
@@ -590,10 +592,10 @@ def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
 
 
 def _lists(name: str, given: Any) -> Any:
-    """Return a tensor as it is; anything else as lists, one per completion."""
+    """A tensor as it is; anything else as lists, one per completion."""
     if isinstance(given, Tensor):
         return given
-    if hasattr(given, "tolist"):  # of numpy
+    if hasattr(given, "tolist"):  # numpy arrays
         given = given.tolist()
     several = isinstance(given, Sequence)
     rows = [x.tolist() if hasattr(x, "tolist") else x for x in (given if several else [given])]
@@ -616,7 +618,7 @@ def _padded(rows: Any, fill: float, dtype: torch.dtype) -> Tensor:
 
 
 def _bool_mask(mask: Any) -> Tensor:
-    """Return ``completion_mask`` as (B, T) bool; warn once if it holds values other than 0 and 1.
+    """``completion_mask`` as (B, T) bool; warn once if it holds values other than 0 and 1.
 
     Integer masks on a GPU are not checked: that would synchronize with the device.
     """
@@ -630,7 +632,7 @@ def _bool_mask(mask: Any) -> Tensor:
 
 
 def _counted_values(name: str, x: Tensor, mask: Tensor) -> Tensor:
-    """Return ``x`` (B, T), widened, with 0 where masked; raise unless the rest is finite."""
+    """``x`` (B, T), widened, with 0 where masked; raise if a counted value is not finite."""
     _check_shape(name, x, "(B, T)", mask.shape)
     _require_all(x.isfinite() | ~mask, x, name, "finite values at counted positions")
     return torch.where(mask, widen(x), 0.0)
@@ -669,8 +671,10 @@ def _check_share(name: str, value: float) -> None:
 
 
 def _correction(std: str, off: str = "") -> int:
-    """Return the correction of `std`, which divides by n - correction; `off` is the argument that
-    turns the division off."""
+    """The correction c of `std`, which divides by n - c.
+
+    `off` names the argument that turns the division off, for the error.
+    """
     hint = f"; {off} turns the division off" if off and not std else ""
     check_choice("std", std, choices(AdvantageStd), hint)
     return 1 if std == "sample" else 0

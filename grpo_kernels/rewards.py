@@ -29,7 +29,7 @@ __all__ = ["compute_rewards", "reward_names"]
 only_public(__name__)
 
 RewardFunc = Callable[..., Any]  # includes nn.Module
-_NO_COLUMNS = ("trainer_state", "log_extra", "log_metric")  # passed by TRL, but not columns
+_NO_COLUMNS = ("trainer_state", "log_extra", "log_metric")  # TRL passes these besides columns
 
 
 def compute_rewards(
@@ -125,9 +125,10 @@ def compute_rewards(
 
 
 def reward_names(reward_funcs: RewardFunc | Sequence[RewardFunc]) -> list[str]:
-    """Return the name of each reward function.
+    """List the names of reward functions, in order.
 
-    A function's name, a reward model's checkpoint, or the class name of any other callable.
+    The name is that of a function, the checkpoint of a reward model, or the class name of any other
+    callable.
     """
     return [_name(func) for func in _as_list(reward_funcs)]
 
@@ -149,7 +150,7 @@ def _failure(name: str, error: BaseException) -> RuntimeError:
 def _model_rewards(
     model: nn.Module, tokenizer: Any, prompts: Sequence[Any], completions: Sequence[Any]
 ) -> Tensor:
-    """Return ``logits[:, 0]`` (B,) for prompt + completion, with all rows in one batch."""
+    """``logits[:, 0]`` (B,) for prompt + completion, with all rows in one batch."""
     plain, texts = isinstance(prompts[0], str), []
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         for part in (prompt, completion):
@@ -169,7 +170,7 @@ def _model_rewards(
     return logits[:, 0].float()
 
 
-# Async functions run on one event loop, in a thread that lives as long as the process
+# Async functions run on one event loop, in a thread that lives as long as the process.
 
 _loop: asyncio.AbstractEventLoop | None = None
 _thread: threading.Thread | None = None
@@ -177,14 +178,14 @@ _starting = threading.Lock()
 
 
 def _awaited(returned: list[Any], names: list[str]) -> list[Any]:
-    """Run the awaitables in `returned` together; return the list with their results."""
+    """Run the awaitables in `returned` together, and put their results in place of them."""
     global _loop, _thread
     failures: list[tuple[str, BaseException]] = []
 
     async def one(x: Any, name: str) -> Any:
         try:
             return await x if inspect.isawaitable(x) else x
-        except BaseException as error:  # otherwise SystemExit would end the loop
+        except BaseException as error:  # SystemExit would end the loop
             failures.append((name, error))
 
     async def together() -> list[Any]:
@@ -232,7 +233,7 @@ def _as_list(reward_funcs: Any) -> list[Any]:
 
 
 def _tokenizers(given: Any, funcs: list[Any]) -> list[Any]:
-    """Return one tokenizer per function; check those of reward models."""
+    """One tokenizer per function; those of reward models are checked."""
     tokenizers = [*given] if isinstance(given, (list, tuple)) else [given] * len(funcs)
     if len(tokenizers) != len(funcs):
         expected = f"one per reward function, {len(funcs)}"
@@ -245,8 +246,8 @@ def _tokenizers(given: Any, funcs: list[Any]) -> list[Any]:
             got = "None" if tokenizer is None else "pad_token_id None"
             expected = f"the tokenizer of reward model {_name(func)!r}, with a pad token"
             raise ValueError(f"processing_classes[{i}]: expected {expected}, got {got}")
-        # A decoder scores the last token that is not config.pad_token_id: a wrong id makes it score
-        # a wrong token.
+        # A decoder scores the last token that is not config.pad_token_id. If that id is wrong, it
+        # scores a wrong token.
         wrong = getattr(getattr(func, "config", None), "pad_token_id", pad)
         if wrong != pad:
             expected = f"config.pad_token_id of {_name(func)!r} to be its tokenizer's, {pad}"
@@ -255,7 +256,6 @@ def _tokenizers(given: Any, funcs: list[Any]) -> list[Any]:
 
 
 def _column(values: Any, name: str, length: int) -> list[float]:
-    """Return the result of a reward function as a list of ``length`` floats."""
     returned, where = type(values).__name__, f"reward function {name!r}"
     if hasattr(values, "tolist"):  # tensors, arrays, series
         values = values.tolist()

@@ -1,8 +1,7 @@
-"""Rollout correction: importance weights and a mask for tokens that were sampled by a different
-engine, or by an older policy, than the one being trained.
+"""Rollout correction for tokens that a different engine, or an older policy, has sampled.
 
-All arithmetic is on (B, T) tensors, in float64 (float32 on devices without float64) and without
-gradient.
+The module computes importance weights and a mask of the tokens to keep. All arithmetic is on (B, T)
+tensors, in float64 (float32 on devices without float64) and without gradient.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def correct(
     cu_seqlens: Tensor | None = None,  # (B + 1,)
     process_group: ProcessGroup | None = None,
 ) -> Correction:
-    """Return importance weights, a keep mask and metrics for a mismatch of policy and sampler.
+    """Compute importance weights, a keep mask and metrics for a mismatch of policy and sampler.
 
     ::
 
@@ -130,8 +129,8 @@ def correct(
     Args:
         old_per_token_logps: (B, T), or packed (N,): log-probabilities of the policy being trained,
             from before the first update of the step.
-        sampling_per_token_logps: (B, T) or (N,): log-probabilities of the same tokens, as reported
-            by the sampler. NaN, for a token that was not reported, counts as D = 0.
+        sampling_per_token_logps: (B, T) or (N,): the sampler's log-probabilities of the same
+            tokens. NaN, for a token that the sampler did not report, counts as D = 0.
         completion_mask: (B, T) or (N,). Positions where it is 0 are never read.
         level: how a weight is computed (first table); None leaves all weights at 1.
         mode: ``"truncate"`` clamps w to the bounds; ``"mask"`` sets it to 0 outside them.
@@ -218,7 +217,7 @@ def correct(
             total = torch.stack([own.sum(), own.new_tensor(len(own))])
             total, count = all_reduce(total, "sum", process_group)
             mean = total / count
-            mean = torch.where(mean > 1e-8, mean, 1.0)  # no division by a smaller mean
+            mean = torch.where(mean > 1e-8, mean, 1.0)  # do not divide by a smaller mean
             weights = weights / mean
             results["rollout_is_batch_norm_factor"] = mean
         weights = torch.where(mask, weights, 0.0)
@@ -252,7 +251,7 @@ def correct(
 
 
 def _bounds(name: str, bound: Any) -> tuple[float, float]:
-    """Return (low, high) in the statistic's own unit: for k1, the logarithms of what was given."""
+    """(low, high) in the unit of the statistic: for k1, the logarithms of `bound`."""
     check_choice("reject", name, _STATISTICS, did_you_mean(str(name), _STATISTICS))
     is_k1, where = _STATISTICS[name][1] == "k1", f"reject[{name!r}]"
     if isinstance(bound, tuple) and len(bound) == 2:
@@ -272,7 +271,7 @@ def _bounds(name: str, bound: Any) -> tuple[float, float]:
 
 
 def _counted(old: Any, sampling: Any, completion_mask: Any, packed: bool) -> Tensor:
-    """Check the three tensors; return a bool mask of the counted positions."""
+    """Check the three tensors, and mark the counted positions with True."""
     check_tensor("old_per_token_logps", old, floating=True)
     if old.dim() != (1 if packed else 2):
         expected = "(N,), since there are cu_seqlens" if packed else "(B, T)"
@@ -323,7 +322,7 @@ def _off_policy(old: Tensor, d: Tensor, mask: Tensor, safety_bound: float) -> di
 
 def _spread(
     prefix: str,
-    values: Tensor,  # (R, T), per token, or (R, 1), per sequence
+    values: Tensor,  # (R, T), one per token, or (R, 1), one per sequence
     raw: Tensor,  # `values` before they were bounded
     mask: Tensor,
     bounds: tuple[float, float],
