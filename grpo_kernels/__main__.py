@@ -19,7 +19,7 @@ from functools import partial
 from grpo_kernels.base import VERSION
 from grpo_kernels.commands import estimate, memory, report, scripts
 
-COMMANDS = (  # name, help, description, options, what it runs
+COMMANDS = (  # name, help, description, function that adds options, function that runs it
     ("memory", "compute how much memory a loss needs with each engine",
      memory.__doc__, memory.add_arguments, memory.run),
     ("estimate", "estimate the speedup of a TRL training run",

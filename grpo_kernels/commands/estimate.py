@@ -66,7 +66,7 @@ class Batch(NamedTuple):
 
 
 class Training(NamedTuple):
-    """Settings of the training run, as TRL's arguments."""
+    """Settings of the training run; comments give the names of TRL's arguments."""
 
     group: int = 8  # num_generations
     batch: int = 8  # per_device_train_batch_size
@@ -78,12 +78,12 @@ class Training(NamedTuple):
 
     @property
     def completions(self) -> int:
-        """Return the number of completions that one process generates together."""
+        """Number of completions that one process generates together."""
         return self.batch * self.micro_batches
 
 
 def longest_of(count: float, lengths: tuple[float, float], most: float = math.inf) -> float:
-    """Return the expected maximum of `count` log-normal lengths, cut at `most`."""
+    """Expected maximum of `count` log-normal lengths, cut at `most`."""
     mean, variation = lengths
     sigma = math.sqrt(math.log1p(variation**2))
     if sigma == 0.0:
@@ -94,7 +94,7 @@ def longest_of(count: float, lengths: tuple[float, float], most: float = math.in
 
 
 def factors(model: Model, batches: Sequence[Batch], training: Training) -> dict[str, float]:
-    """Return the speedup of each saving on top of those before it; the total is their product."""
+    """Compute the speedup of each saving on top of those before it; the total is their product."""
     n, iterations = training.completions, training.iterations
     group = min(training.group, n)  # a group may span processes
     prompts = n / group * math.ceil(group / training.batch)
@@ -105,7 +105,8 @@ def factors(model: Model, batches: Sequence[Batch], training: Training) -> dict[
         counted = n * batch.completion
         once = prompts * batch.prompt + counted
         unequal = 1.0 if training.kl else 1.0 - batch.equal
-        # tokens of the body, old log-probabilities, share with a backward, products recomputed
+        # (tokens of the body, True to score old log-probabilities, share with a backward, number
+        # of products recomputed)
         ways = (
             (n * (batch.longest_prompt + batch.longest), scored, 1.0, 2),  # stock TRL
             (n * batch.prompt + counted, scored, 1.0, 2),
@@ -124,7 +125,7 @@ def factors(model: Model, batches: Sequence[Batch], training: Training) -> dict[
 
 
 def whole(gain: float, generation: float) -> float:
-    """Return the speedup of the whole step if generation takes this share of stock TRL's."""
+    """Speedup of the whole step, if generation takes this share of stock TRL's step."""
     return 1 / (generation + (1 - generation) / gain)
 
 
@@ -171,7 +172,7 @@ def batches_of_samples(
 
 
 def read_model(name: str, config: Any) -> Model:
-    """Return the sizes of the model of a transformers configuration, built on the meta device."""
+    """Read the sizes of a model from its transformers configuration, built on the meta device."""
     from transformers import AutoModel
 
     with torch.device("meta"):
@@ -244,7 +245,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _computed(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the result, as printed with --json."""
+    """The result, as printed with --json."""
     prompt = options.prompt
     if prompt is None and options.samples is None:
         raise ValueError("--prompt is required with --completion and --log")

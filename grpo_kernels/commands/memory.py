@@ -53,20 +53,20 @@ class Size:
     hidden: int  # H
     dtype: torch.dtype  # of hidden states and weight
     rows: int  # N: positions, B * T
-    frozen: bool = False  # the weight needs no gradient
-    score: bool = False  # no gradient at all
+    frozen: bool = False  # True: the weight needs no gradient
+    score: bool = False  # True: nothing needs a gradient
     masked: float = 0.0  # share of positions that do not count
     workspace_bytes: int | None = None  # as in `Run`
     on_gpu: bool = False
 
     @property
     def counted(self) -> int:
-        """Return the number of positions that the mask counts."""
+        """Number of positions that the mask counts."""
         return max(1, round(self.rows * (1.0 - self.masked)))
 
     @property
     def returned(self) -> int:
-        """Return the bytes of the gradients that a step returns."""
+        """Bytes of the gradients that a step returns."""
         trained = 0 if self.score else self.rows + (0 if self.frozen else self.vocab)
         return trained * self.hidden * self.dtype.itemsize
 
@@ -75,19 +75,19 @@ class Size:
 class Need:
     """Bytes that a step allocates beyond its inputs."""
 
-    name: str  # of the engine
-    peak: int  # including returned gradients
-    returned: int  # returned gradients
+    name: str  # the engine
+    peak: int  # peak, including the returned gradients
+    returned: int  # the returned gradients
     kept: int  # kept from forward to backward, except for a few numbers per token
 
     @property
     def extra(self) -> int:
-        """Return the peak without the returned gradients, as a benchmark measures it."""
+        """Peak without the returned gradients, as a benchmark measures it."""
         return self.peak - self.returned
 
 
 def estimate(size: Size) -> list[Need]:
-    """Return what each usable engine needs for `size`, with the C++ or (on a GPU) Triton kernels.
+    """Compute what each usable engine needs for `size`, with C++ or (on a GPU) Triton kernels.
 
     The first entry is what "auto" uses if the loss does not couple tokens and memory is not short.
     """
@@ -99,7 +99,8 @@ def estimate(size: Size) -> list[Need]:
         indices = new(n, dtype=torch.int64)
         workspace = size.workspace_bytes or default_workspace(head.weight, wants)
         job = Job(Rows(indices, indices), wants, CppRows(), size.dtype, workspace)
-        # besides the sums: for scores, for gradients by rows, and by slices of the vocabulary
+        # What a step needs besides the sums: `scored` for scores, `graded` for gradients by rows,
+        # `slices` for gradients by slices of the vocabulary.
         scored = planned_bytes(job, head, None, None)
         if size.score:
             return [Need("score", scored, 0, 0)]
@@ -108,7 +109,7 @@ def estimate(size: Size) -> list[Need]:
     row, weight = size.hidden * size.dtype.itemsize, size.vocab * size.hidden  # bytes, elements
     d_hidden = n * size.hidden * FP32
     sums = d_hidden + (weight * FP32 if trains else 0)
-    # rows that do not count have a d hidden too
+    # rows that do not count get a gradient of the hidden states too
     if size.dtype.itemsize < FP32:  # the sums are cast
         returning = sums + size.returned + (n * row if n < size.rows else 0)
     else:
@@ -199,10 +200,10 @@ def share(argument: str) -> float:
 
 
 def known_or_read(name: str, known: Mapping[str, R], read: Callable[[Any], R]) -> R:
-    """Return the model that is `known` by `name` (in any case, with or without its organization),
-    or `read` of a configuration in a folder or on the Hub: that of the model's text part.
+    """Find a model by `name` in `known`, or `read` its configuration in a folder or on the Hub.
 
-    The model's own code does not run.
+    Names are compared in any case, with or without their organization. `read` gets the
+    configuration of the model's text part. The model's own code does not run.
     """
     for model, found in known.items():
         if model.casefold() == name.rpartition("/")[2].casefold() and not Path(name).exists():
@@ -216,14 +217,14 @@ def known_or_read(name: str, known: Mapping[str, R], read: Callable[[Any], R]) -
         if not all(type(x) is int and 1 <= x <= MOST for x in sizes):
             raise ValueError(f"expected sizes of 1 to {MOST:,}, got {sizes}")
         return read(config)
-    except Exception as error:  # checks in configs and models may raise anything
+    except Exception as error:  # checks in configs and models may raise any exception
         expected = f"{', '.join(known)}, or a model whose config.json can be read"
         reason = str(error).partition("\n")[0]
         raise ValueError(f"--model: expected {expected}, got {name} ({reason})") from error
 
 
 def _gpu(argument: str) -> tuple[str, float]:
-    """Return (name, GiB) for a GPU's name, with or without "RTX", or for a number of GiB."""
+    """(name, GiB) for a GPU's name, with or without "RTX", or for a number of GiB."""
     for name, gib in GPUS.items():
         if argument.casefold() in (name.casefold(), name.casefold().removeprefix("rtx ")):
             return name, gib

@@ -1,7 +1,8 @@
-"""Information for bug reports: `collect` returns the environment as a dict, `render` as text.
+"""Information for bug reports: `collect` gathers the environment, `render` formats it as text.
 
-`check` compares small random calls with plain float64 formulas, written out here to share no code
-with what they check. ``python -m grpo_kernels`` prints the environment and the checks.
+`check` compares small random calls with plain float64 formulas. The formulas are written out here,
+so they share no code with what they check. ``python -m grpo_kernels`` prints the environment and
+the checks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from grpo_kernels.scores import linear_divergence
 __all__ = ["collect", "render"]
 
 PACKAGES = ("triton", "trl", "transformers", "accelerate", "peft", "liger-kernel", "verl", "numpy")
-PRECISIONS = {  # precision of float32 products, by torch's names
+PRECISIONS = {  # torch's name for the precision of float32 products -> text
     **dict.fromkeys(("none", "ieee"), "full"),
     "tf32": "TF32, 10 bits of mantissa if the device has it: float32 results are not exact",
     "bf16": "bfloat16, 7 bits of mantissa if the device has it: float32 results are not exact",
@@ -40,9 +41,9 @@ PRECISIONS = {  # precision of float32 products, by torch's names
 
 
 def collect() -> dict[str, dict[str, str]]:
-    """Return the report: section -> name -> text. It imports no package but torch."""
+    """Collect the report: section -> name -> text. It imports no package but torch."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the report itself says the same
+        warnings.simplefilter("ignore")  # the report has the same information
         chosen = {str(device): choose_backend("auto", device) for device in _devices()}
     library, kernels = build.load(), "none"
     if not library.refusal:
@@ -52,7 +53,7 @@ def collect() -> dict[str, dict[str, str]]:
         "versions": {
             "python": platform.python_version(),
             "grpo-kernels": VERSION,
-            "torch": str(torch.__version__),  # with its build: +cpu, +cu130
+            "torch": str(torch.__version__),  # includes the build: +cpu, +cu130
             **{name: version(name) for name in PACKAGES},
         },
         "system": {
@@ -76,7 +77,7 @@ def collect() -> dict[str, dict[str, str]]:
 
 
 def render(report: dict[str, dict[str, str]]) -> str:
-    """Return the report as aligned plain text, one block for each section."""
+    """Format the report as aligned plain text, one block for each section."""
     width = max(len(name) for section in report.values() for name in section)
     blocks = (
         "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in section.items())])
@@ -86,13 +87,13 @@ def render(report: dict[str, dict[str, str]]) -> str:
 
 
 def _devices() -> list[torch.device]:
-    """Return the CPU and every CUDA or ROCm device."""
+    """The CPU and every CUDA or ROCm device."""
     gpus = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     return [torch.device("cpu"), *gpus]
 
 
 def version(package: str) -> str:
-    """Return the installed version of a package, or "absent"."""
+    """Look up the installed version of a package; "absent" if there is none."""
     return next((x.version for x in metadata.distributions(name=package)), "absent")
 
 
@@ -114,10 +115,10 @@ def _describe(device: torch.device) -> str:
 
 
 def _settings() -> dict[str, str]:
-    """Return torch's settings in this process that change the results of matrix products."""
+    """Settings of torch in this process that change the results of matrix products."""
     # allow_tf32 and get_float32_matmul_precision raise if the newer fp32_precision was set
     cuda = torch.backends.cuda.matmul
-    mkldnn = cast(Any, torch.backends.mkldnn).matmul  # missing in its type stub
+    mkldnn = cast(Any, torch.backends.mkldnn).matmul  # missing in torch's type stub
     lines = {}
     for device, name, module in (("cpu", "mkldnn", mkldnn), ("cuda", "cuda", cuda)):
         value = module.fp32_precision
@@ -129,8 +130,9 @@ def _settings() -> dict[str, str]:
     return {**lines, "float16 products, cuda": f"{how} ({setting})"}
 
 
-# The self-check. dtype of a result -> allowed error relative to its largest element. float32 has
-# about 1e-6 at these sizes; a bfloat16 head rounds d logits, then the gradient.
+# The self-check. dtype of a result -> allowed error, relative to the result's largest element.
+# float32 has errors of about 1e-6 at these sizes. A bfloat16 head rounds the gradient of the
+# logits, then the gradient that it computes from it.
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
 B, T, H, V = 4, 9, 16, 9001  # V: several tiles of a GPU kernel, and a tail
 TEMPERATURE, SCALE, CAP = 0.9, 1.5, 4.0
@@ -141,14 +143,14 @@ Pairs = dict[str, tuple[Any, Any]]  # name of a result -> (ours, the float64 for
 def check() -> Iterator[dict[str, Any]]:
     """Compare each backend that works, on every device, with float64; yield a dict for each call.
 
-    Its ``error`` belongs to the result closest to its tolerance, relative to that result's largest
-    element; None if the call raised.
+    The value of ``error`` belongs to the result that comes closest to its tolerance, and is
+    relative to that result's largest element. It is None if the call raised.
     """
     for device in _devices():
         for backend in ("torch", "cpp" if device.type == "cpu" else "triton"):
             try:
                 choose_backend(backend, device)
-            except ValueError:  # does not work here; the report says why
+            except ValueError:  # the backend does not work here; the report says why
                 continue
             run = Run(backend=cast(Any, backend))
             for dtype, (name, call) in itertools.product(TOLERANCES, CALLS.items()):

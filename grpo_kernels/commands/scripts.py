@@ -44,7 +44,7 @@ METHODS = {  # of TRL's trainers; time in a nested call counts for the inner pha
 }
 PHASES = (*METHODS, "optimizer", "other")
 SAMPLERS = ("_generate_single_turn", "rollout_func")  # methods of TRL's trainers that sample
-# clocks and schedules are not part of the loss
+# clocks and schedules, which are not part of the loss
 NOT_COMPARED = ("time", "per_second", "epoch", "learning_rate", "total_flos")
 RESTRICTED = {  # trainer arguments: log every step, no files, no trackers
     "logging_strategy": "steps", "logging_steps": 1, "log_completions": False, "report_to": [],
@@ -52,9 +52,9 @@ RESTRICTED = {  # trainer arguments: log every step, no files, no trackers
     "eval_on_start": False,
 }  # fmt: skip
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 5e-2
-# Differences are divided by the stock value, or by this floor if the value is smaller. A loss sums
-# terms of size |advantage| (times |logp| for cispo and vespo) that nearly cancel, so its own size
-# is no measure of its rounding error.
+# Differences are divided by the stock value, or by a floor if the value is smaller. A loss sums
+# terms of size |advantage| (times |logp| for cispo and vespo) that nearly cancel. So the size of
+# the sum is no measure of its rounding error.
 LOSS_FLOOR, METRIC_FLOOR = 1.0, 1e-2
 OF_PARAMETERS = 10  # x tolerance: Adam turns rounding in tiny gradients into full steps
 
@@ -72,7 +72,7 @@ def use_fused_trainers() -> None:
 
 
 def use_stock_trainers() -> None:
-    """Make later imports of this library's trainers return TRL's, ignoring our options."""
+    """Make later imports of this library's trainers return TRL's, which ignore our options."""
     import trl
 
     ours: Any = importlib.import_module("grpo_kernels.trl")
@@ -175,8 +175,8 @@ class Watch:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         self.began = _now()
-        # dropout, router jitter and the like: the two runs would draw different noise, since they
-        # compute tokens in different shapes
+        # Turn off dropout, router jitter and the like: the two runs compute tokens in different
+        # shapes, so they would draw different noise.
         noise = [(x, rate) for x in trainer.model.modules() for rate in random_rates(x)]
         for module, rate in noise:
             setattr(module, rate, 0.0)
@@ -209,28 +209,27 @@ class Watch:
         (self.folder / f"{self.variant}.json").write_text(json.dumps(result))
 
     def enter(self, phase: str) -> str:
-        """Begin a phase and return the one that ends, which gets the time since the last call."""
+        """Begin a phase; return the previous one, which gets the time since the last call."""
         now, before = _now(), self.phase
         self.spent[before] += now - self.began
         self.began, self.phase = now, phase
         return before
 
     def timed(self, phase: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the function in this phase."""
         before = self.enter(phase)
         result = function(*args, **kwargs)
         self.enter(before)
         return result
 
     def redrawn(self, draw: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Draw completions; in the fused run give those of the stock run."""
+        """Draw completions, but return those of the stock run in the fused run."""
         from transformers import set_seed
 
         drawn, file = draw(*args, **kwargs), self.folder / f"{self.draws}.pickle"
         if self.variant == STOCK:
             file.write_bytes(pickle.dumps(drawn))
         self.draws += 1
-        set_seed(self.draws)  # the two may have drawn unequally many random numbers
+        set_seed(self.draws)  # the two runs may have drawn different numbers of random values
         return pickle.loads(file.read_bytes())
 
 
@@ -241,7 +240,7 @@ def _now() -> float:
 
 
 def _peak_mib() -> float:
-    """Most memory so far, in MiB: allocated on the GPUs, or without one of this process."""
+    """Peak memory so far in MiB: allocated on the GPUs, or of this process if there are none."""
     if torch.cuda.is_available():
         devices = range(torch.cuda.device_count())
         return sum(torch.cuda.max_memory_allocated(i) for i in devices) / MIB
@@ -256,8 +255,11 @@ def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _parameters_apart(folder: Path, ours: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """How far `ours` are from the stock run's: the largest difference of a number, and the norm of
-    the difference over that of what the stock run has changed."""
+    """Compare `ours` with the stock run's parameters.
+
+    The result has the largest difference of a number. It also has the norm of all differences,
+    divided by the norm of the change that the stock run has made.
+    """
     begin, end = (
         torch.load(folder / name, map_location="cpu", mmap=True, weights_only=True)
         for name in ("begin.pt", "end.pt")
@@ -328,7 +330,7 @@ def compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
 
 
 def _result(runs: dict[str, dict[str, Any]], tolerance: float | None) -> dict[str, Any]:
-    """Return differences, seconds and memory of two runs, as written by --json."""
+    """Differences, seconds and memory of two runs, as written by --json."""
     stock, fused = runs[STOCK], runs[FUSED]
     if tolerance is None:
         tolerance = TOLERANCE_16_BIT if stock["is_16_bit"] else TOLERANCE
@@ -352,7 +354,7 @@ def _result(runs: dict[str, dict[str, Any]], tolerance: float | None) -> dict[st
 
 
 def difference(name: str, stock: float | None, ours: float | None) -> float:
-    """Return |ours - stock| / max(|stock|, floor); infinite if one value is NaN or missing."""
+    """|ours - stock| / max(|stock|, floor); infinite if one value is NaN or missing."""
     if stock is None or ours is None:
         return math.inf
     if stock == ours or (math.isnan(stock) and math.isnan(ours)):
@@ -363,7 +365,7 @@ def difference(name: str, stock: float | None, ours: float | None) -> float:
 
 
 def _seconds(run: dict[str, Any]) -> dict[str, float]:
-    """Return mean seconds per step by phase, without the first step if there are others."""
+    """Mean seconds per step by phase, without the first step if there are others."""
     steps = run["seconds"][1:] or run["seconds"]
     seconds = {phase: fmean(step[phase] for step in steps) for phase in PHASES}
     return {**seconds, "whole step": sum(seconds.values())}

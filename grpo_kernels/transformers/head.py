@@ -236,7 +236,7 @@ def _agrees(head: Head, rungs: Tensor, logits: Tensor) -> bool:
 
 
 def _measured(head: Head, rungs: Tensor, logits: Tensor, name: str) -> Head:
-    """Return `head` with constants measured from `rungs` (V,) and the model's `logits` (v,).
+    """`head` with constants measured from `rungs` (V,) and the model's `logits` (v,).
 
     ``logits = cap tanh(scale x / cap)`` approaches the cap for large x and ``scale x`` near 0.
     """
