@@ -131,15 +131,13 @@ def function_of(owner: Any, name: str, parameters: Sequence[str]) -> Callable[..
 
 
 def forward_name(module: Any) -> str:
-    """Name of the attribute that holds a module's forward, inside accelerate's hook if there is
-    one."""
+    """Name of the attribute that holds a module's forward, inside accelerate's hook if any."""
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
 @contextmanager
 def needed(install: str, *packages: str) -> Iterator[None]:
-    """Let errors of imports from `packages` suggest ``pip install {install}``, inside the
-    context."""
+    """Make errors of imports from `packages` suggest ``pip install {install}``."""
     try:
         yield
     except ImportError as error:
@@ -204,8 +202,7 @@ class Shares:
             self.add(name, count, total)
 
     def take(self) -> dict[str, float]:
-        """The shares since the last call, after which counts start at 0; empty if nothing was
-        counted."""
+        """The shares since the last call, which resets the counts; empty if nothing was counted."""
         pairs = {name: (int(count), int(total)) for name, (count, total) in self.pairs.items()}
         self.pairs.clear()
         if not any(total for _, total in pairs.values()):
@@ -231,8 +228,7 @@ class LogsShares(_Trainer):
 
 
 def numbered(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
-    """For each sample, (index of the first sample with this prompt, number of the prompt's
-    tokens)."""
+    """For each sample, (first sample with the same prompt, number of the prompt's tokens)."""
     first: dict[tuple[int, ...], int] = {}
     return [(first.setdefault(prompt, i), len(prompt)) for i, prompt in enumerate(prompts)]
 

@@ -1,7 +1,7 @@
-"""Argument checks. Each raises TypeError or ValueError before any work is done, and names the
-argument, what was expected and what it got.
+"""Argument checks, which raise TypeError or ValueError before any work is done.
 
-Checks that would have to wait for the device run only on a CPU.
+Errors name the argument, what was expected and what it got. Checks that would have to wait for the
+device run only on a CPU.
 """
 
 from __future__ import annotations

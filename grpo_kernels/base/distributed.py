@@ -44,8 +44,7 @@ def all_reduce(
 
 
 def gather_stacked(x: Tensor, process_group: ProcessGroup) -> Tensor:
-    """Gather one tensor per rank into (R, ...), in rank order. Shapes and dtypes are equal on all
-    ranks."""
+    """Gather one tensor per rank into (R, ...), in rank order; shapes and dtypes must be equal."""
     import torch.distributed as dist
 
     parts = x.new_empty(dist.get_world_size(process_group), *x.shape)
@@ -77,8 +76,7 @@ def gather_uneven(x: Tensor, sizes: list[int], process_group: ProcessGroup) -> T
 
 
 def most_of_ranks(groups: Sequence[ProcessGroup], counts: list[int]) -> list[int]:
-    """Take the elementwise maximum of `counts` over the ranks of `groups`; `counts` without
-    groups."""
+    """Take the elementwise maximum of `counts` over the ranks of `groups`, if there are any."""
     for group in groups:
         counts = all_reduce(torch.tensor(counts, device=group_device(group)), "max", group).tolist()
     return counts

@@ -1,5 +1,8 @@
-"""Run a call outside the compiled graph. Imported only while torch.compile traces, because the
-decorators of `torch.compiler` load the compiler."""
+"""Run a call outside the compiled graph.
+
+This module is imported only while torch.compile traces, because the decorators of `torch.compiler`
+load the compiler.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,5 @@ import torch
     "what stands before and after it is compiled"
 )
 def eagerly(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call `function` outside the graph. With ``fullgraph=True``, torch raises with the reason
-    above."""
+    """Call `function` outside the graph; with ``fullgraph=True``, torch raises the reason above."""
     return function(*arguments, **options)

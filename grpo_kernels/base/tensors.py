@@ -1,5 +1,4 @@
-"""Tensor helpers: records of tensors, sums, quantiles, importance ratios, sequences of a batch, and
-how to divide rows into calls."""
+"""Tensor helpers: records, sums, quantiles, ratios, sequences of a batch, division into calls."""
 
 from __future__ import annotations
 
@@ -118,8 +117,10 @@ def scored_difference(logps: Tensor, sampling_logps: Tensor) -> Tensor:
 
 
 def bounded(ratio: Tensor, low: float | None, high: float | None, *, truncates: bool) -> Tensor:
-    """Clamp ratios to [`low`, `high`] if `truncates`, else set those outside to 0; None: no
-    bound."""
+    """Clamp ratios to [`low`, `high`] if `truncates`, else set those outside to 0.
+
+    None means no bound.
+    """
     low, high = -math.inf if low is None else low, math.inf if high is None else high
     if truncates:
         return ratio.clamp(low, high)

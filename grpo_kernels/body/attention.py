@@ -129,8 +129,8 @@ class Segments:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Compute attention along the paths with `inner`, the implementation `name`: (1, n, heads,
-        d)."""
+        """Compute attention (1, n, heads, d) along the paths with `inner`, which is called
+        `name`."""
         _, heads, tokens, size = query.shape
         if not isinstance(attention_mask, Tensor) or (attention_mask.numel() != 1 and tokens > 1):
             is_tensor = isinstance(attention_mask, Tensor)
@@ -178,8 +178,7 @@ class Segments:
         return torch.cat(results).index_select(0, back)[None], None
 
     def _lengths(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
-        """(all paths concatenated, ends of segments, ends of paths, longest segment, longest
-        path)."""
+        """(all paths concatenated, segment ends, path ends, longest segment, longest path)."""
         counts = torch.stack([self.paths.new, self.paths.lengths])
         of_segments, of_paths = nn.functional.pad(counts.cumsum(1), (1, 0)).to(torch.int32)
         columns = torch.arange(self.paths.tokens.shape[1], device="cpu")

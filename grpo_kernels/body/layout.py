@@ -351,8 +351,7 @@ def run_layout(
 
 
 def filled(parts: list[tuple[TrunkLayout, Any]], shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Collect the forwards' hidden states in (B, L, H), 0 elsewhere; (B, L) bool marks filled
-    cells."""
+    """Collect the forwards' hidden states in (B, L, H), 0 elsewhere; mark filled cells (B, L)."""
     cells, states = list[Tensor](), list[Tensor]()
     for layout, output in parts:
         hidden = output.last_hidden_state

@@ -200,8 +200,7 @@ def _calls(
 
 
 def cost(tokens: Tensor, paths: Paths | None, chunk: int, device: torch.device) -> float:
-    """Estimate the time of a forward of `tokens` (b, w), in units of one token's matrix
-    products."""
+    """Estimate the time of a forward of `tokens` (b, w), in matrix products of one token."""
     rows, width = tokens.shape
     if paths is None:
         return rows * (width + _SHARE * chunk * -(-width // chunk))

@@ -58,8 +58,7 @@ _OF_LENGTH = {"dynamic", "longrope"}  # kinds of RoPE whose frequencies depend o
 
 @dataclass
 class Verdict:
-    """How a layout is exact for sequences and batches up to `size`; why it is not beyond, or at
-    all."""
+    """How a layout is exact for sequences and batches up to `size`, and why not for others."""
 
     way: Way | None = None
     size: tuple[int, int] = (0, 0)
@@ -91,8 +90,7 @@ class Exactness:
             self._verdicts = {mode: Verdict(reason=reason) for mode in MODES}
 
     def known(self, mode: str) -> Way | str | None:
-        """How layout `mode` is exact for this batch, or the reason against it; None if not tried
-        yet."""
+        """How layout `mode` is exact for this batch, or why it is not; None if not tried yet."""
         if self.inputs.padding_is_read and mode != "padded":
             return "padding is read, and only the model knows what it attends to"
         attended, needed = self.inputs.attended, self.inputs.needed

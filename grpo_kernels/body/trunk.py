@@ -273,8 +273,7 @@ class TrunkCall:
     def _in_parts(
         self, inputs: TrunkInputs, way: Way, planned: list[TrunkLayout], forward: Callable[..., Any]
     ) -> Any:
-        """The trunk's output, with hidden states (B, L, H) collected from the forwards of
-        `planned`."""
+        """The trunk's output, with hidden states (B, L, H) from the forwards of `planned`."""
         graph, shape = torch.is_grad_enabled(), inputs.given["input_ids"].shape
         if not any(layout.graph == graph for layout in planned):
             # two tokens that fill no cell, so that the output belongs to a graph

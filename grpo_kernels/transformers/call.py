@@ -52,7 +52,9 @@ from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.head import HeadCheck, constants_of
 
 RESULTS, FIELDS = "results", "others"  # keys of the dict that the model returns to its wrappers
-_MOST_RUNS = 4  # more runs may measure constants, or compute scalars that need the whole batch
+# Maximum number of runs per call: a second run may use measured constants, or the whole batch, if
+# the output has a scalar.
+_MOST_RUNS = 4
 Results = dict[str, Tensor]
 Score = Callable[[Tensor, Head], Results]  # (the head's input (B, L, H), head) -> results
 # models with a scalar output, which may need the whole batch
@@ -426,8 +428,7 @@ class HeadCall:
             self.results[name] = x.view(shape).to(dtype, copy=True)
 
     def pack_output(self, output: Any) -> Any:
-        """Make a dict to return instead of the model's `output`: results, and fields except
-        logits."""
+        """Make a dict to return instead of the model's `output`: results, and other fields."""
         if not self.results:
             name = type(self.head.weight).__name__
             raise RuntimeError(

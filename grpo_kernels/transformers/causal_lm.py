@@ -349,7 +349,7 @@ def causal_lm_divergence(
     run: Run | None = None,
     **model_inputs: Any,
 ) -> Scores:
-    """Compute the divergence between two models at each completion token, over all ids.
+    """Compute the divergence of two models over the whole vocabulary, at each completion token.
 
     The divergence is differentiable in the student, and neither model stores its logits.
 

@@ -111,7 +111,7 @@ def known_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Head, Any, 
 
 
 def _facts(base: PreTrainedModel, inputs: Mapping[str, Any]) -> Any:
-    """What logits depend on besides the head: config, code, and scalars in `inputs`."""
+    """Facts that logits depend on besides the head: config, code, and scalars in `inputs`."""
     inputs = {name: x for name, x in inputs.items() if name not in ("use_cache", "return_dict")}
     values = [(name, x) for name, x in inputs.items() if isinstance(x, bool | int | float | str)]
     tensors = [(name, x) for name, x in inputs.items() if isinstance(x, Tensor)]

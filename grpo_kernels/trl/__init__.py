@@ -36,7 +36,7 @@ with needed("'trl>=1.16,<1.17'", "trl", "transformers"):
         FusedDistillationTrainer = DistillationTrainer  # type: ignore[misc]
 
         class FusedLossMixin:  # type: ignore[no-redef]
-            """Accept this library's options on a trainer of an unsupported TRL, unchanged."""
+            """Accept this library's options on an unchanged trainer of an unsupported TRL."""
 
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 warn_once(_MESSAGE)

@@ -69,7 +69,7 @@ class HeadOptions:
 
 @dataclass(eq=False)
 class Call:
-    """What a trainer knows about the scoring of a micro-batch, in its loss or before it."""
+    """A trainer's knowledge about the scoring of a micro-batch, in its loss or before it."""
 
     model: Any = None
     inputs: dict[str, Any] = field(default_factory=dict)  # TRL's micro-batch
@@ -187,7 +187,8 @@ class FusedHead:
             found["logps"] = torch.where(others, fill.to(found["logps"]), found["logps"])
         end = length - 1 if shift_labels is None else length
         around = (columns.start, end - columns.stop)
-        found = {name: F.pad(x, around) for name, x in found.items()}  # no views: FSDP2 hooks them
+        # FSDP2 hooks these outputs, so they must not be views
+        found = {name: F.pad(x, around) for name, x in found.items()}
         mask, logps = needed[:, :end], found["logps"]
         items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         loss, aux_loss = -logps.sum() / items, output.get("aux_loss")
@@ -290,8 +291,8 @@ def patch_trl(
         patch_trl()
         trainer = DPOTrainer(...)  # or any of the others, created after the patch
 
-    This replaces two functions of TRL. Replacing ``add_fused_lm_head`` affects only trainers that
-    you create from now on. The other one computes the divergence of DistillationTrainer. Models,
+    This replaces two functions of TRL. The first, ``add_fused_lm_head``, affects only trainers that
+    you create from now on. The second computes the divergence of DistillationTrainer. Models,
     configurations and losses remain TRL's. Trainers also log ``rows/projected``, ``rows/gradient``,
     ``tokens/computed`` and ``tokens/gradient``, which show that the patch is active. A trainer that
     computes all logits itself (GKD, IW-OPD, GOLD, TPO, A2PO, CPO, ORPO, SDFT, SDPO) logs none of

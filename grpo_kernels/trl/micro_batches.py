@@ -203,8 +203,7 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A regrouped micro-batch, given by its samples in the window; without samples it has no
-    tokens."""
+    """A regrouped micro-batch: its samples in the window, or no tokens if it has no samples."""
 
     window: Window
     samples: list[int]

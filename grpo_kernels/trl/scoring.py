@@ -147,8 +147,7 @@ class Scoring(LogsShares):
                 head_of(model).sets = sets
 
     def _defers_old(self) -> bool:
-        """True if TRL's scoring of the old policy is skipped; warn if a correction prevents
-        that."""
+        """True if TRL's scoring of the old policy is skipped; warn if a correction needs it."""
         option, corrects = self.fused_sampling_correction, is_corrected(self)
         if option is True and not corrects:
             raise ValueError(
@@ -178,8 +177,7 @@ class Scoring(LogsShares):
         return False
 
     def _warn_of_truncation(self) -> None:
-        """Warn of a truncating sampler if TRL multiplies the loss by the ratio of whole
-        sequences."""
+        """Warn of a truncating sampler if TRL multiplies the loss by ratios of sequences."""
         args, mode = self.args, self.args.vllm_importance_sampling_mode
         cuts = [
             f"{name}={getattr(args, name)}"
@@ -218,8 +216,7 @@ class Scoring(LogsShares):
         return True
 
     def _score_old(self, batch: Batch) -> None:
-        """Compute old log-probabilities of a micro-batch whose loss runs after the policy has
-        changed."""
+        """Score a micro-batch with the old policy if its loss runs after the policy has changed."""
         live: Tensor | None = None
         phi = self.loss_type == "vespo" and self.zero_advantage != "skip"
         zeros = torch.zeros_like(batch["completion_mask"], dtype=torch.float32)
@@ -407,8 +404,7 @@ class Reference:
     def compare(
         self, hidden: Tensor, head: Head, ids: Tensor, *, extras: Sequence[str], **how: Any
     ) -> Scores:
-        """Score `ids`, with the divergence. Used as `Call.score` of the policy; TRL reads no
-        `extras`."""
+        """Score `ids`, with the divergence, as `Call.score` of the policy; ignore `extras`."""
         states = self._hidden.to(hidden.device)
         # read now, because under FSDP2 the weight is a different tensor inside a forward
         weight, bias = modules.constants_of(self._linear, "reference")

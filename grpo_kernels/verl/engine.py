@@ -314,7 +314,7 @@ def changes(module: ModuleType) -> Changes:
 
 
 def _task(engine: Any, micro_batch: Any, mini_batch: MiniBatch) -> HeadTask:
-    """What the micro-batch needs from the head, in verl's layout."""
+    """Make the `HeadTask` of a micro-batch, in verl's layout."""
     loss_function = mini_batch.loss_function
     ulysses = engine.use_ulysses_sp and importlib.import_module("verl.utils.ulysses")
     is_packed = flag(micro_batch, "use_remove_padding", default=True)

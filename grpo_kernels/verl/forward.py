@@ -64,7 +64,7 @@ def changes(module: ModuleType) -> Changes:
         model: Any, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
     ) -> None:
         cls = type(model)
-        if not cls.forward.__module__.startswith("verl."):  # true of forwards from `_forward`, too
+        if not cls.forward.__module__.startswith("verl."):  # not one from `_forward`, either
             _own[cls] = cls.forward
         if use_fused_kernels and fused_kernels_backend == BACKEND:
             _use(model)

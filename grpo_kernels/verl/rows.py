@@ -36,7 +36,7 @@ Layout = Callable[[Tensor], Tensor]
 
 
 class HeadTask:
-    """What a call needs from the head, in the call's order of rows.
+    """Rows and results that a call needs from the head, in the call's order of rows.
 
     This is not a dataclass: FSDP would round the tensors of a dataclass on their way into a model.
     """
@@ -121,7 +121,7 @@ def flag(data: Any, name: str, default: Any = False) -> Any:
 
 
 def head_task(data: Any, loss_function: Any, dp_group: Any, layout: Layout) -> HeadTask:
-    """Say what `loss_function` reads from the head in micro-batch `data` (None: what verl reads).
+    """Find what `loss_function` reads from the head in micro-batch `data`; None: what verl reads.
 
     All rows count for an unknown loss, or if log-probabilities are returned to the caller.
     """

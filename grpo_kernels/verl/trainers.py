@@ -240,7 +240,7 @@ def _scoring_changes(
 
 
 def _rollout_metrics(trainer: Any, batch: Any) -> dict[str, Any]:
-    """What verl logs for a `batch` under rollout_corr/."""
+    """Metrics that verl logs for a `batch` under rollout_corr/."""
     config = trainer.config.algorithm.get("rollout_correction", None)
     if config is None:
         return {}
