@@ -1,12 +1,12 @@
 """Estimate how much faster a TRL training run would be, from its lengths alone; nothing runs.
 
-Each figure is the cost of stock TRL's matrix products divided by that of `FusedGRPOTrainer`'s,
+Each figure divides the cost of matrix products in stock TRL by their cost in `FusedGRPOTrainer`,
 which regroups samples by prompt. Attention, rewards and the optimizer are left out.
 
 A token of the body (the model below the head) costs 1 in the forward, and 2 in the backward (1 with
-LoRA). The head costs what docs/memory.md counts; for stock TRL, only completion tokens are
-projected, as in its Triton path on a GPU. Stock TRL pads prompts and completions to the longest
-among the completions that a process generates together.
+LoRA). docs/memory.md counts the cost of the head. Stock TRL is assumed to project only completion
+tokens, as its Triton path does on a GPU. It pads prompts to the longest prompt, and completions to
+the longest completion, among the samples that a process generates together.
 """
 
 from __future__ import annotations

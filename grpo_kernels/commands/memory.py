@@ -1,7 +1,7 @@
 """Compute how much memory the loss of a language-model head needs, without running it.
 
-The result is what a call allocates beyond its inputs, from the engines' own planner on meta
-tensors.
+The result counts the memory that a call allocates beyond its inputs. The engines' own planner
+computes it on meta tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run a script that trains with TRL with FusedGRPOTrainer, or compare the two.
+"""Run a TRL training script with FusedGRPOTrainer, or compare it with stock TRL.
 
 `run` replaces `trl.GRPOTrainer` with `FusedGRPOTrainer` before the script imports it, under every
 name that TRL has for it, so subclasses in the script derive from it. For TRL's other trainers, it

@@ -404,7 +404,7 @@ class Reference:
     def compare(
         self, hidden: Tensor, head: Head, ids: Tensor, *, extras: Sequence[str], **how: Any
     ) -> Scores:
-        """Score `ids`, with the divergence, as `Call.score` of the policy; ignore `extras`."""
+        """Score `ids`, with the divergence, as the policy's `Call.score`; TRL reads no `extras`."""
         states = self._hidden.to(hidden.device)
         # read now, because under FSDP2 the weight is a different tensor inside a forward
         weight, bias = modules.constants_of(self._linear, "reference")
