@@ -66,7 +66,7 @@ _AGGREGATES = {
     "seq_mean": sequence_means,
     "seq_max": lambda x, mask: x.masked_fill(~mask, -math.inf).amax(dim=1, keepdim=True),
 }
-_WEIGHTED = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}  # by level
+_WEIGHTED = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}  # level -> aggregate
 _DIVERGENCES = {  # functions of D, of any shape
     "k1": lambda d: -d,
     "k2": lambda d: d.square() / 2,

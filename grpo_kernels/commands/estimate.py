@@ -30,7 +30,8 @@ NOTE = (
     "Computed from counts of matrix products, not measured. "
     "Attention, rewards and the optimizer are left out."
 )
-LOGGED = ("completions/mean_length", "completions/max_length", "frac_reward_zero_std")  # by TRL
+# names in TRL's log
+LOGGED = ("completions/mean_length", "completions/max_length", "frac_reward_zero_std")
 SAVINGS = {  # in the order of the table
     "padding": "padding is skipped",
     "prompts": "each prompt runs once for all its completions",
@@ -46,7 +47,7 @@ class Model(NamedTuple):
     name: str
     vocabulary: int
     hidden: int
-    body: int  # number of weights in the body's matrices that are used for a token
+    body: int  # number of weights in the body's matrices that a token uses
 
 
 MODELS = {

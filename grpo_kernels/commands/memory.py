@@ -119,7 +119,7 @@ def estimate(size: Size) -> list[Need]:
         Need(name, max(sums + graded, returning), back, sums),
         Need("two_pass", max(scored, sums + graded, returning), back, 0),
     ]
-    if trains:  # lean writes d weight a slice at a time, and accumulates only d hidden
+    if trains:  # lean writes the weight's gradient slice by slice, and accumulates only d_hidden
         backward = slices + d_hidden + weight * size.dtype.itemsize
         needs.append(Need("lean", max(scored, backward), back, 0))
     return needs

@@ -56,7 +56,9 @@ TOLERANCE, TOLERANCE_16_BIT = 1e-3, 5e-2
 # terms of size |advantage| (times |logp| for cispo and vespo) that nearly cancel. So the size of
 # the sum is no measure of its rounding error.
 LOSS_FLOOR, METRIC_FLOOR = 1.0, 1e-2
-OF_PARAMETERS = 10  # x tolerance: Adam turns rounding in tiny gradients into full steps
+# Parameters may differ by this times the tolerance: Adam turns rounding errors of tiny gradients
+# into full steps.
+OF_PARAMETERS = 10
 
 
 def use_fused_trainers() -> None:

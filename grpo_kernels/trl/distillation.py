@@ -46,7 +46,7 @@ def divergence_loss(
     temperature: float = 1.0,
     *,
     shares: Shares | None = None,
-    heads: tuple[Head | None, Head | None] = (None, None),  # measured; (student, teacher)
+    heads: tuple[Head | None, Head | None] = (None, None),  # measured heads of (student, teacher)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute (loss, summed entropy of the student, number of counted tokens), () each.
 
