@@ -210,7 +210,9 @@ def read_tokens(
 
     sampling_ratio_per_sequence = topk = None
     if ratio is not None and per_sequence(ratio):
-        sampling_ratio_per_sequence = ratio.detach().reshape(-1).to(dtype)
+        # as for a computed ratio, 1 without a counted token, whose value is never read
+        given = ratio.detach().reshape(-1).to(dtype)
+        sampling_ratio_per_sequence = torch.where(layout.lengths > 0, given, 1.0)
     if sampling_topk_logps is not None:
         topk = sampling_topk_logps.detach().flatten(0, -2)[positions].to(dtype)
     return Tokens(
