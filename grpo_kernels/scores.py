@@ -372,9 +372,9 @@ def topk_divergence(
             ``"reverse_kl"``, which needs the tail, and False otherwise. The tail's probability is
             clamped from below to the eps of the dtype of `teacher_logps` or of the result,
             whichever is larger; smaller values are rounding noise.
-        log_prob_min_clamp: lower bound to which the student's and the teacher's log-probabilities
-            are clamped. An id whose student log-probability is below this bound gets no gradient.
-            Only for the forward KL without a tail; otherwise an error.
+        log_prob_min_clamp: lower bound, < 0, to which the student's and the teacher's
+            log-probabilities are clamped. An id whose student log-probability is below this bound
+            gets no gradient. Only for the forward KL without a tail; otherwise an error.
         loss_max_clamp: upper bound on the absolute value of each position's divergence. A position
             that reaches it gets no gradient.
         temperature: a number, or a tensor with one temperature per position.
@@ -508,6 +508,10 @@ def _measure_of(
     tail = reverse if tail is None else tail
     if log_prob_min_clamp is not None:
         check_number("log_prob_min_clamp", log_prob_min_clamp)
+        if log_prob_min_clamp >= 0.0:  # would clamp every log-probability
+            raise ValueError(
+                f"log_prob_min_clamp: expected a number < 0, got {log_prob_min_clamp!r}"
+            )
         if tail:
             raise ValueError(
                 f"log_prob_min_clamp: expected None with a tail, got {log_prob_min_clamp!r}; it "

@@ -198,6 +198,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"divergence": "reverse_kl", "tail": False}, "tail: expected True or None"),
     ({"tail": 1}, "tail: expected a bool or None, got 1"),
     ({"tail": True, "log_prob_min_clamp": -9.0}, "log_prob_min_clamp: expected None with a tail"),
+    (
+        {"divergence": "forward_kl", "log_prob_min_clamp": 9.0},
+        "log_prob_min_clamp: expected a number < 0, got 9.0",
+    ),
     ({"loss_max_clamp": 0.0}, "loss_max_clamp: expected a finite number > 0"),
     ({"teacher_ids": FLOATS}, "teacher_ids: expected signed integer ids"),
     ({"teacher_ids": FLOATS[..., :0].long()}, "teacher_ids: expected shape"),
