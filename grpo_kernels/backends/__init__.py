@@ -1,19 +1,19 @@
-"""Row backends: the work on a chunk of logits, row by row, between the matrix products.
+"""Row backends: the work on each row of a chunk of logits, between the matrix products.
 
-A backend computes no matrix product, and sees only each row's coefficients of the loss. Calls on a
-chunk, in this order::
+A backend computes no matrix product. It knows the loss only by each row's coefficients. An engine
+makes these calls on a chunk, in this order::
 
     prepare_(logits, transform)             raw logits -> the form that the backend reads
     stats(chunk, ...)    -> RowStats        log-probability, entropy, the numbers `grad` needs
     diverge(chunk, stats, reference_stats)  the divergence from a second head, if there is one
     grad(chunk, stats, coefficients, out)   out = d loss / d raw logits
 
-If a `FusedLoss` can describe the loss and the backend fuses, ``fused`` takes the place of all but
-the first. `torch_rows.TorchRows` runs anywhere and is the oracle for every other backend;
+If a `FusedLoss` describes the loss and the backend can fuse it, one call of ``fused`` replaces all
+but ``prepare_``. `torch_rows.TorchRows` runs anywhere and is the oracle for every other backend;
 `triton_rows.rows.TritonRows` runs on a GPU, `cpp_rows.CppRows` on a CPU.
 
-The backend that `BackendName` calls x is the module ``x_rows``. Importing it compiles nothing, and
-imports no package that may be missing. It has three functions::
+The module ``x_rows`` holds the backend that `BackendName` calls x. Importing it compiles nothing,
+and imports no package that may be missing. It has three functions::
 
     refusal(device, dtype, asked_for=...)   why it cannot serve these logits, in words, or None;
                                             unless requested by name, it also warns of a reason that
@@ -33,7 +33,7 @@ import torch
 from grpo_kernels.backends.interface import LogitTransform, RowBackend, RowStats
 from grpo_kernels.base.choices import BackendName, choices
 
-NAMES = choices(BackendName)  # names that calls take
+NAMES = choices(BackendName)  # valid values of `backend=`
 BACKENDS = tuple(name for name in NAMES if name != "auto")
 
 
@@ -46,15 +46,16 @@ def check_backend(name: object) -> None:
 def choose_backend(
     name: str, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[RowBackend, str]:
-    """Return the row backend for logits of `dtype` on `device`, and why it was chosen, in words.
+    """Choose the row backend for logits of `dtype` on `device`; also say in words why it was
+    chosen.
 
-    The first choice of the CPU kernels may compile them, once in a process.
+    The first choice of the C++ kernels in a process may compile them.
 
     Args:
-        name: ``"auto"``, or one of `BACKENDS`, which is then used or refused.
+        name: ``"auto"``, or one of `BACKENDS`.
 
     Raises:
-        ValueError: no backend has that name, or it cannot serve here.
+        ValueError: no backend has that name, or the named backend cannot serve here.
     """
     check_backend(name)
     if name != "auto":

@@ -8,14 +8,14 @@ over the vocabulary::
     between     D = (1 - beta) KL(p || m) + beta KL(q || m)              Jensen-Shannon
 
 (orientation and mixture of TRL's `beta`; https://arxiv.org/abs/2306.13649). The terms of these sums
-have both signs: where p and q nearly agree they cancel to a number as small as d^2, out of terms as
-large as d. Both distributions sum to 1, so that any multiple of ``q - p`` may be added to the
-terms; the right one makes each of them >= 0, and as small as d^2::
+have both signs: where p and q nearly agree, terms as large as d cancel to a sum as small as d^2.
+Both distributions sum to 1, so any multiple of ``q - p`` may be added to the terms; the right
+multiple makes each term >= 0, and as small as d^2::
 
     reverse     p log(p / q) + q - p    = p phi(d)       phi(d) = e^-d - 1 + d
     forward     q log(q / p) + p - q    = q phi(-d)
 
-and likewise between. An error that all d share, such as one of the normalizers, then changes D in
+and likewise between. An error that all d share, such as an error of a normalizer, then changes D in
 second order only. The functions compute with x = |d| and the larger of p and q; p phi(-x) is
 written q chi(x), chi(x) = 1 - e^-x (1 + x), so that nothing overflows.
 
@@ -27,8 +27,8 @@ p_v::
 sum k is `DivergenceStats.sum_k`. It is computed from the same d, so that an error that all d share
 drops out.
 
-These functions are the one source for torch and Triton (csrc/divergence.inl is written after them):
-they are elementwise, call only the functions imported here, and write numbers as floats.
+torch and Triton share these functions (csrc/divergence.inl is a translation by hand). Hence they
+are elementwise, call only the functions imported here, and write numbers as floats.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ import torch
 from torch import Tensor, clamp_max, exp, full_like, log1p, where
 from torch import abs as magnitude
 
-NEAR = 0.5  # e^-x - 1 + x by its series below, by itself above
-NEAR_MIXTURE = -0.125  # (1 + w) log(1 + w) - w likewise
+NEAR = 0.5  # below: e^-x - 1 + x from its series; above: as written
+NEAR_MIXTURE = -0.125  # the same limit for (1 + w) log(1 + w) - w
 PHI = tuple(1.0 / math.factorial(k + 2) for k in range(18))
 MIXTURE = tuple(1.0 / ((k + 1) * (k + 2)) for k in range(18))
-# of a series: the rest is less than a unit in the last place
+# terms of a series, enough to leave out less than a unit in the last place
 TERMS = {torch.float32: 7, torch.float64: 18}
 
 
 def reverse(d, lead, beta):
     """The terms of KL(p || q), and k; `lead` is the larger of p and q.
 
-    A q of 0 under a p > 0 makes it infinite.
+    The value is infinite where q = 0 and p > 0.
     """
     x, e, _less, phi, chi = powers(d)
     ahead = d >= 0.0  # p >= q
@@ -62,7 +62,7 @@ def reverse(d, lead, beta):
 
 
 def forward(d, lead, beta):
-    """The terms of KL(q || p), and k. A p of 0 under a q > 0 makes it infinite."""
+    """The terms of KL(q || p), and k; `lead` is as in `reverse`. Infinite where p = 0 and q > 0."""
     _x, _e, less, phi, chi = powers(d)
     ahead = d >= 0.0
     value = lead * where(ahead, chi, phi)
@@ -70,10 +70,11 @@ def forward(d, lead, beta):
 
 
 def mixed(d, lead, beta):
-    """The terms of the generalized Jensen-Shannon divergence, and k: finite, whatever p and q are.
+    """The terms of the generalized Jensen-Shannon divergence, and k; finite for all p and q.
 
     With s the mixture's share of the smaller of the two, m = lead (1 + w), w = s (e^-x - 1), and
-    the term is ``lead (s chi(x) - g(w))``, g(w) = (1 + w) log(1 + w) - w.
+    the
+    term is ``lead (s chi(x) - g(w))``, g(w) = (1 + w) log(1 + w) - w.
     """
     x, e, less, _phi, chi = powers(d)
     ahead = d >= 0.0
@@ -89,7 +90,7 @@ def mixed(d, lead, beta):
 
 
 def powers(d):
-    """Return x = |d|, with inf as a large number, e^-x, e^-x - 1, phi(x) and chi(x)."""
+    """x = |d|, with inf as a large number; e^-x, e^-x - 1, phi(x) and chi(x)."""
     x = clamp_max(magnitude(d), FAR)
     e = exp(-x)
     near = x < NEAR
@@ -105,7 +106,7 @@ Terms = Callable[..., tuple[Tensor, Tensor]]
 
 
 def terms_of(beta: float) -> Terms:
-    """Return the function of (d, lead, beta) that computes this divergence's terms."""
+    """Choose the function of (d, lead, beta) that computes the terms of this divergence."""
     return forward if beta == 0.0 else reverse if beta == 1.0 else mixed
 
 

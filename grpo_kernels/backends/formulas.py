@@ -1,15 +1,15 @@
 """The policy surrogates and KL estimators, elementwise: the one source of all backends.
 
-torch runs these functions as they stand; Triton compiles the same ones with its own `where`, `exp`,
-... in place of torch's (`backends/triton_rows/mathfn.py`); of their text `csrc/generate.py` makes
-`csrc/formulas.h`. Hence they use the functions imported here, names, arithmetic and comparisons
-only, and numbers are floats.
+torch runs these functions as they stand. Triton compiles them with its own `where`, `exp`, ...
+(`backends/triton_rows/mathfn.py`). `csrc/generate.py` translates their text to `csrc/formulas.h`.
+Hence they use only the functions imported here, names, arithmetic and comparisons, and numbers are
+floats.
 
-A surrogate maps the log-ratio R (or the argument that its loss type has in its place), the
-advantage A, the log-probability and its constants to ``(loss, d loss / d R, d loss / d logp)``. R
-counts as independent of logp: the objective knows what R depends on. Derivatives take the branch in
-use only, so that a ratio that overflows on a branch not taken leaves 0 behind and not NaN. An
-advantage of exactly 0 contributes exactly 0, unless the ratio is NaN.
+A surrogate maps the log-ratio R (some loss types pass another argument instead), the advantage A,
+the log-probability and the loss type's constants to ``(loss, d loss / d R, d loss / d logp)``. The
+surrogate treats R as independent of logp: the objective knows what R depends on. Derivatives take
+only the branch in use, so a ratio that overflows on the other branch leaves 0 behind and not NaN.
+An advantage of exactly 0 contributes exactly 0, unless the ratio is NaN.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ type_as = Tensor.type_as  # of a condition: 1 where it holds, else 0
 def clipped(log_ratio, advantage, logp, low, high, delta):
     """``-min(min(r, delta) A, clip(r, low, high) A)`` (PPO, https://arxiv.org/abs/1707.06347).
 
-    At a tie each branch gets half of the gradient, as in torch's min, and a bound that is met
-    exactly still passes it.
+    At a tie each branch gets half of the gradient, as in torch's min. A ratio exactly on a bound
+    still gets gradient.
     """
     ratio = exp(log_ratio)
     free = times(clamp_max(ratio, delta), advantage)
     bounded = clamp(ratio, low, high) * advantage
     loss = -minimum(free, bounded)  # of a NaN ratio both are NaN
-    # of the gradient, the share of `free`
+    # the share of the gradient that goes to `free`
     share = where(free == bounded, 0.5, type_as(free < bounded, ratio))
     inside = (ratio >= low) & (ratio <= high)
     passes = where(ratio <= delta, share, 0.0) + where(inside, 1.0 - share, 0.0)
@@ -90,9 +90,9 @@ def linear(log_ratio, d_logp, logp):
 def k1(logp, ref):
     """With d = ref - logp, KL(policy || reference) per token, ``-d`` (http://joschu.net/blog/kl-approx.html).
 
-    An estimator returns kl, its derivative in logp, and the derivative of ``r kl`` over r, where
-    the ratio r moves with logp, ``kl + kl'``: written out, since of k3, whose two parts grow as
-    e^d, the sum is but ``-d``.
+    An estimator returns kl, the derivative of kl in logp, and that of ``r kl`` divided by r, where
+    the ratio r moves with logp: ``kl + kl'``. The last is simplified by hand, since both parts of
+    k3 grow as e^d while their sum is only ``-d``.
     """
     d = ref - logp
     return -d, full_like(d, 1.0), 1.0 - d

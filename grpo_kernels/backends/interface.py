@@ -11,14 +11,14 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import warn_once
 
-# log-probabilities (n, K) of K more ids, beside the `EXTRAS` of a row's statistics
+# log-probabilities (n, K) of K more ids; a key of `RowStats.extras` besides `EXTRAS`
 TOPK_LOGPS = "topk_logps"
 # per-token results of a fused kernel, besides the statistics
 LOSS_TERMS = ("loss", "d_logp", "log_ratio", "kl")
 
 
 def warn_of_torch(place: str, better: str, refusal: str) -> None:
-    """Warn, once, that torch does the row work on the `place`, slower than `better`, and why."""
+    """Warn once that torch does the row work on the `place`, slower than `better`, and why."""
     warn_once(
         f"on the {place}, losses and log-probabilities run in torch operations, slower than in "
         f'{better} (backend="torch" asks for this without a warning): {refusal}',
@@ -28,9 +28,9 @@ def warn_of_torch(place: str, better: str, refusal: str) -> None:
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """``z = softcap(scale * round(x + bias)) / temperature``: scaled logits z of the raw logits x,
-    the products of a head (`head.HeadTensors`).
+    """``z = softcap(scale * round(x + bias)) / temperature``: from raw to scaled logits.
 
+    The raw logits x are the products of a head (`head.HeadTensors`), and
     ``softcap(x) = cap * tanh(x / cap)``.
     """
 
@@ -43,15 +43,16 @@ class LogitTransform:
     def with_temperature_and_bias(
         self, inv_temperature: float | Tensor, bias: Tensor | None = None
     ) -> LogitTransform:
-        """Return the same transform with this temperature and bias (V,)."""
         return LogitTransform(self.scale, self.softcap, inv_temperature, bias, self.rounded_to)
 
     def inner_outer(self) -> tuple[float, float]:
-        """Return (inner, outer), the factors that all rows share, without per-row temperatures.
+        """The factors (inner, outer) that all rows share, without per-row temperatures.
 
         ``z = x * inner`` with inner = scale / T; with a soft-cap ``z = tanh(x * inner) * outer``,
-        inner = scale / cap and outer = cap / T. A per-row temperature divides outer if there is a
-        soft-cap, else inner. Computed in double, as in torch.
+        inner =
+        scale / cap and outer = cap / T. A per-row temperature divides outer if there is a soft-cap,
+        else
+        inner. Computed in double, as in torch.
         """
         shared = 1.0 if isinstance(self.inv_temperature, Tensor) else self.inv_temperature
         if self.softcap is None:
@@ -64,13 +65,16 @@ class Chunk:
     """Some rows of the logits, as a backend reads them.
 
     Attributes:
-        logits: fp32 (fp64 for fp64 inputs), the rows contiguous, as `RowBackend.prepare_` left
-            them: the raw logits, or on the torch backend the scaled logits; n is at least 16.
+        logits: fp32 (fp64 for fp64 inputs), contiguous rows, as `RowBackend.prepare_` left them:
+            scaled
+            logits on the torch backend, raw logits on the others. n is at least 16.
         ids: int64 in [0, V), each row's target; `fused` and `grad` define the meaning of other ids.
         transform: from the raw logits to the scaled logits z.
-        first_id: the id of the first column, if the columns are a slice of the vocabulary: only
-            `grad` supports that.
-        reference: the logits of another head for the same rows, if a divergence from it is wanted.
+        first_id: the id of the first column, if the columns are a slice of the vocabulary; only
+            `grad`
+            supports that.
+        reference: the logits of another head for the same rows, if the loss needs a divergence from
+            it.
     """
 
     logits: Tensor  # (n, V)
@@ -80,18 +84,19 @@ class Chunk:
     reference: ReferenceLogits | None = None
 
     def of_reference(self) -> Chunk:
-        """Return the reference's logits as a chunk of their own, for `stats`."""
+        """The reference's logits as a chunk of their own, for `stats`."""
         assert self.reference is not None
         return Chunk(self.reference.logits, torch.zeros_like(self.ids), self.reference.transform)
 
 
 @dataclass(frozen=True)
 class ReferenceLogits:
-    """The other distribution of a chunk's rows, and the divergence (`backends.divergence`).
+    """The second head's logits for a chunk's rows, and the divergence (`backends.divergence`).
 
     Attributes:
-        logits: in the shape and dtype of the chunk's; never written.
-        jsd_beta: 0 for KL(reference || student), 1 for KL(student || reference), between them
+        logits: same shape and dtype as the chunk's logits; never written.
+        jsd_beta: 0 for KL(reference || student), 1 for KL(student || reference); values between
+            give
             Jensen-Shannon divergences.
     """
 
@@ -113,12 +118,12 @@ class RowStats:
     divergence: DivergenceStats | None = None  # of rows that have a reference
 
     def for_gradient(self) -> RowStats:
-        """Return the statistics that `RowBackend.grad` reads."""
+        """The statistics that `RowBackend.grad` reads."""
         return replace(self, extras={}, loss_terms={})
 
     @staticmethod
     def concatenate(chunks: list[RowStats]) -> RowStats:
-        """Concatenate the statistics of all `chunks`, at least one."""
+        """Concatenate the statistics of `chunks`, which must not be empty."""
         return RowStats(*(_joined([getattr(x, f.name) for x in chunks]) for f in fields(RowStats)))
 
     @staticmethod
@@ -131,7 +136,7 @@ class RowStats:
         loss_terms: tuple[str, ...] = (),
         divergence: bool = False,
     ) -> RowStats:
-        """Return the statistics of no rows, on the device of `like`."""
+        """Statistics of no rows, on the device of `like`."""
         none, flags = like.new_empty(0, dtype=dtype), like.new_empty(0, dtype=torch.bool)
         return RowStats(
             none,
@@ -154,7 +159,6 @@ class DivergenceStats(NamedTuple):
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Concatenate one field of several `RowStats`."""
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
     if isinstance(parts[0], dict):
@@ -163,9 +167,9 @@ def _joined(parts: list[Any]) -> Any:
 
 
 class Coefficients(NamedTuple):
-    """Gradient of a loss in the numbers of its rows, (n,) each but the last; None means 0.
+    """Gradient of a loss with respect to each row's numbers; None means 0.
 
-    The docs call the first three a, b and c.
+    Each is (n,), except `d_topk`. The docs call the first three a, b and c.
     """
 
     d_logp: Tensor | None = None  # d loss / d log-probability
@@ -178,21 +182,24 @@ class Coefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class FusedLoss:
-    """A built-in loss as numbers per token and a few constants, for row kernels that fuse it. Its
-    tokens are not coupled. Tensors are (n,), in the accumulator's dtype.
+    """A built-in loss as numbers per token and a few constants, for backends that fuse it.
 
-    With R = logp - old (0 on-policy), w the weight, gate the importance ratio and the masks, and
-    ``surrogate`` and ``kl`` those of `formulas`::
+    No token's loss depends on another token. Tensors are (n,), in the accumulator's dtype. With R =
+    logp - old (0 on-policy), w the weight, gate the importance ratio times the masks, and
+    ``surrogate``
+    and ``kl`` from `formulas`::
 
         loss_t    = w * gate * surrogate(R, A) + beta * w * kl [* exp(R)]
         d_logp_t  = d loss_t / d logp_t
         d_entropy = d loss / d entropy_t, the same for every token
 
-    On-policy R is 0 and the policy term's derivative, `d_policy`, is known beforehand. Two
-    surrogates are for that alone: ``"constant"``, whose loss is known, too, and left out here, and
-    ``"linear"``, whose loss is d_logp * logp. The loss is NaN where the log-probability is not
-    finite. d_logp is NaN, too, where the id is -1. `PolicyObjective.fused_loss` makes the record.
-    It knows no vocabulary; the kernels know no policy.
+    On-policy R is 0, and the policy term's derivative, `d_policy`, is known beforehand. Two
+    surrogates
+    exist only for that case: ``"linear"``, with the loss d_logp * logp, and ``"constant"``, which
+    leaves the loss out because it is known too. The loss is NaN where the log-probability is not
+    finite. Where the id is -1, d_logp is NaN as well. `PolicyObjective.fused_loss` makes the
+    record.
+    The record knows no vocabulary, and the kernels know no policy.
     """
 
     surrogate: str  # one of `formulas.SURROGATES`
@@ -201,7 +208,7 @@ class FusedLoss:
     kl: str | None
     corrects_kl: bool  # the estimate is multiplied by exp(R)
     advantages: Tensor | None  # A; None on-policy
-    # only on-policy: the policy term's derivative, weight and gate included
+    # the policy term's derivative, including weight and gate; only on-policy
     d_policy: Tensor | None
     weights: Tensor
     old: Tensor | None  # None on-policy
@@ -222,7 +229,7 @@ class RowBackend(Protocol):
     name: str
 
     def scratch_rows(self, n: int, vocab: int, *, reference: bool = False) -> int:
-        """Return the temporary memory that a chunk of `n` rows needs, in rows of logits."""
+        """Temporary memory that a chunk of `n` rows needs, in rows of logits."""
         return 0
 
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
@@ -234,17 +241,23 @@ class RowBackend(Protocol):
 
     @abstractmethod
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
-        """Reduce each row."""
+        """Compute each row's statistics: the log-probability of its id, and what `grad` reads.
+
+        Args:
+            entropy: compute `RowStats.entropies` too.
+            extras: names from `EXTRAS` of further statistics.
+        """
         ...
 
     @abstractmethod
     def diverge(
         self, chunk: Chunk, stats: RowStats, reference_stats: RowStats
     ) -> tuple[Tensor, Tensor]:
-        """Return `DivergenceStats.value` and ``.sum_k`` (n,) of a chunk with a reference.
+        """Compute `DivergenceStats.value` and ``.sum_k`` (n,) of a chunk with a reference.
 
-        If the columns are a part of the vocabulary, pass the statistics of the whole; the parts'
-        results add up.
+        If the columns are only a part of the vocabulary, pass the statistics of the whole
+        vocabulary; the
+        results of the parts add up.
         """
         ...
 
@@ -260,32 +273,39 @@ class RowBackend(Protocol):
 
         d_logp is not None; d_topk is not read (`engine.top_k` adds its part).
 
-        `out` (n, V) may be the logits themselves, or another tensor, also a 16-bit one; the logits
-        may be overwritten either way. A row whose id is not among the columns has no target.
-        Without `d_divergence`, a reference is ignored.
+        `out` (n, V) may be the logits themselves or another tensor, including a 16-bit one; the
+        backend may
+        overwrite the logits in either case. A row has no target if its id is not among the columns.
+        Without
+        `d_divergence`, the backend ignores a reference.
         """
         ...
 
     def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
         """``out = x * factor``, rounded once: a gradient of any shape, times () or (m, 1).
 
-        `x` is in the accumulator's dtype. `out` has its shape, and may be `x` or a 16-bit tensor.
+        `x` is in the accumulator's dtype. `out` has the shape of `x`; it may be `x` itself or a
+        16-bit
+        tensor.
         """
         torch.mul(x, factor, out=out)
 
 
 @runtime_checkable
 class FusedRowBackend(RowBackend, Protocol):
-    """Backend that also computes a whole `FusedLoss`, between a row's statistics and gradient."""
+    """Backend that can also compute a whole `FusedLoss` together with the statistics and the
+    gradient."""
 
     fuses_reference: bool  # True if `fused` takes chunks with a reference
 
     @abstractmethod
     def fused(self, chunk: Chunk, fused_loss: FusedLoss, out: Tensor | None) -> RowStats:
-        """Do the work of `stats`, compute each row's loss (`RowStats.loss_terms`), and do the work
-        of `grad` if `out` is given.
+        """Compute each row's statistics and loss and, if `out` is given, write the gradient to it.
 
-        For a chunk with a reference, `FusedLoss.kl` is ``"full"``: the divergence is computed too.
-        An id outside of [0, V) is invalid: the row's log-probability, loss and d_logp are NaN.
+        The call does the work of `stats`, fills `RowStats.loss_terms`, and then does the work of
+        `grad`.
+        For a chunk with a reference, `FusedLoss.kl` is ``"full"``: the call computes the divergence
+        too. An
+        id outside [0, V) is invalid: the row's log-probability, loss and d_logp are NaN.
         """
         ...

@@ -8,12 +8,12 @@ With m = max_j z_j, e_j = exp(z_j - m), S = sum_j e_j and id the target::
 
 with a, b, c = `d_logp`, `d_entropy`, `d_divergence` (`interface.Coefficients`). k belongs to the
 divergence from the logits of a second head, the reference (`divergence`); for the KL to a reference
-with the probabilities q, k_j = p_j (log p_j - log q_j).
+with probabilities q, k_j = p_j (log p_j - log q_j).
 
-The target is left out of the sum in logp, and the largest term out of the sum in log S, so that
-neither cancels when a token is nearly certain; likewise ``1 - p_id = -expm1(logp)``. A probability
-of zero (a logit of -inf) drops out of the entropy. The entropy's bits do not depend on the target:
-tokens that share a hidden state tie.
+The sum in logp leaves out the target, and the sum in log S leaves out the largest term, so that
+neither loses digits when a token is nearly certain; ``1 - p_id = -expm1(logp)`` for the same
+reason. A probability of zero (a logit of -inf) drops out of the entropy. The entropy's bits do not
+depend on the target: tokens with the same hidden state have exactly equal entropies.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from grpo_kernels.backends.interface import (
 from grpo_kernels.base.tensors import take
 
 BLOCK_ELEMENTS = 2**21  # small enough to stay in the caches, large enough to keep threads busy
-FEW_ELEMENTS = 2**12  # one block, for any share of the chunk
+FEW_ELEMENTS = 2**12  # a block is not made smaller than this
 LEAST_BLOCK_ROWS = 3
-ROUNDED_ROWS = 16  # rows at a time, where logits are rounded
-# temporaries of the size of a block while the terms of a divergence are computed
+ROUNDED_ROWS = 16  # rows at a time when logits are rounded
+# block-sized temporaries that the terms of a divergence need
 DIVERGENCE_TEMPORARIES = 16
 LOWEST = -1e4  # exp(LOWEST) is 0 in every dtype, and so is 0 * LOWEST, unlike 0 * -inf
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> None:
-    """Return None: torch serves anywhere; "auto" chooses it if no other backend serves."""
+    """Never refuse: torch serves anywhere. "auto" chooses it if no other backend serves."""
 
 
 def load() -> RowBackend:
-    """Return the row work in torch."""
+    """Make the backend."""
     return TorchRows()
 
 
@@ -106,7 +106,7 @@ class TorchRows(RowBackend):
             block_stats = replace(take(stats, block), divergence=take(of_reference, block))
             terms, k = _divergence_terms(chunk.logits[block], chunk.reference, block, block_stats)
             value[block], sum_k[block] = terms.sum(dim=1), k.sum(dim=1)
-        # NaN if a row of the reference has no finite logit, or has NaN
+        # 0, or NaN if a row of either head has NaN or no finite logit
         odd = _offset(stats, of_reference) * 0.0
         return value + odd, sum_k + odd
 
@@ -125,7 +125,7 @@ class TorchRows(RowBackend):
         logits, transform = chunk.logits, chunk.transform
         n, vocab = logits.shape
         columns = chunk.ids - chunk.first_id
-        # d logits = dz * dz/d logits: the part that a whole row shares goes into a and b
+        # d logits = dz * dz/d logits: a and b absorb the factor that a whole row shares
         inv_t = transform.inv_temperature
         row_factor = transform.scale * (inv_t[:, 0] if isinstance(inv_t, Tensor) else inv_t)
         a = d_logp * row_factor
@@ -154,7 +154,6 @@ class TorchRows(RowBackend):
         coefficients: Coefficients,
         out: Tensor,
     ) -> None:
-        """Compute `grad` a few rows at a time, and add the divergence's part."""
         assert chunk.reference is not None
         d_divergence, others = coefficients.d_divergence, coefficients._replace(d_divergence=None)
         assert stats.divergence is not None and d_divergence is not None
@@ -183,7 +182,7 @@ class TorchRows(RowBackend):
 
 
 def _offset(stats: RowStats, divergence: DivergenceStats) -> Tensor:
-    """Return (z - y) - (log p - log q), (n,)."""
+    """(z - y) - (log p - log q), (n,)."""
     return (stats.max_logit - divergence.reference_max_logit) + (
         stats.log_sum - divergence.reference_log_sum
     )
@@ -192,12 +191,11 @@ def _offset(stats: RowStats, divergence: DivergenceStats) -> Tensor:
 def _divergence_terms(
     z: Tensor, reference: ReferenceLogits, block: slice, stats: RowStats
 ) -> tuple[Tensor, Tensor]:
-    """Return the divergence's terms and k, (r, V) each, for the rows `block` with logits z (r,
-    V)."""
+    """The divergence's terms and k, (r, V) each, for the rows `block` with logits z (r, V)."""
     y, divergence = reference.logits[block], stats.divergence
     assert divergence is not None
     d = z - y
-    # p = q = 0; else the offset is NaN
+    # z - y is NaN if both are -inf: then p = q = 0. Any other NaN is in the offset.
     d = torch.where(torch.isnan(d), 0.0, d - _offset(stats, divergence)[:, None])
     ahead = d >= 0.0
     ours, its = stats.max_logit, divergence.reference_max_logit
@@ -220,9 +218,9 @@ def _block_stats(
     exp_target, z_target = exps.gather(1, ids), z.gather(1, ids)
     is_argmax = ids == argmax
     rest = exps.scatter_(1, argmax, 0.0).sum(dim=1, keepdim=True)  # all but the largest, which is 1
-    is_inf = top == torch.inf  # the others have probability 0, also if several are inf
+    is_inf = top == torch.inf  # all other logits then have probability 0, even an equal inf
     rest = rest.masked_fill_(is_inf, 0.0)
-    # all but the target; >= 1, so nothing cancels
+    # all but the target. In the second case >= 1, so nothing cancels.
     others = torch.where(is_argmax, rest, 1.0 + (rest - exp_target))
     log_sum = torch.log1p(rest)
     margin = others.log() + (top - z_target)
@@ -236,8 +234,8 @@ def _block_stats(
         out["log_sum_sq_probs"].copy_((squares.log1p() - 2 * log_sum)[:, 0])
     if "mean_logits" in out:
         out["mean_logits"].copy_(z.mean(dim=1))
-    if "is_top1" in out:  # of equal logits the one with the lowest id counts as the largest
-        # False where there is no largest
+    if "is_top1" in out:  # among equal logits the one with the lowest id counts as the largest
+        # False if no logit is the largest
         out["is_top1"].copy_((is_argmax & ~log_sum.isnan())[:, 0])
     if "entropies" in out:
         mean_shifted = exps.mul_(shifted.clamp_(min=LOWEST)).sum(dim=1, keepdim=True) / (1 + rest)
@@ -245,11 +243,11 @@ def _block_stats(
 
 
 def _block_grad_(
-    z: Tensor,  # (r, V) scaled logits; becomes d logits, but for the factor that a row shares
-    columns: Tensor,  # (r, 1) the target's column; it may lie outside
+    z: Tensor,  # (r, V) scaled logits; overwritten with d logits
+    columns: Tensor,  # (r, 1) the target's column; may be out of range
     stats: RowStats,  # of these rows
-    a: Tensor,  # (r, 1)
-    b: Tensor | None,  # (r, 1)
+    a: Tensor,  # (r, 1), with the factor of dz/d logits that the row shares
+    b: Tensor | None,  # (r, 1), with the same factor
     softcap: float | None,
     inv_t: float | Tensor,  # number or (r, 1)
     slope: Tensor,  # (r, V) scratch
@@ -283,12 +281,11 @@ def _block_rows(n: int, vocab: int) -> int:
 
 
 def _divergence_rows(n: int, vocab: int) -> int:
-    """Rows at a time, for work with `DIVERGENCE_TEMPORARIES` temporaries per row."""
+    """Rows per block for work with `DIVERGENCE_TEMPORARIES` temporaries per row."""
     return max(min(n, LEAST_BLOCK_ROWS), _block_rows(n, vocab) * 2 // DIVERGENCE_TEMPORARIES)
 
 
 def _blocks(n: int, most: int) -> Iterator[slice]:
-    """Yield blocks of nearly equal size, none of a single row (if n > 1), which torch sums
-    differently."""
+    # no block is a single row unless n is 1: torch sums a single row in another order
     count = -(-n // most)
     return (slice(n * i // count, n * (i + 1) // count) for i in range(count))

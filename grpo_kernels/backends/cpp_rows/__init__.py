@@ -1,9 +1,9 @@
-"""The row backend in C++, for CPUs: csrc/, compiled on first use or in a wheel (`build`).
+"""The row backend in C++, for CPUs: csrc/, compiled on first use or shipped in a wheel (`build`).
 
 The kernels read the logits as the products left them, in any floating dtype, and apply the
-`LogitTransform` on the fly. Sums over lanes and logarithms are taken in float64, whatever the
-logits' dtype. The loss of a token follows `backends.formulas` operation by operation. A row's
-bits depend on the row alone: not on threads, nor on the processor's instruction set.
+`LogitTransform` on the fly. They take sums over lanes and logarithms in float64 for every dtype of
+logits. The loss of a token follows `backends.formulas` operation by operation. A row's bits depend
+on that row alone: not on the number of threads, nor on the processor's instruction set.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from grpo_kernels.base.choices import EXTRAS
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
-    """Serves CPU tensors where the library can be loaded or built."""
+    """Refuse tensors that are not on a CPU, and all tensors if there is no library."""
     if device.type != "cpu":
         return f"it serves CPU tensors, and these are {device.type} tensors"
     from grpo_kernels.backends.cpp_rows import build  # not at import: it is also run as a command
@@ -44,19 +44,19 @@ def refusal(device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str
 
 
 def reason(device: torch.device) -> str:
-    """Where the library is from."""
+    """Say where the library comes from."""
     from grpo_kernels.backends.cpp_rows import build
 
     return f"CPU tensors; library {build.load().origin}"
 
 
 def load() -> RowBackend:
-    """The row work, after `build.load`."""
+    """Make the backend; call `build.load` first."""
     return CppRows()
 
 
 class CppRows(FusedRowBackend):
-    """Row work in one op per chunk, its rows divided among torch's threads; after `build.load`."""
+    """Row work in one op per chunk; torch's threads share the rows. Needs `build.load` first."""
 
     name = "cpp"
     fuses_reference = True
@@ -134,7 +134,7 @@ class CppRows(FusedRowBackend):
 
 
 def _columns(logits: Tensor) -> Callable[..., Tensor]:
-    """Makes uninitialized columns (n,), in the accumulator's dtype if none is given."""
+    """Make uninitialized tensors (n,), in the accumulator's dtype unless the call names another."""
     accumulator = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return partial(logits.new_empty, len(logits), dtype=accumulator)
 
@@ -152,7 +152,7 @@ def _reference(chunk: Chunk) -> tuple[Any, ...]:
 
 
 def _numbers(transform: LogitTransform) -> tuple[Any, ...]:
-    """Return bias, inverse temperatures per row or None, inner, outer, has_softcap, rounded_to."""
+    """Bias, inverse temperatures per row or None, inner, outer, has_softcap, rounded_to."""
     inv_t = transform.inv_temperature
     per_row = inv_t.reshape(-1).contiguous() if isinstance(inv_t, Tensor) else None
     return (

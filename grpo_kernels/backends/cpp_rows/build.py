@@ -1,12 +1,12 @@
-"""The C++ library with the CPU's row kernels: found or built when it is first needed.
+"""Find or build the C++ library with the CPU's row kernels when it is first needed.
 
 `load` tries in this order: the library beside this file (in a wheel made by ``make wheel``), the
-cache, a compiler. The cache has a file for each `cache_key`, a digest of all that the library
-depends on. A library is compiled beside its place there and moved into it by one rename, so that
-nobody loads half of one.
+cache, a compiler. The cache names each library by its `cache_key`, a digest of everything that the
+library depends on. The compiler writes to a temporary file in the cache, and one rename moves the
+finished library into place. So no process can load a partly written library.
 
-``python -m grpo_kernels.backends.cpp_rows.build`` says where the library is, and shows the log;
-with ``--into DIR`` it is built there.
+``python -m grpo_kernels.backends.cpp_rows.build`` prints the library's path and shows the log; with
+``--into DIR`` it builds the library there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Unavailable(Exception):
-    """Reason why the library cannot be had, and the way to fix that, in one line."""
+    """The library is unavailable: the reason and the way to fix it, in one line."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Library:
 
 @functools.cache
 def load() -> Library:
-    """Make ``torch.ops.grpo_kernels_cpp`` available, or say why not; tried once a process."""
+    """Make ``torch.ops.grpo_kernels_cpp`` available, or say why not; tried once per process."""
     if has_ops():  # someone's own build, such as one with sanitizers
         return Library("loaded before")
     try:
@@ -74,10 +74,10 @@ def load() -> Library:
 
 
 def find() -> Library:
-    """Load `PREBUILT`, else the library that the cache has for the sources, else build and load it.
+    """Load `PREBUILT`, else the cached library for these sources; else build one and load it.
 
     Raises:
-        Unavailable: none of them works.
+        Unavailable: none of the three works.
     """
     if sys.platform == "win32":
         raise Unavailable("there is no Windows build; use WSL")
@@ -115,7 +115,7 @@ def find() -> Library:
 
 
 def _loads(path: Path, troubles: list[str]) -> bool:
-    """Load `path`, if it is there; if that does not give the ops, `troubles` gets the reason."""
+    """Load `path` if it exists; if it does not provide the ops, append the reason to `troubles`."""
     if not path.is_file():
         return False
     try:
@@ -136,10 +136,12 @@ def has_ops() -> bool:
 
 @contextlib.contextmanager
 def _one_builder(folder: Path) -> Iterator[None]:
-    """Lock `folder` itself, so that one process builds in it and the others find the result.
+    """Lock `folder` itself, so that one process builds in it and the other processes find the
+    result.
 
-    The lock ends with its holder and leaves no file. It saves work and nothing else: on a file
-    system without locks each process builds.
+    The lock ends with its holder and leaves no file. It only saves work: on a file system without
+    locks
+    each process builds.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -151,14 +153,14 @@ def _one_builder(folder: Path) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        # closing alone would not do: a process forked meanwhile has it open too
+        # closing is not enough: a process forked meanwhile also holds the descriptor open
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
 def source_folder() -> Path:
-    """csrc/: inside the package where that is installed, beside it in a checkout."""
+    """The folder csrc/: inside an installed package, beside the package in a checkout."""
     installed = PACKAGE / "csrc"
     return installed if installed.is_dir() else PACKAGE.with_name("csrc")
 
@@ -173,7 +175,7 @@ def source_files() -> list[Path]:
 
 
 def cache_folder() -> Path:
-    """The folder of the cache; need not exist."""
+    """The folder of the cache; it need not exist yet."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR") or os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(chosen or Path.home() / ".cache").absolute() / "grpo_kernels"
@@ -184,7 +186,7 @@ def cache_folder() -> Path:
 
 
 def cache_key() -> str:
-    """A digest of all that the library depends on: sources, flags, torch and platform."""
+    """A digest of everything that the library depends on: sources, flags, torch and platform."""
     target = (FLAGS, torch.__version__, platform.machine(), platform.libc_ver())
     contents = [(path.name, path.read_bytes()) for path in source_files()]
     return hashlib.sha256(repr((target, contents)).encode()).hexdigest()[:16]
@@ -205,14 +207,14 @@ def compiler() -> list[str]:
 def compile_library(output: Path, extra: Sequence[str] = ()) -> None:
     """Compile the sources to the shared library `output`, in one call of the compiler.
 
-    A line on stderr says that it begins. At DEBUG the log has the command and the compiler's
-    output.
+    A line on stderr announces the compilation. At level DEBUG the log shows the command and the
+    compiler's output.
 
     Args:
         extra: flags after `FLAGS`.
 
     Raises:
-        Unavailable: no sources, no compiler, one that fails, or one that takes too long.
+        Unavailable: the sources or a compiler are missing, or the compiler fails or takes too long.
     """
     units = [str(path) for path in source_files() if path.suffix == ".cpp"]
     root = Path(torch.__file__).parent
@@ -247,7 +249,7 @@ def compile_library(output: Path, extra: Sequence[str] = ()) -> None:
 
 
 def _say(line: str) -> None:
-    print(f"grpo_kernels: {line}", file=sys.stderr, flush=True)  # the log may have no reader
+    print(f"grpo_kernels: {line}", file=sys.stderr, flush=True)  # the log may have no handler
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

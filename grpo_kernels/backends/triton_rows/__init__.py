@@ -1,7 +1,7 @@
-"""The row backend in Triton, for GPUs, and in Triton's interpreter for a CPU.
+"""The row backend in Triton, for GPUs; on a CPU it runs in Triton's interpreter.
 
-The interpreter needs ``TRITON_INTERPRET=1`` to be set before Triton is imported. Only `rows` and
-what it imports need Triton, which may not be installed.
+For the interpreter, set ``TRITON_INTERPRET=1`` before Triton is imported. Only `rows` and the
+modules that it imports need Triton, which may not be installed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from grpo_kernels.backends.interface import RowBackend, warn_of_torch
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
-    """Serves GPUs where Triton can launch; if asked for, also a CPU, in Triton's interpreter."""
+    """Refuse if Triton cannot launch on a GPU; a CPU is served only if asked for, in the
+    interpreter."""
     if dtype == torch.float64:
         return "its kernels compute in float32, and these inputs ask for float64"
     if device.type != "cuda" and not asked_for:
@@ -36,12 +37,12 @@ def refusal(device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str
 
 
 def reason(device: torch.device) -> str:
-    """What there is."""
+    """Say what the choice is based on."""
     return f"{device.type} tensors and Triton is installed"
 
 
 def load() -> RowBackend:
-    """The row work, whose modules import Triton."""
+    """Make the backend; this imports Triton."""
     from grpo_kernels.backends.triton_rows.rows import TritonRows
 
     return TritonRows()

@@ -1,10 +1,11 @@
 """Where a kernel is launched: the device, its tile, and why Triton may be unable to launch.
 
-The table of tiles, `tuned.json`, was filled in beforehand (`benchmarks/tune.py`). Nothing is timed
-at run time: the winner would change from one run to the next, and with it the results' bits, which
-have to be the same in every run. For the same reason a tile follows from the vocabulary and the
-device's family alone, never from the number of rows. The first entry of a family that fits is
-taken. ``"measured"`` says whether an entry was timed, and on which device.
+The table of tiles, `tuned.json`, is filled in beforehand (`benchmarks/tune.py`). Nothing is timed
+at
+run time: the fastest tile would change from one run to the next, and so would the bits of the
+results, which must not change. For the same reason a tile depends only on the vocabulary and the
+family of the device, never on the number of rows. The first entry of a family that fits is used.
+``"measured"`` says whether an entry was timed, and on which device.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ import triton
 TABLE = "tuned.json"
 FAMILIES = ("sm_80", "sm_90", "sm_100", "gfx942", "interpreter", "default")
 FAMILY_OF_ARCH = {"cpu": "interpreter", "sm_87": "sm_80", "sm_103": "sm_100", "gfx950": "gfx942"}
-ROW_KERNELS = ("stats", "fused", "grad")  # the first two share entries: their statistics agree
-COLUMNS_OF_WARP = 4 * 32  # of a tile, at least: a lane of four columns for each thread
+# "stats" and "fused" share entries, so that their statistics have the same bits
+ROW_KERNELS = ("stats", "fused", "grad")
+COLUMNS_OF_WARP = 4 * 32  # least columns of a tile per warp: a lane of four for each thread
 
 
 @dataclass(frozen=True)
 class RowConfig:
-    """The tile of a row kernel: `block_n` rows by `block_v` columns, in quarters side by side."""
+    """The tile of a row kernel: `block_n` rows by `block_v` columns, in four adjacent quarters."""
 
     block_n: int
     block_v: int
@@ -39,17 +41,19 @@ class RowConfig:
     num_stages: int
 
     def for_two_heads(self, vocab: int) -> RowConfig:
-        """Return the same tile, and so the same bits; twice the threads if V is no multiple of 16.
+        """The same tile, hence the same bits, with twice the threads if V is no multiple of 16.
 
         Elements are then read one by one, and two rows take more registers than a thread has. A
-        tile of a small vocabulary has one column for each thread at most: with more threads,
-        several would hold the same column, and one would write in place what another still reads.
+        tile of a
+        small vocabulary has at most one column per thread: with more threads, several would hold
+        the same
+        column, and one would overwrite in place what another still reads.
         """
         has_columns = self.block_v >= 2 * COLUMNS_OF_WARP * self.num_warps
         return replace(self, num_warps=2 * self.num_warps) if vocab % 16 and has_columns else self
 
     def arguments(self) -> dict[str, Any]:
-        """Launch arguments: the kernel's constants, and how to compile it."""
+        """Launch arguments: the kernel's constants and the compiler's options."""
         return {
             "BLOCK_N": self.block_n,
             "BLOCK_V": self.block_v,
@@ -92,7 +96,7 @@ def _entries(kernel: str, family_name: str) -> list[tuple[int | None, RowConfig]
 
 @functools.cache
 def arch_of(device: torch.device) -> str:
-    """The architecture, such as sm_90 or gfx942; "cpu" in the interpreter."""
+    """The architecture, such as sm_90 or gfx942; the device's type if it is no GPU."""
     if device.type != "cuda":
         return device.type
     with on(device):
@@ -101,27 +105,29 @@ def arch_of(device: torch.device) -> str:
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` current: kernels run on its stream, which has to be that of the tensors."""
+    """Make `device` current: a kernel runs on the current device's stream, which must be the
+    tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache
 def launch_trouble() -> str | None:
-    """The reason why nothing can be launched, and the remedy; None if all is there.
+    """Say why nothing can be launched, and the remedy; None if launching works.
 
-    Before its first launch Triton compiles a module in C, for the release of Python that it runs
-    in. This check does the same, once in a process; Triton keeps the result.
+    Before its first launch Triton compiles a module in C for the running release of Python. This
+    check
+    does the same, once per process, and Triton keeps the result.
     """
     try:
         triton.runtime.driver.active.get_current_target()
-    except Exception as error:  # whatever it is: a launch would meet it too
+    except Exception as error:  # of any kind: a launch would fail with it too
         first_line = str(error).strip().partition("\n")[0]
         return _missing(error) or f"Triton cannot start: {type(error).__name__}: {first_line}"
     return None
 
 
 def _missing(error: Exception) -> str | None:
-    """What is missing, if `error` comes from compiling; None if something else is wrong."""
+    """Say what is missing for compiling; None if `error` has another cause."""
     if "C compiler" in str(error):
         return (
             "Triton needs a C compiler, and there is no gcc or clang: install gcc (Debian, Ubuntu: "

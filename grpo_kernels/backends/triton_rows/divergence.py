@@ -1,8 +1,8 @@
 """Divergences of one head's rows from another's: formulas compiled, and their sums.
 
-The formulas are those of `backends.divergence`: their text is compiled with the functions below in
-the place of torch's. All kernels take the offset between z - y and log p - log q from the stored
-statistics, so that terms and k of equal rows are exactly 0.
+Triton compiles the text of `backends.divergence`, with the functions below instead of torch's. All
+kernels take the offset between z - y and log p - log q from the stored statistics, so that terms
+and k of equal rows are exactly 0.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def mixture_series(x):
 
 @triton.jit
 def series(x, coefficients: tl.constexpr):
-    """The polynomial with these coefficients, the constant first."""
+    """The polynomial with these coefficients, in ascending order."""
     total = tl.full(x.shape, coefficients[DEGREE], tl.float32)
     for i in tl.static_range(DEGREE):
         total = tl.fma(x, total, coefficients[DEGREE - 1 - i])
@@ -70,8 +70,8 @@ def magnitude(x):
 
 _NAMES: dict[str, Any] = {
     "__name__": divergence.__name__,
-    "tl": tl,  # the interpreter looks for it
-    "exp": exp_term,  # its arguments are <= 0, its results terms of a sum
+    "tl": tl,  # the interpreter looks it up
+    "exp": exp_term,  # precise enough: arguments are <= 0, results are terms of a sum
     **{
         f.__name__: f
         for f in (clamp_max, full_like, log1p, magnitude, mixture_series, phi_series, where)
@@ -103,7 +103,7 @@ def reference_arguments(reference: ReferenceLogits, diverged: DivergenceStats) -
 def launch_diverge(
     chunk: Chunk, stats: RowStats, reference_stats: RowStats, config: RowConfig
 ) -> tuple[Tensor, Tensor]:
-    """The divergence and the sum of k (n,) of a chunk with a reference."""
+    """Compute the divergence and the sum of k, (n,) each, of a chunk with a reference."""
     assert chunk.reference is not None
     (n, vocab), new = chunk.logits.shape, chunk.logits.new_empty
     diverged = DivergenceStats(new(n), new(n), reference_stats.max_logit, reference_stats.log_sum)
@@ -140,9 +140,9 @@ def diverge_kernel(
     # the tile
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The divergence of `BLOCK_N` rows and the sum of their k, from the rows' ends to their starts.
+    """The divergence of `BLOCK_N` rows and the sum of their k, reading each row from its end.
 
-    Both are NaN where a row of either head has no finite logit, or a NaN.
+    Both are NaN if a row of either head has no finite logit, or a NaN.
     """
     rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
     row_ptrs, inner, outer = row_pointers(
@@ -184,7 +184,7 @@ def diverge_kernel(
 
 @triton.jit
 def normalizers(m, log_sum, reference_m, reference_log_sum):
-    """Return (m, 1 / sum) of both heads and the offset (z - y) - (log p - log q), (R, 1) each."""
+    """(m, 1 / sum) of both heads and the offset (z - y) - (log p - log q), (R, 1) each."""
     offset = (m - reference_m) + (log_sum - reference_log_sum)
     return m, exp(-log_sum), reference_m, exp(-reference_log_sum), offset
 
@@ -195,7 +195,7 @@ def diverge_tile(
     HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     REFERENCE_HAS_SOFTCAP: tl.constexpr, REFERENCE_ROUNDED_TO: tl.constexpr,
 ):  # fmt: skip
-    """Add four columns for each lane; beyond the vocabulary terms and k are 0."""
+    """Add four columns to each lane; columns beyond the vocabulary add 0."""
     W: tl.constexpr = value.shape[1]
     z0, z1, z2, z3, _id0, _id1, _id2, _id3 = load_logits(
         source, start, end, HAS_SOFTCAP, ROUNDED_TO, W
@@ -212,7 +212,7 @@ def diverge_tile(
 
 @triton.jit
 def terms(z, y, known, jsd_beta, DIVERGENCE: tl.constexpr):
-    """The divergence's terms, and k, from logits z and the reference's y, (R, W)."""
+    """The divergence's terms, and k, from logits z and the reference's logits y, (R, W)."""
     m, inv_sum, reference_m, reference_inv_sum, offset = known
     d = z - y
     d = tl.where(d == d, d - offset, 0.0)  # -inf - -inf: p = q = 0
@@ -228,7 +228,7 @@ def k_of(
     x, y, source, reference, known, jsd_beta, DIVERGENCE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, REFERENCE_HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """k of the projections x of the student and y of the reference, (R, W)."""
+    """k from the student's projection x and the reference's projection y, (R, W)."""
     z = scaled(x, source, HAS_SOFTCAP)
     _value, k = terms(z, scaled(y, reference, REFERENCE_HAS_SOFTCAP), known, jsd_beta, DIVERGENCE)
     return k

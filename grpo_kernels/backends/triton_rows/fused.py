@@ -1,7 +1,7 @@
 """A whole `FusedLoss` in one launch: statistics, loss, and d loss / d (raw logits).
 
-The first pass over a row is that of `stats`, with the same bits. The second is that of `grad`. It
-goes back from the row's end, which the cache may still hold.
+The first pass over a row is the pass of `stats`, with the same bits. The second is the pass of
+`grad`, backwards from the row's end, which the cache may still hold.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from grpo_kernels.backends.triton_rows.transform import (
 
 
 def launch_fused(
-    chunk: Chunk,  # an id of -1 is invalid: logp and the loss's terms are NaN
+    chunk: Chunk,  # an id outside of [0, V) is invalid: logp, loss and d_logp are NaN
     loss: FusedLoss,
     out: Tensor | None,  # (n, V), may be the chunk's logits
     config: RowConfig,
 ) -> RowStats:
-    """Statistics with the loss's terms; d loss / d (raw logits) goes to `out`."""
+    """Compute the statistics and the loss's terms; write d loss / d (raw logits) to `out`, if
+    given."""
     n, new = len(chunk.logits), chunk.logits.new_empty
     found: dict[str, Any] = {x: new(n) for x in ("logps", "max_logit", "log_sum", "entropies")}
     terms = {name: new(n) for name in loss.terms}
@@ -86,7 +87,7 @@ def fused_kernel(
         logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
     )
     source = (row_ptrs, bias_ptr, inner, outer)  # see `row_pointers`
-    wanted = (True, False, False, False)  # of (t, squares, total, top_id), see `reduce`
+    wanted = (True, False, False, False)  # which of (t, squares, total, top_id), see `reduce`
     m, rest, t, _squares, _total, _top_id = reduce_rows(
         source, V, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
     )
@@ -98,7 +99,7 @@ def fused_kernel(
     logp = tl.where(is_id, target_logp(m, rest, z_target), float("nan"))
 
     weight = tl.load(weights_ptr + rows)
-    if old_ptr is None:  # on-policy: `SURROGATE` takes the policy term's derivative as advantage
+    if old_ptr is None:  # on-policy: `SURROGATE` reads the policy term's derivative as advantage
         log_ratio = tl.where(logp == logp, 0.0, logp)
         loss, d_log_ratio, d_logp = SURROGATE(
             log_ratio, tl.load(d_policy_ptr + rows), logp, *constants
@@ -125,7 +126,7 @@ def fused_kernel(
         loss += beta * weight * kl
         d_logp += beta * weight * d_kl
         tl.store(kl_ptr + rows, kl, mask=is_row)
-    d_logp = tl.where(is_id, d_logp, float("nan"))  # on-policy nothing else makes it NaN
+    d_logp = tl.where(is_id, d_logp, float("nan"))  # nothing else makes it NaN on-policy
     loss = tl.where(is_id, loss, float("nan"))
 
     tl.store(logps_ptr + rows, logp, mask=is_row)
@@ -142,7 +143,7 @@ def fused_kernel(
             HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
         )  # fmt: skip
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
-        barrier()  # `out` may be `logits`: all threads have read before one writes
+        barrier()  # `out` may be `logits`: all threads must have read before one writes
         whole = V // BLOCK_V * BLOCK_V
         if whole < V:
             write_tile(
@@ -158,6 +159,6 @@ def fused_kernel(
             logp[:, None], entropy[:, None], d_logp[:, None], d_entropies[:, None],
             HAS_ENTROPY_GRADIENT,
         )  # fmt: skip
-        # overwrites what `write_tile` wrote: it begins with a barrier
         d_target = of_raw(d_target, x_target, source, HAS_SOFTCAP)
+        # overwrites a column that `write_tile` wrote, after a barrier
         store_target(out_ptrs, ids, is_id & is_row, d_target)

@@ -1,10 +1,11 @@
-"""d loss / d (raw logits) of a chunk of logits from its statistics; a gradient times a number.
+"""d loss / d (raw logits) of a chunk, from its statistics; and a gradient times a number.
 
-A program writes all elements as if none were the target. After a barrier it writes the target's
-column again. So no column is compared with the target.
+A program first writes all elements as if none were the target, and after a barrier overwrites the
+target's column. So it compares no column with the target.
 
 With a reference, ``d_divergence (k_j - p_j sum k)`` is added to d z_j (see `backends.divergence`).
-The sum is known: its part of the gradient is one more coefficient of -p_j, like d_logp.
+The sum of k is known beforehand, so its part of the gradient is one more coefficient of -p_j, like
+d_logp.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from grpo_kernels.backends.triton_rows.transform import (
     scaled,
 )
 
-TILES = 4  # tiles of a program: what it does once for its rows is then a tenth of all
-SCALE_BLOCK = 4096  # of 8 warps: eight neighbours for each thread, 16 bytes of 16-bit results
+TILES = 4  # tiles of a program, so that its work once per row is a tenth of the total
+SCALE_BLOCK = 4096  # for 8 warps: a thread handles 8 neighbours, 16 bytes of 16-bit results
 
 
 def launch_grad(
@@ -90,7 +91,8 @@ def grad_kernel(
     REFERENCE_HAS_SOFTCAP: tl.constexpr = False, REFERENCE_ROUNDED_TO: tl.constexpr = None,
     jsd_beta=None, DIVERGENCE: tl.constexpr = None,
 ):  # fmt: skip
-    """Write up to `TILES` tiles of the gradient, with a reference's part if there is one."""
+    """Write up to `TILES` tiles of the gradient, with the divergence's part if there is a
+    reference."""
     parts = tl.cdiv(V, TILES * BLOCK_V)
     rows, is_row = row_block(tl.program_id(0) // parts, n, BLOCK_N)
     first = (tl.program_id(0) % parts) * (TILES * BLOCK_V)
@@ -109,7 +111,7 @@ def grad_kernel(
     if HAS_SOFTCAP or DIVERGENCE is not None:
         x_target = load_at(source, target, is_here, ROUNDED_TO)
         if has_target:
-            barrier()  # `out` may be `logits`: that is read before anybody writes
+            barrier()  # `out` may be `logits`: all threads must have read before one writes
 
     m = tl.load(max_logit_ptr + rows)[:, None]
     log_sum = tl.load(log_sum_ptr + rows)[:, None]
@@ -173,10 +175,10 @@ def row_terms(
     source, log_sum, entropy, d_logp, d_entropy,
     HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Return the row terms (R, 1) of a gradient, d x_j = e^(z_j - m) (level + tilt (z_j - m)).
+    """The row terms (R, 1) of a gradient, d x_j = e^(z_j - m) (level + tilt (z_j - m)).
 
     d z_j = d_logp (1[j = id] - p_j) - d_entropy p_j (log p_j + entropy), and log p_j = z_j - m -
-    log_sum. Both terms include the factors that all p and d z / d x of a row share.
+    log_sum. Both terms include the factors of p and of d z / d x that all columns of a row share.
     """
     common = exp(-log_sum) * row_slope(source, HAS_SOFTCAP)
     level = -d_logp
@@ -199,9 +201,10 @@ def target_gradient(logp, entropy, d_logp, d_entropy, HAS_ENTROPY_GRADIENT: tl.c
 @triton.jit
 def write_tile(
     source,
-    # the tile: row pointers (R, 1), first column, vocabulary's end if in it, rows that count (R,)
+    # row pointers (R, 1), first column, the vocabulary's end or None if beyond the tile, which
+    # rows count (R,)
     out_ptrs, start, end, is_row,
-    # of the rows: (R, 1)
+    # per row: (R, 1)
     m, level, tilt,
     HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -211,9 +214,11 @@ def write_tile(
 ):  # fmt: skip
     """Write one tile (R, BLOCK_V) of d loss / d (raw logits), as if no column were the target.
 
-    It goes by quarters: a thread reads and writes four neighbours at a time, a warp whole sectors,
-    even of 16 bits. All quarters are read before the first is written: the compiler has to assume
-    that a write changes what is read next.
+    The tile is read and written in quarters, so that a thread handles four neighbours at a time and
+    a
+    warp whole sectors, even of 16-bit elements. All quarters are read before the first is written:
+    the
+    compiler has to assume that a write changes what is read next.
     """
     x0, x1, x2, x3, columns0, columns1, columns2, columns3 = load_tile(
         source, start, end, ROUNDED_TO, BLOCK_V // 4
@@ -247,7 +252,7 @@ def write_quarter(
     x, y, columns, rows, HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     of_reference, DIVERGENCE: tl.constexpr, REFERENCE_HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """d loss / dx of x (R, W) in its columns below `end`; y is the reference's logit, if any."""
+    """Write d loss / dx of x (R, W), up to column `end`; y is the reference's projection."""
     source, m, level, tilt, out_ptrs, end, is_row = rows
     shifted = scaled(x, source, HAS_SOFTCAP) - m
     d = level
@@ -270,7 +275,7 @@ def write_quarter(
         if end is not None:
             mask = mask & (columns < end)
         tl.store(out_ptrs + columns, d, mask=mask)
-    elif end is not None:  # a lone row counts
+    elif end is not None:  # a single row always counts
         tl.store(out_ptrs + columns, d, mask=columns < end)
     else:
         tl.store(out_ptrs + columns, d)
@@ -292,15 +297,15 @@ def store_target(out_ptrs, target, mask, d):
     tl.store(out_ptrs + target[:, None], d.to(out_ptrs.dtype.element_ty), mask=mask[:, None])
 
 
-# Triton does not order reads and writes of global memory by different threads of a program: who
-# writes where another thread has read or written must wait for all threads. The builtin is
+# Triton does not order reads and writes of global memory by different threads of a program: a
+# thread that writes where another has read or written must wait for all threads. The builtin is
 # `debug_barrier`, to be renamed to `barrier` (https://github.com/triton-lang/triton/pull/11437).
 IS_RENAMED = tl.constexpr(not hasattr(tl, "debug_barrier"))
 
 
 @triton.jit
 def barrier():
-    """Wait until all threads of the program are here, and have read and written."""
+    """Wait until all threads of the program have arrived, their reads and writes finished."""
     if IS_RENAMED:
         tl.barrier()
     else:
@@ -308,7 +313,7 @@ def barrier():
 
 
 def launch_scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
-    """``out = x * factor`` in one pass, rounded once: x in fp32, factor (); contiguous."""
+    """``out = x * factor`` in one pass, rounded once: x in fp32, factor (); both contiguous."""
     n = x.numel()
     if n > 0:
         scale_kernel[(triton.cdiv(n, SCALE_BLOCK),)](
@@ -319,7 +324,7 @@ def launch_scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["factor_ptr"])
 def scale_kernel(x_ptr, factor_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    """One block of the product; only the last one has a mask."""
+    """Compute one block of the product; only the last block has a mask."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = first + tl.arange(0, BLOCK)
     factor = tl.load(factor_ptr)

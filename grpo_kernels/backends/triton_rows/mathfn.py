@@ -1,22 +1,22 @@
 """Elementary functions in fp32, and the functions of `backends.formulas`, compiled for kernels.
 
-The functions are accurate to a few units in the last place of the result, also where it is near 0.
-Triton's interpreter lacks libdevice, hence these few lines. What they may build on (read in the PTX
-that Triton emits):
+The functions are accurate to a few units in the last place of the result, even near 0. They are
+written here because Triton's interpreter lacks libdevice. They build on these builtins (checked in
+the PTX that Triton emits):
 
-- ``tl.exp2`` is ``ex2.approx.ftz.f32``, one instruction, right to 2^-22. ``tl.exp(x)`` is the same
-  of the rounded product x * log2(e), with three more instructions for results below 2^-126. The
-  rounding costs a relative error of |x| * 7e-8, as much as any difference x = z - m has by itself:
-  good enough for the terms of a sum over the vocabulary (`exp_term`). A ratio exp(R) needs more
-  precision, and there is only one per row: `exp`.
-- ``tl.log`` is libdevice's polynomial, not ``lg2.approx``: right to the last place or two, also
-  next to 1. The corrections below (`log1p`, `expm1`) need no more precision.
+- ``tl.exp2`` is ``ex2.approx.ftz.f32``, one instruction, accurate to 2^-22. ``tl.exp(x)`` applies
+  that to the rounded product x * log2(e), with three more instructions for results below 2^-126.
+  The rounding costs a relative error of |x| * 7e-8, as much as any difference x = z - m has by
+  itself: good enough for the terms of a sum over the vocabulary (`exp_term`). A ratio exp(R) needs
+  more precision, and there is only one per row: `exp`.
+- ``tl.log`` is libdevice's polynomial, not ``lg2.approx``: accurate to one or two units in the last
+  place, even near 1. The corrections below (`log1p`, `expm1`) need no more precision.
 - ``/`` is ``div.full.f32`` (2 units in the last place). There is no fp64 anywhere.
-- ``tl.maximum`` and ``tl.max`` return the other operand where one is NaN; in the interpreter they
+- ``tl.maximum`` and ``tl.max`` return the other operand if one is NaN; in the interpreter they
   return NaN. Code that must not depend on that uses ``tl.where``, or ``propagate_nan``.
 
-The formulas' text is compiled with the functions below in the place of torch's: Triton finds a
-function's text through its code object, and the functions that it calls in its globals.
+Triton compiles the text of the formulas with the functions below instead of torch's: it finds a
+function's text through the code object, and the functions called in the function's globals.
 """
 
 from types import FunctionType
@@ -42,23 +42,24 @@ def exp_term(x):
 
 @triton.jit
 def exp(x):
-    """e^x with the same relative error for all x: the power of 2 is split off and multiplied in."""
-    # inf and 0 from these on; NaN passes
+    """e^x with the same relative error for all x: the power of 2 is split off and multiplied in
+    last."""
+    # e^x is inf above the first bound and 0 below the second; NaN stays
     x = tl.where(x > 89.0, 89.0, tl.where(x < -104.0, -104.0, x))
     n = tl.floor(x * LOG2_E + 0.5)
-    # 2^n overflows before e^x does
+    # 2 * 2^(n - 1), since 2^n overflows before e^x does
     return 2.0 * tl.exp((x - n * LN2_HIGH) - n * LN2_LOW) * tl.exp2(n - 1.0)
 
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) for x > -1.
+    """log(1 + x) for x > -1, with a correction for what 1 + x lost to rounding.
 
-    It adds what 1 + x lost to rounding: nothing below -1/2, where 1 + x is exact.
+    Below -1/2 nothing is lost: 1 + x is exact there.
     """
     u = 1.0 + x
     lost = x - (u - 1.0)
-    # where x is inf, nothing is lost either
+    # nothing is lost either if x is inf
     return tl.where(u - 1.0 == x, tl.log(u), tl.log(u) + lost / u)
 
 
@@ -84,7 +85,7 @@ def sigmoid(x):
 
 @triton.jit
 def tanh(x):
-    """tanh(x): near 0 a series, elsewhere (1 - q) / (1 + q) with q = e^(-2 |x|).
+    """tanh(x): a series near 0, elsewhere (1 - q) / (1 + q) with q = e^(-2 |x|).
 
     The series has the coefficients of Cephes' tanhf.
     """
@@ -109,9 +110,11 @@ def quarter_tanh_slope(x):
 def _decay(x):
     """(q, 1 / (1 + q)) with q = e^(-2 |x|), which compilers compute once for tanh and its slope.
 
-    1 / y is written as 1 / sqrt(y^2), two instructions on any GPU, right to 2^-22.9 and half of the
-    square's rounding. A division is ten, and Triton has no approximate one that its interpreter
-    knows.
+    1 / y is written as 1 / sqrt(y^2): two instructions on any GPU. Its error is 2^-22.9 plus half
+    of
+    the square's rounding error. A division takes ten instructions, and Triton's interpreter knows
+    no
+    approximate division.
     """
     q = tl.exp2(tl.abs(x) * MINUS_2_LOG2_E)
     y = 1.0 + q
@@ -126,7 +129,7 @@ def where(condition, x, y):
 
 @triton.jit
 def minimum(x, y):
-    """The lesser; y where either is NaN."""
+    """The smaller one; y if either is NaN."""
     return tl.where(x < y, x, y)
 
 
@@ -156,7 +159,7 @@ def full_like(x, value):
 
 _GLOBALS: dict[str, Any] = {
     "__name__": formulas.__name__,
-    "tl": tl,  # the interpreter looks for it
+    "tl": tl,  # the interpreter looks it up
     **{
         f.__name__: f
         for f in (clamp, clamp_max, exp, expm1, full_like, minimum, sigmoid, type_as, where)
@@ -165,10 +168,10 @@ _GLOBALS: dict[str, Any] = {
 
 
 def compiled(formula: Any, names: dict[str, Any] = _GLOBALS) -> Any:
-    """Compile a formula for kernels; helpers first, since the others call them by name.
+    """Compile a formula for kernels; compile its helpers first, since it finds them by name.
 
     Args:
-        names: the function's globals, to which it is added.
+        names: the globals of the function; the compiled function is added to them.
     """
     made = triton.jit(FunctionType(formula.__code__, names, formula.__name__))
     return names.setdefault(formula.__name__, made)

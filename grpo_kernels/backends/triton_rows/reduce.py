@@ -1,7 +1,7 @@
 """Row statistics of a chunk of logits, and the reduction that every kernel shares.
 
-One program owns whole rows and reads each once. The number of lanes (`BLOCK_V`) depends on the
-vocabulary alone. So the bits of a row depend neither on the other rows nor on its place among them.
+One program owns whole rows and reads each once. The width of a tile (`BLOCK_V`) depends on the
+vocabulary alone. So the bits of a row depend neither on other rows nor on the row's position.
 
 The reduction leaves out one instance of the largest logit. A running sum (m, rest, t) over scaled
 logits z stands for::
@@ -11,22 +11,22 @@ logits z stands for::
     t = sum of e^(z - m) (z - m)
 
 so that 1 + rest is the whole sum, and log1p(rest) keeps its precision when one token is nearly
-certain. Where nothing was seen yet, or only -inf: m = -inf, rest = t = 0. A NaN makes m NaN. All
-kernels use these three names; the names of the gradient, `level` and `tilt`, are those of
-`grad.row_terms`.
+certain. Before any logit is read, or after -inf alone: m = -inf, rest = t = 0. A NaN makes m NaN.
+All kernels use these three names; `grad.row_terms` defines the names `level` and `tilt` of the
+gradient.
 
-A row goes by in tiles of `BLOCK_V` columns, and a tile in quarters side by side, with a lane for
-each column of a quarter. Whole tiles have no mask, so that loads are wide and nothing is compared;
-only the rest of a row, less than a tile, has one. `fold` adds four logits to each lane, with five
-exponentials. `merge` joins the lanes. `finish` and `target_logp` turn a whole row's sums into
-statistics. Nothing depends on how a tile is spread over threads: a sum over lanes is a tree of
+A program reads a row in tiles of `BLOCK_V` columns, and a tile in four adjacent quarters, with a
+lane for each column of a quarter. Whole tiles have no mask, so that loads are wide and no column is
+compared; only the last, partial tile of a row has a mask. `fold` adds four logits to each lane,
+with five exponentials. `merge` joins the lanes. `finish` and `target_logp` turn a whole row's sums
+into statistics. Nothing depends on how a tile is spread over threads: a sum over lanes is a tree of
 single additions, so its bits follow from the tile's width alone, and not from warps, alignment or
 Triton's version.
 
-The sums of a row or of a lane travel as one tuple, `sums`: (m, rest, t), the sum of squares, the
-sum of z, and the lowest id of the largest z. A second tuple, `wanted`, says which of
-(t, squares, total, top_id) are asked for, each true or false when the kernel is compiled. A sum
-that is not asked for is an arbitrary number.
+The sums of a row or of a lane form one tuple, `sums`: (m, rest, t), the sum of squares, the sum of
+z, and the lowest id of the largest z. A second tuple, `wanted`, says which of (t, squares, total,
+top_id) the kernel computes, each true or false when the kernel is compiled. A sum that is not
+wanted is an arbitrary number.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from grpo_kernels.backends.triton_rows.transform import (
 )
 from grpo_kernels.base.choices import EXTRAS
 
-LOWEST = tl.constexpr(-1e4)  # e^LOWEST is 0, and 0 * LOWEST is 0, which 0 * -inf is not
+LOWEST = tl.constexpr(-1e4)  # e^LOWEST is 0, and 0 * LOWEST is 0 (0 * -inf is NaN)
 
 
 def launch_stats(
     chunk: Chunk, config: RowConfig, *, entropy: bool, extras: tuple[str, ...]
 ) -> RowStats:
-    """The statistics of the rows of `chunk`."""
+    """Compute the statistics of the rows of `chunk`."""
     n, new = len(chunk.logits), chunk.logits.new_empty
     logps, max_logit, log_sum = new(n), new(n), new(n)
     entropies = new(n) if entropy else None
@@ -83,7 +83,7 @@ def stats_kernel(
     # the tile
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of `BLOCK_N` rows; a pointer is None where its result is not wanted."""
+    """Statistics of `BLOCK_N` rows; the pointer of a result that is not wanted is None."""
     rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
     row_ptrs, inner, outer = row_pointers(
         logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
@@ -122,7 +122,7 @@ def reduce_rows(
     source, V, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The sums of whole rows, (BLOCK_N,)."""
+    """The sums of whole rows, (BLOCK_N,) each."""
     LANES: tl.constexpr = BLOCK_V // 4
     m = tl.full((BLOCK_N, LANES), float("-inf"), tl.float32)
     nothing = tl.zeros((BLOCK_N, LANES), tl.float32)
@@ -163,7 +163,7 @@ def reduce_tile(
 
 @triton.jit
 def number(z, columns, end):
-    """z, but 0 beyond the vocabulary."""
+    """z, with 0 beyond the vocabulary."""
     if end is not None:
         z = tl.where(columns < end, z, 0.0)
     return z
@@ -171,7 +171,7 @@ def number(z, columns, end):
 
 @triton.jit
 def first_top(m, top_id, z0, id0, z1, id1, z2, id2, z3, id3):
-    """The column of the largest z up to now, the first of equal ones."""
+    """The column of the largest z so far; among equal ones, the first."""
     top_id = tl.where(z0 > m, id0, top_id)
     m = tl.maximum(m, z0)
     top_id = tl.where(z1 > m, id1, top_id)
@@ -183,12 +183,12 @@ def first_top(m, top_id, z0, id0, z1, id1, z2, id2, z3, id3):
 
 @triton.jit
 def fold(m, rest, t, x0, x1, x2, x3):
-    """The running sums (m, rest, t) with four logits added; an x of -inf changes nothing.
+    """Add four logits to the running sums (m, rest, t); an x of -inf changes nothing.
 
     Each x, and the old m, is a term of the sums unless it is the largest, so one instance of the
-    largest stays out. The earlier sums are rescaled once for the four.
+    largest stays out. One rescaling of the earlier sums serves all four.
 
-    Also return what the sum of squares needs: the factor on the earlier sums, and the new terms.
+    Also returned, for the sum of squares: the factor on the earlier sums, and the new terms.
     """
     low0, top = _low_high(m, x0)
     low1, top = _low_high(top, x1)
@@ -206,7 +206,7 @@ def fold(m, rest, t, x0, x1, x2, x3):
 
 @triton.jit
 def merge(sums, V, wanted):
-    """Join the sums of the lanes (R, W), W a power of 2, to those of the rows (R,)."""
+    """Join the sums of the lanes (R, W), W a power of 2, into the sums of the rows (R,)."""
     lane_m, rest, t, squares, total, top_id = sums
     _with_entropy, with_squares, with_total, with_top_id = wanted
     W: tl.constexpr = lane_m.shape[1]
@@ -214,7 +214,7 @@ def merge(sums, V, wanted):
     lane = tl.arange(0, W)[None, :]
     is_first = lane == tl.min(tl.where(lane_m == m[:, None], lane, W), axis=1)[:, None]
     a = -tl.abs(lane_m - m[:, None])
-    a = tl.where(a > LOWEST, a, LOWEST)  # also NaN, as between -inf and -inf
+    a = tl.where(a > LOWEST, a, LOWEST)  # replaces NaN too, such as -inf - -inf
     e = exp_term(a)
     rest_all = sum_lanes(e * (rest + tl.where(is_first, 0.0, 1.0)))
     t_all = sum_lanes(e * (t + a * (rest + 1.0)))
@@ -233,9 +233,10 @@ def merge(sums, V, wanted):
 
 @triton.jit
 def sum_lanes(x):
-    """Sum over the last axis, (R, W) -> (R,), W a power of 2: of neighbours, then of pairs, ...
+    """Sum over the last axis, (R, W) -> (R,), W a power of 2: first neighbours, then pairs, and so
+    on.
 
-    Neighbours lie in one thread, or in one warp, so that few levels of the tree go through shared
+    Neighbours are in one thread, or in one warp, so that few levels of the tree go through shared
     memory.
     """
     R: tl.constexpr = x.shape[0]
@@ -248,10 +249,11 @@ def sum_lanes(x):
 
 @triton.jit
 def finish(m, rest, t):
-    """Return (rest, log sum_j e^(x_j - m), entropy of softmax(x)) of a whole row.
+    """(rest, log sum_j e^(x_j - m), entropy of softmax(x)) of a whole row.
 
-    All are NaN if m is NaN or -inf. If m is +inf, only the entropy is NaN, since the others'
-    probability is 0.
+    All are NaN if m is NaN or -inf. If m is +inf, only the entropy is NaN, since all other logits
+    have
+    probability 0.
     """
     odd = m - m  # 0, or NaN
     rest = tl.where(m == float("inf"), rest, rest + odd)
@@ -261,18 +263,18 @@ def finish(m, rest, t):
 
 @triton.jit
 def target_logp(m, rest, z):
-    """Return log p of a logit z of a whole row, with `rest` as `finish` returned it.
+    """log p of a logit z of a whole row, with `rest` as `finish` returned it.
 
-    Its own term is left out of the sum: log p = -log(1 + sum of the others / e^(z - m)).
+    The sum leaves out the logit's own term: log p = -log(1 + sum of the other terms / e^(z - m)).
     """
-    # in the second case >= 1: nothing cancels
+    # in the second case the sum is >= 1, so nothing cancels
     others = tl.where(z == m, rest, 1.0 + (rest - exp(z - m)))
     return -softplus(tl.log(others) + (m - z))
 
 
 @triton.jit
 def _low_high(m, x):
-    """(the lesser, the larger); if either is NaN, so is the larger."""
+    """(the smaller, the larger); the larger is NaN if either is."""
     return tl.minimum(m, x), tl.maximum(m, x, propagate_nan=tl.PropagateNan.ALL)
 
 

@@ -1,7 +1,7 @@
 """Row work in Triton: one kernel launch per chunk.
 
 The kernels read the logits as the products left them and apply the `LogitTransform` on the fly, in
-float32. `torch_rows.TorchRows` has the formulas.
+float32. The formulas are in `torch_rows`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class TritonRows(FusedRowBackend):
             launch_grad(chunk, stats, coefficients, out, config)
 
     def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
-        """See `RowBackend`. torch serves factors of rows, only for d hidden, which is small."""
+        """See `RowBackend.scale`. A factor per row comes only with d hidden, which is small: torch
+        does it."""
         if factor.dim() > 0 or not (x.is_contiguous() and out.is_contiguous()):
             super().scale(x, factor, out)
             return

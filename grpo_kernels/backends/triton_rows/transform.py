@@ -1,4 +1,4 @@
-"""The rows of a head: from the raw logits x to scaled logits z, on the fly, and d z / d x.
+"""Load the rows of a head: from raw logits x to scaled logits z, on the fly, and d z / d x.
 
 z = softcap(scale * round(x + bias)) / T. The constants of a row are folded into two factors
 (`LogitTransform.inner_outer`): z = x * inner, or with a soft-cap z = tanh(x * inner) * outer.
@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Chunk, LogitTransform
 from grpo_kernels.backends.triton_rows.mathfn import quarter_tanh_slope, tanh
 
-# Arguments with one number per row. Each is read once: its alignment is not worth a kernel variant.
+# Arguments with one number per row. Each is read once: alignment is not worth a kernel variant.
 PER_ROW = [
     "ids_ptr", "inv_t_ptr",
     "logps_ptr", "max_logit_ptr", "log_sum_ptr", "entropies_ptr",
@@ -59,21 +59,25 @@ def chunk_arguments(chunk: Chunk) -> dict[str, Any]:
 
 @triton.jit
 def row_block(block, n, BLOCK_N: tl.constexpr):
-    """The rows (BLOCK_N,) of a block, and which count: past the end, the last is repeated."""
+    """The rows (BLOCK_N,) of a block, and which of them count: the last row is repeated past the
+    end."""
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     return tl.minimum(rows, n - 1), rows < n
 
 
 @triton.jit
 def row_pointers(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP: tl.constexpr):
-    """Return pointers (R, 1) to the starts of a head's `rows` (R,), and (inner, outer) in fp32.
+    """Pointers (R, 1) to the starts of a head's `rows` (R,), and (inner, outer) in fp32.
 
-    These two are numbers, or (R, 1) where each row has its own temperature.
+    Each factor is a number, or (R, 1) if it includes per-row temperatures.
 
-    A head's rows travel as one tuple, `source`: (row pointers, bias pointer, inner, outer). Each
-    kernel puts the bias pointer between these itself: in Triton 3.6 no function can return a tuple
-    that holds None. HAS_SOFTCAP and ROUNDED_TO travel by themselves: Triton makes run-time numbers
-    of flags in a tuple, and a tuple cannot hold a dtype.
+    Functions pass a head's rows as one tuple, `source`: (row pointers, bias pointer, inner, outer).
+    Each
+    kernel builds that tuple itself: in Triton 3.6 no function can return a tuple that holds None,
+    and
+    the bias pointer may be None. HAS_SOFTCAP and ROUNDED_TO are separate arguments: Triton turns
+    flags
+    in a tuple into run-time numbers, and a tuple cannot hold a dtype.
     """
     inner = tl.cast(inner, tl.float32)
     outer = tl.cast(outer, tl.float32)
@@ -88,9 +92,9 @@ def row_pointers(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCA
 
 @triton.jit
 def load_projection(x_ptrs, bias_ptr, columns, mask, ROUNDED_TO: tl.constexpr):
-    """The raw logits at `x_ptrs`, in the vocabulary's `columns`, with the bias, rounded.
+    """The raw logits at `x_ptrs`, plus the bias at the vocabulary's `columns`, rounded.
 
-    It is 0 outside of `mask`; None means that all count.
+    0 outside `mask`; without a mask all columns count.
     """
     x = _load(x_ptrs, mask)
     if bias_ptr is not None:
@@ -120,7 +124,7 @@ def scaled(x, source, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def row_slope(source, HAS_SOFTCAP: tl.constexpr):
-    """The factor of d z / d x that a row shares; with a soft-cap `bend` is the other."""
+    """The factor of d z / d x that a row shares; with a soft-cap, `bend` is the other factor."""
     _row_ptrs, _bias_ptr, inner, outer = source
     if HAS_SOFTCAP:
         return 4.0 * inner * outer
@@ -130,7 +134,8 @@ def row_slope(source, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def bend(x, source):
-    """The element's own factor of d z / d x with a soft-cap, `row_slope` being the other."""
+    """The factor of d z / d x that differs by element with a soft-cap; `row_slope` is the other
+    one."""
     _row_ptrs, _bias_ptr, inner, _outer = source
     return quarter_tanh_slope(x * inner)
 
@@ -152,8 +157,9 @@ def load_logits(
 def load_tile(source, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
     """A tile of the projection as four quarters (R, W), and the columns (1, W) of each.
 
-    It begins with the column `start`. `end` is where the vocabulary ends, None if it does not end
-    in this tile.
+    The tile starts at column `start`. `end` is the end of the vocabulary, or None if it is beyond
+    this
+    tile.
     """
     x0, columns0 = load_x(source, start, end, ROUNDED_TO, W)
     x1, columns1 = load_x(source, start + W, end, ROUNDED_TO, W)
@@ -164,7 +170,7 @@ def load_tile(source, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def load_x(source, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
-    """The projection (R, W) from column `start` on, 0 from `end` on; and the columns (1, W)."""
+    """The projection (R, W) from column `start` on, 0 from `end` on; and its columns (1, W)."""
     row_ptrs, bias_ptr, _inner, _outer = source
     columns = start + tl.arange(0, W)[None, :]
     here = None
@@ -175,7 +181,7 @@ def load_x(source, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def load_at(source, ids, mask, ROUNDED_TO: tl.constexpr):
-    """The projection (R, 1) at one column of each row; 0 where `mask` (R,) is not set."""
+    """The projection (R, 1) at one column of each row; 0 where `mask` (R,) is False."""
     row_ptrs, bias_ptr, _inner, _outer = source
     at = ids[:, None]
     return load_projection(row_ptrs + at, bias_ptr, at, mask[:, None], ROUNDED_TO)
@@ -183,9 +189,9 @@ def load_at(source, ids, mask, ROUNDED_TO: tl.constexpr):
 
 @triton.jit
 def logits(x, columns, end, source, HAS_SOFTCAP: tl.constexpr):
-    """z of x, -inf beyond the vocabulary."""
+    """Scaled logits z of x, -inf beyond the vocabulary."""
     z = scaled(x, source, HAS_SOFTCAP)
     if end is not None:
-        # after the transform, which would make -inf a number
+        # after the transform, since a soft-cap turns -inf into a number
         z = tl.where(columns < end, z, float("-inf"))
     return z
