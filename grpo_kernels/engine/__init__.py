@@ -1,4 +1,6 @@
-"""Engines: the passes of a call over its rows, with their matrix products and chunks. They know no
-objective."""
+"""Engines: the passes of a call over its rows, with their matrix products and chunks.
+
+They do not know the objective.
+"""
 
 from __future__ import annotations

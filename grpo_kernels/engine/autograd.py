@@ -1,14 +1,14 @@
 """The autograd Functions: a loss with its gradient, and differentiable scores.
 
 Both keep d hidden and d weight in the accumulator's dtype and apply the upstream gradient before
-the one rounding; `lean` alone rounds d weight slice by slice, in its second pass.
+the one rounding. Only `lean` rounds d weight slice by slice, in its second pass.
 
-Their gradients cannot be differentiated again; trying to raises an error (`first_order`).
-``torch.autograd.function.once_differentiable`` raises only if an upstream gradient itself requires
-grad: a gradient penalty on ``loss.backward(create_graph=True)`` would silently pass through it as a
-constant. Also, autograd visits only nodes that lead to the tensors it differentiates with respect
-to, so it never reaches an error at any other node. So the error is tied to everything that the
-gradient depends on.
+Differentiating these gradients again raises an error (`first_order`).
+``torch.autograd.function.once_differentiable`` is not enough: it raises only if an upstream
+gradient itself requires grad, so a gradient penalty on ``loss.backward(create_graph=True)`` would
+silently treat the gradient as a constant. Also, autograd visits only nodes that lead to the tensors
+it differentiates with respect to, so it never reaches an error at any other node. So the error is
+tied to everything that the gradient depends on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from grpo_kernels.head import HeadTensors
 from grpo_kernels.results import Scores
 
 F = TypeVar("F", bound=type[torch.autograd.Function])
-OF_ROWS = ("hidden", "lora_u")  # the head's tensors with a row for each position
+OF_ROWS = ("hidden", "lora_u")  # the head's tensors with one row per position
 
 
 def first_order(function: F) -> F:
@@ -102,8 +102,10 @@ class LossWithGradient(torch.autograd.Function):
     """A scalar loss of all rows' log-probabilities and entropies.
 
     ``forward(ctx, job, loss, first, coefficients, reference, *tensors)`` -> loss (), where
-    `reference` and `tensors` belong to the heads. `loss`, its `coefficients` (n,) and the first
-    pass are computed already; here the loss gets its gradient.
+    `reference`
+    and `tensors` belong to the heads. The caller has already computed `loss`, its `coefficients`
+    (n,)
+    and the first pass; this Function attaches the gradient to the loss.
     """
 
     @staticmethod
@@ -144,10 +146,13 @@ class LinearScores(torch.autograd.Function):
     """Log-probabilities, entropies and divergences from a second head, all differentiable.
 
     ``forward(ctx, job, first, expected, reference, *tensors)`` -> logps (N,), entropies (N,) or
-    None, divergences (N,) or None, and the extras, of which the log-probabilities of more ids (N,
-    K) are differentiable too. If the gradient for `expected` coefficients is stored, the backward
+    None,
+    divergences (N,) or None, and the extras. Among the extras, only the log-probabilities (N, K) of
+    more ids are differentiable. If the gradient for the `expected` coefficients is stored, the
+    backward
     scales it by s. A second pass then adds the gradient of the remainder, upstream - s * expected,
-    in the rows where the remainder exceeds rounding (`remainder.py`).
+    in
+    the rows where the remainder exceeds rounding (`remainder.py`).
     """
 
     @staticmethod
@@ -202,9 +207,9 @@ def scored(
     *,
     has_ids: bool = True,
 ) -> Scores:
-    """Run one forward, and return its results in the shape of the positions."""
+    """Run one forward; return the results in the shape of the positions."""
     n = len(job.rows)
-    answers: dict[str, Tensor] = {}  # noted, since a caller's function may answer otherwise later
+    answers: dict[str, Tensor] = {}  # kept, since a caller's function may answer differently later
 
     def noted(rows: Tensor, stats: RowStats) -> Coefficients:
         coefficients = objective.coefficients_at(rows, stats)
@@ -216,7 +221,8 @@ def scored(
     first, expected = first_pass(job, tensors, reference, objective, noted), None
     if job.engine == "one_pass":
         expected = Coefficients(**answers)
-        if job.fuses and objective.fused_loss() is not None:  # known beforehand, and never asked
+        # a fused kernel knows the coefficients and never calls `noted`
+        if job.fuses and objective.fused_loss() is not None:
             every = torch.arange(n, device=job.rows.positions.device)
             expected = objective.coefficients_at(every, first.stats)
         if job.d_result(expected) is None:
@@ -234,7 +240,8 @@ def scored(
 
 
 def _save(ctx: Any, job: Job, tensors: HeadTensors, needed: Any) -> None:
-    """Save what a backward needs: records of tensors, as a flat list."""
+    """Save what a backward needs: `needed` holds records of tensors, which autograd takes as a flat
+    list."""
     ctx.job, ctx.shapes_and_dtypes = job, tensors.map(lambda x: (x.shape, x.dtype))
     saved: list[Tensor] = []
     place = torch.empty(0)
@@ -253,7 +260,7 @@ def _saved(ctx: Any) -> Any:
 
 
 def scatter(x: Tensor, rows: Any, n: int) -> Tensor:
-    """(rows, ...) -> (n positions, ...), 0 at positions that are no row; always a copy."""
+    """(rows, ...) -> (n positions, ...), with 0 at positions that are not rows; always a copy."""
     full = _spread(x, rows.positions, n)
     return x.clone() if full is x else full
 
@@ -267,8 +274,7 @@ def _gradient(
     expected: Coefficients | None,
     upstream: Coefficients,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the head's tensors; `upstream` holds the gradient of each result,
-    (N,)."""
+    """Gradients of the head's tensors; `upstream` holds the gradient (N,) of each result."""
     rows, stats, stored, live_rows = job.rows, first.stats, first.grads, first.live_rows
 
     def again(coefficients: Coefficients) -> tuple[HeadTensors, Tensor]:
@@ -286,13 +292,13 @@ def _gradient(
         factor = d_result[live_rows, None]
         remainder = job.with_d_result(d_result.index_fill(0, live_rows, 0.0), upstream)
         alone = all(x is None or x is d_result for x in upstream)
-        complete = alone and live_rows.shape[0] == len(rows)  # then nothing waits for the device
+        complete = alone and live_rows.shape[0] == len(rows)  # then no check waits for the device
         any_left = not complete and check_remainder(remainder, upstream)[0]
     else:
         assert expected is not None
         factor, remainder = split_off(upstream, expected)
         any_left, far = check_remainder(remainder, upstream)
-        if far:  # stored and remainder are far larger than their sum, and would cancel
+        if far:  # both parts are far larger than their sum, which would lose precision
             warn_once(WRONG_EXPECTATION)
             total, indices = again(upstream)
             return _input_gradients(total, shapes_and_dtypes, job, indices)
@@ -316,10 +322,11 @@ WRONG_EXPECTATION = (
 
 
 def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBackend) -> Tensor:
-    """Return ``x * factor``, rounded once to `dtype`.
+    """``x * factor``, rounded once to `dtype`.
 
     May overwrite `x` unless this backward can be called again. On a GPU one pass multiplies and
-    rounds. On a CPU torch would need a temporary as large as `x`.
+    rounds.
+    On a CPU torch would need a temporary as large as `x`.
     """
     if factor is None:
         return x.to(dtype)
@@ -343,9 +350,10 @@ def _merge(
 ) -> HeadTensors:
     """Add the stored gradients (of `live_rows`) and a second pass's gradients (of rows `indices`).
 
-    A row with one coefficient gets `ratio` (m,) times its gradient from the second pass, and
-    nothing of the stored one, since their sum could be a small difference of large numbers. `ratio`
-    is NaN where a row has more than one coefficient.
+    A row with only one coefficient gets `ratio` (m,) times its gradient from the second pass, and
+    nothing from the stored gradient: the sum could be a small difference of large numbers. `ratio`
+    is
+    NaN where a row has several coefficients.
     """
     keeps = _graph_is_kept()
     total = []
@@ -370,17 +378,17 @@ def _input_gradients(
     indices: Tensor,
     factor: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients times `factor`, () or (m, 1), each rounded once.
+    """The gradients times `factor`, () or (m, 1), each rounded once, in the shapes of the inputs.
 
-    `shapes_and_dtypes` are those of the head's tensors. The gradients' rows are at `indices` among
-    the call's rows. With a sharded head, a row's gradients from the ranks' columns
-    are summed over the ranks.
+    Row i of a gradient belongs to row ``indices[i]`` of the call. With a sharded head, each rank
+    has
+    the gradients from its own columns, and the rows' gradients are summed over the ranks.
     """
     rows, shard, backend = job.rows, job.shard, job.backend
 
     def row_by_row(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if shard is not None:
-            # sum over all rows of the call: their number is the same on every rank
+            # exchange all rows of the call, since every rank has the same number of them
             summed = shard.sum_(_spread(_times(x, factor, x.dtype, backend), indices, len(rows)))
             return _spread(summed.to(dtype), rows.positions, shape[0])
         complete = indices.shape == rows.positions.shape
@@ -399,8 +407,8 @@ def _input_gradients(
 
 
 def _spread(x: Tensor, indices: Tensor, n: int) -> Tensor:
-    """Put `x` (m, ...) into the rows of (n, ...) at increasing `indices`; return `x` itself if m =
-    n."""
+    """Put `x` (m, ...) into the rows of (n, ...) at increasing `indices`; if m = n, return `x`
+    itself."""
     if x.shape[0] == n:
         return x
     full = x.new_zeros(n, *x.shape[1:])

@@ -1,13 +1,13 @@
 """The three matrix products, by the vendor library.
 
 Results are the accumulators, unrounded, for all operand dtypes. CUDA multiplies 16-bit operands
-into fp32 results; d logits are rounded to the same 16 bits. Elsewhere torch would round the result
-to 16 bits. So the operands are first converted to fp32, exactly, a slice of the vocabulary at a
+into fp32 results, with d logits rounded to the same 16 bits. Elsewhere torch would round the result
+to 16 bits, so the operands are first converted to fp32, exactly, a slice of the vocabulary at a
 time, and d logits stay in fp32.
 
-The range of fp16 is too small for d logits, which no loss scale has multiplied yet. So fp16 d
-logits carry a power of two, the same for all rows of a product; the accumulated results are divided
-by it.
+The range of fp16 is too small for d logits, since no loss scale has multiplied them yet. So fp16 d
+logits carry a power of two, the same for all rows of a product, and the accumulated results are
+divided by it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Products:
     Args:
         weight: (V, H), of any floating dtype.
         operand_dtype: dtype that the operands are rounded to.
-        accumulator_dtype: the dtype of the results.
+        accumulator_dtype: dtype of the results.
         slice_bytes: bytes of the weight to convert at a time, if it must be converted.
     """
 
@@ -63,11 +63,11 @@ class Products:
         return self._product_dtype
 
     def hidden_bytes(self) -> int:
-        """Return the bytes of a row of hidden states as an operand."""
+        """Bytes of one row of hidden states as an operand."""
         return self.weight.shape[1] * self._product_dtype.itemsize
 
     def operand(self, hidden: Tensor) -> Tensor:
-        """Return hidden states rounded to `operand_dtype`, in the form that the products take."""
+        """Round hidden states to `operand_dtype`, then convert them to the dtype of the product."""
         return hidden.to(self.operand_dtype).to(self._product_dtype)
 
     @property
@@ -81,11 +81,12 @@ class Products:
         stats: RowStats,
         transform: LogitTransform,
     ) -> tuple[Coefficients, Tensor | None]:
-        """Return the coefficients of rows with these statistics, times the power of two () that
-        brings d logits into range; and that power. Their d_logp is then not None.
+        """Multiply the rows' coefficients by a power of two that brings d logits into range.
 
-        The power is 1 if a coefficient is not finite, so NaN and inf reach the gradient; None if d
-        logits need no scale.
+        Returns the coefficients, with a d_logp that is not None, and the power (). The power is 1
+        if a
+        coefficient is not finite, so NaN and inf reach the gradient; it is None if d logits need no
+        scale.
         """
         d_logp, d_entropy, d_divergence, d_topk = coefficients
         d_logp = torch.zeros_like(stats.logps) if d_logp is None else d_logp
@@ -94,7 +95,7 @@ class Products:
             return coefficients, None
         inv_t = transform.inv_temperature
         size = d_logp.abs() if d_entropy is None else d_logp.abs() + ENTROPY_BOUND * d_entropy.abs()
-        if d_divergence is not None:  # no |k_v| of its gradient is above 1 + D
+        if d_divergence is not None:  # |k_v| is at most 1 + D
             divergence = stats.divergence
             assert divergence is not None
             size = size + d_divergence.abs() * (
@@ -111,8 +112,10 @@ class Products:
         """``out = hidden @ weight.T``: (n, H) operand -> (n, V); ``+=`` if `add`.
 
         On a GPU, the vendor library chooses its kernel by the number of rows, and fp32 kernels
-        differ in the order of their sums. So an fp32 product takes one tile of rows at a time: a
-        row's bits do not depend on other rows.
+        differ in
+        the order of their sums. So an fp32 product takes one tile of rows at a time, and the bits
+        of a row
+        do not depend on other rows.
         """
         is_fp32 = self._product_dtype == torch.float32
         tile = device_of(self.weight.device).fp32_rows if is_fp32 else None
@@ -126,13 +129,15 @@ class Products:
     def d_hidden(self, d_logits: Tensor, out: Tensor, *, add: bool = False) -> None:
         """``out = d_logits @ weight``: (n, V) -> (n, H); ``+=`` if `add`."""
         for columns, weight in self._weights():
-            weight = weight.to(d_logits.dtype)  # an adapter's may be more precise
+            weight = weight.to(d_logits.dtype)  # an adapter's weight may be more precise
             _product(d_logits[:, columns], weight, out, add=columns.start > 0 or add)
             del weight  # before the next slice is made
 
     def d_weight(self, d_logits: Tensor, hidden: Tensor, out: Tensor, *, add: bool) -> None:
-        """``out = d_logits.T @ hidden``: (n, V) in `d_logits_dtype`, (n, H) operand -> (V, H);
-        ``+=`` if `add`."""
+        """``out = d_logits.T @ hidden``, or ``+=`` if `add`.
+
+        (n, V) in `d_logits_dtype` and an (n, H) operand -> (V, H).
+        """
         _product(d_logits.t(), hidden.to(d_logits.dtype), out, add=add)
 
     def _weights(self) -> Iterator[tuple[slice, Tensor]]:
@@ -143,7 +148,7 @@ class Products:
 
 
 def _check_accumulation(operands: torch.dtype) -> None:
-    # products summed in fp16 have no fp32 result
+    # cuBLAS has no product that sums in fp16 and returns fp32
     if operands == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
         raise RuntimeError(
             "torch.backends.cuda.matmul.allow_fp16_accumulation: expected False for a head in "

@@ -1,13 +1,12 @@
-"""Log-probabilities and entropies over kept sets: hidden states times the head's rows for each
-position's kept ids.
+"""Log-probabilities and entropies over kept sets: hidden states times the head's rows of the ids.
 
 The sets of a block of r positions are ids (r, w), padded. Forward: gather (r, w, H), multiply with
 hidden states (r, H) to raw logits (r, w), and reduce these as a chunk of w logits per row.
-Backward: differentiate the saved logits; gather again and multiply for d hidden; the outer product
-with hidden states is added to the ids' rows of d weight.
+Backward: differentiate the saved logits; gather again and multiply for d hidden; add the outer
+product with the hidden states to the ids' rows of d weight.
 
-With a sharded head, every rank has the ids of each set that are among its rows, in its own blocks.
-The ranks join the statistics of all positions (`ranks`), and sum d hidden.
+With a sharded head, each rank's blocks hold the ids of each set that are among the rank's rows. The
+ranks join the statistics of all positions (`ranks`), and sum d hidden.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from grpo_kernels.results import Scores
 WORKSPACE_BYTES = 64 * 2**20  # the default: a larger workspace is no faster
 # bytes per kept id, besides its row of the head, while sets are counted, sorted and reduced
 ENTRY_BYTES = 64
-# Rows of `KeptSets.order` whose sets are projected together; size of the largest set; length of the
+# Rows of `KeptSets.order` that are projected together; size of their largest set; length of their
 # longest list, padding included.
 Span = tuple[slice, int, int]
-# A block of r rows: (r, w) int32 ids counted from this rank's first, each once, where padding
+# A block of r rows: (r, w) int32 ids counted from this rank's first id, each once, where padding
 # repeats the row's first id; (r, w) logits, -inf in the padding; (r,) column of the sampled id, -1
 # if another rank has it.
 _Block = tuple[Tensor, Tensor, Tensor]
-_ROWS = TorchRows()  # sets are short: row work costs little compared with the gathering
+_ROWS = TorchRows()  # sets are short, so row work costs little compared with gathering
 
 
 class Survey(NamedTuple):
@@ -56,7 +55,7 @@ class Survey(NamedTuple):
     invalid: Tensor | None  # bool: results are NaN; None if there are none
 
     def metrics(self, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the sets' mean size and the share of positions without a set, as (sum, count)."""
+        """The sets' mean size and the share of positions without a set, as (sum, count)."""
         without, has_set = self.without.to(dtype), (~self.without).to(dtype)
         return {
             "kept/size": ((has_set * self.sizes).sum(), has_set.sum()),
@@ -68,14 +67,14 @@ class Survey(NamedTuple):
 class KeptSets:
     """A call's rows and their sets, planned.
 
-    A set with a single id is in no block: its log-probability and entropy are 0, and so is their
-    gradient.
+    A set with a single id is in no block: its log-probability and entropy are 0 with gradient 0.
 
     Attributes:
-        job: the call, with rows whose ids are counted from this rank's first.
+        job: the call, with rows whose ids are counted from this rank's first id.
         kept_ids: all entries, and the bounds of each position's entries; -1 is padding.
         projected: (n,) bool, rows whose set is projected, on any rank.
         order: (m,) index of the rows with ids on this rank, the largest sets first.
+        spans: slices of `order` to project together.
     """
 
     job: Job
@@ -85,7 +84,7 @@ class KeptSets:
     spans: list[Span]
 
     def transform(self, at: Tensor) -> LogitTransform:
-        """Return the transform of the rows `at` (r,), without bias."""
+        """The transform of the rows `at` (r,), without bias."""
         inv_t = self.job.rows.inv_temperature
         inv_t = inv_t[at] if isinstance(inv_t, Tensor) else inv_t
         return self.job.transform.with_temperature_and_bias(inv_t)
@@ -103,11 +102,13 @@ def score_kept(
     entropy: bool | str = True,
     others: Mapping[str, Tensor | None] | None = None,
 ) -> tuple[Scores, dict[str, tuple[Tensor, Tensor]]]:
-    """Score rows over their sets, rows without a set over the whole vocabulary.
+    """Score rows over their sets, and rows without a set over the whole vocabulary.
 
     Args:
-        job: planned for the torch backend, its ids not checked for range.
-        objective_at: positions (m,) that are scored over the whole vocabulary -> their objective.
+        job: planned for the torch backend, without a check that its ids are in range.
+        objective_at: function from positions (m,) that are scored over the whole vocabulary to
+            their
+            objective.
         entropy: True for the sets, "full" for the whole vocabulary, False for none.
         others: other policies' log-probabilities, (...) each, which must be over the same sets.
 
@@ -215,7 +216,6 @@ def _wrong(
     outside: int,
     vocab: int,
 ) -> str:
-    """Return the message about a wrong set at a position."""
     at = tuple(int(x) for x in torch.unravel_index(position, ids.shape))
     if outside:
         entries = kept_ids.ids[
@@ -236,7 +236,7 @@ def _wrong(
 def plan_sets(
     job: Job, tensors: HeadTensors, kept_ids: KeptIds, survey: Survey
 ) -> tuple[KeptSets, bool]:
-    """Plan the work; also return True if any position has no set. Waits for the sets' sizes."""
+    """Plan the work; also return True if any position has no set. Waits for the device."""
     rows = job.rows
     projected = (survey.sizes > 1) & ~survey.without
     local, order = torch.where(projected, survey.local, 0).sort(descending=True, stable=True)
@@ -254,8 +254,7 @@ def plan_sets(
 def plan_spans(
     sizes: list[int], longest: list[int], budget: int, head_bytes: int, row_bytes: int
 ) -> list[Span]:
-    """Return spans of rows that fit the budget, where each set is at least half as long as the
-    longest.
+    """Divide rows into spans that fit the budget, with sets at least half as long as the longest.
 
     Padding then costs at most as much as the sets themselves.
 
@@ -342,12 +341,12 @@ class KeptSetLogprob(torch.autograd.Function):
 
 
 def _numbers(stats: RowStats) -> tuple[Tensor | None, ...]:
-    # the statistics that a set's row has, in the order of the fields
+    # the statistics that rows over sets have, in the order of the fields
     return stats.logps, stats.max_logit, stats.log_sum, stats.entropies
 
 
 def _factors(tensors: HeadTensors, planned: KeptSets) -> list[_Gathered]:
-    """Return memory for each factor's gathered rows, for as many entries as the workspace holds."""
+    """Memory for each factor's gathered rows, for as many entries as the workspace holds."""
     job = planned.job
     largest = max(((rows.stop - rows.start) * width for rows, width, _ in planned.spans), default=0)
     entries = min(max(1, job.workspace_bytes // entry_bytes(tensors, job)), largest)
@@ -357,7 +356,7 @@ def _factors(tensors: HeadTensors, planned: KeptSets) -> list[_Gathered]:
 
 
 def _result(x: Tensor, planned: KeptSets, tensors: HeadTensors) -> Tensor:
-    """(n,) -> (N,): 0 if no set is projected, NaN if the row is invalid."""
+    """(n,) -> (N,): 0 for a row whose set is not projected, NaN for an invalid row."""
     x = torch.where(planned.projected, x, 0.0)
     if planned.job.rows.invalid is not None:
         x.masked_fill_(planned.job.rows.invalid, torch.nan)
@@ -365,10 +364,11 @@ def _result(x: Tensor, planned: KeptSets, tensors: HeadTensors) -> Tensor:
 
 
 def _in_order(planned: KeptSets, at: Tensor, span: Span, vocab: int) -> tuple[Tensor, Tensor]:
-    """Return the ids (r, w) and the target (r,) of a `_Block`, on a rank with `vocab` ids.
+    """The ids (r, w) and the target (r,) of a `_Block`, on a rank with `vocab` ids.
 
     Padding and repetitions become the row's first id, so NaN in a position's hidden state cannot
-    reach the gradient of an id outside its set.
+    reach
+    the gradient of an id outside its set.
     """
     positions, (_, width, longest) = planned.job.rows.positions[at], span
     place = planned.kept_ids.offsets[positions][:, None] + torch.arange(
@@ -394,7 +394,7 @@ def _padding(kept: Tensor) -> Tensor:
 def _logits(
     factors: list[_Gathered], tensors: HeadTensors, planned: KeptSets, at: Tensor, kept: Tensor
 ) -> Tensor:
-    """Return the logits (r, w) of the ids `kept`, -inf in the padding."""
+    """Logits (r, w) of the ids `kept`, -inf in the padding."""
     positions = planned.job.rows.positions[at]
     z = tensors.hidden.new_zeros(kept.shape, dtype=planned.job.accumulator_dtype)
     for factor, (x, _) in zip(factors, tensors.factors(), strict=True):
@@ -414,7 +414,7 @@ def _d_logits(
     d_logps: Tensor | None,
     d_entropies: Tensor | None,
 ) -> Tensor:
-    """D loss / d (raw logits), (r, w), from statistics (n,) and upstream (N,)."""
+    """d loss / d (raw logits), (r, w), from statistics (n,) and upstream (N,)."""
     kept, logits, target = block
     positions, stats = planned.job.rows.positions[at], take(stats, at)
     dtype = planned.job.accumulator_dtype
@@ -432,7 +432,7 @@ class _GradientSums:
 
     def __init__(self, tensors: HeadTensors, planned: KeptSets) -> None:
         self._tensors, self._planned, dtype = tensors, planned, planned.job.accumulator_dtype
-        # with a sharded head, d hidden is a sum over the ranks, rounded afterwards
+        # with a sharded head, the ranks sum d hidden before it is rounded
         divided = planned.job.shard is not None
         self._rows: list[Tensor | None] = []
         self._matrices: list[Tensor | None] = []
@@ -446,7 +446,7 @@ class _GradientSums:
             self._bias = torch.zeros_like(tensors.bias, dtype=dtype)
 
     def add(self, factors: list[_Gathered], kept: Tensor, d_logits: Tensor, at: Tensor) -> None:
-        """Add the gradient of the rows `at` (r,), from ids (r, w) and d raw (r, w)."""
+        """Add the gradient of the rows `at` (r,), from ids (r, w) and d raw logits (r, w)."""
         positions, features = (
             self._planned.job.rows.positions[at],
             (x for x, _ in self._tensors.factors()),
@@ -467,7 +467,7 @@ class _GradientSums:
             self._bias.index_add_(0, kept.reshape(-1), d_logits.reshape(-1))
 
     def gradients(self) -> HeadTensors:
-        """Return the gradients in the dtypes of the head's tensors."""
+        """The gradients in the dtypes of the head's tensors, summed over the ranks."""
         shard = self._planned.job.shard
         for x in self._rows:
             if shard is not None and x is not None:
@@ -480,7 +480,7 @@ class _GradientSums:
 
 
 def entry_bytes(tensors: HeadTensors, job: Job) -> int:
-    """Return the bytes of one entry's gathered rows."""
+    """Bytes of one entry's gathered rows."""
     pairs = zip(tensors.factors(), job.operand_dtypes(tensors), strict=True)
     wide = job.accumulator_dtype
     return sum(
@@ -505,7 +505,6 @@ class _Gathered:
         self._stages = [matrix.new_empty(entries, matrix.shape[1], dtype=x) for x in stages]
 
     def operand(self, x: Tensor) -> Tensor:
-        """Return rows of the other factor as an operand of the products."""
         dtype, accumulator = self._dtypes
         return x.to(dtype).to(accumulator)
 
@@ -524,7 +523,6 @@ class _Gathered:
         return out
 
     def pieces(self, rows: int, width: int) -> list[slice]:
-        """Return slices of a block's columns that fit; more than one only if a single row is too
-        long."""
+        """Slices of a block's columns that fit; more than one only if a single row is too long."""
         step = max(1, self._entries // max(1, rows))
         return [slice(start, min(start + step, width)) for start in range(0, width, step)]

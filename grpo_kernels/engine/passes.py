@@ -1,7 +1,7 @@
-"""The two passes of a call over its rows: the forward's, and the one that a backward may need.
+"""The two passes of a call over its rows: the forward's, and one that a backward may need.
 
 The first pass computes each row's statistics and, in the engines one_pass and frozen, the gradient
-on the same logits. The second projects the rows with a coefficient other than 0 again.
+on the same logits. The second pass projects again the rows with a coefficient other than 0.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class FirstPass(NamedTuple):
     """Results of a first pass: the statistics (n,) of all rows and, if due now, a gradient.
 
     `grads` is the gradient from the rows `live_rows` (m,), in the accumulator's dtype: of the loss
-    in one_pass, of the sum of the rows' results in frozen, and None if it is computed later.
+    in
+    one_pass, and of the sum of the rows' results in frozen. It is None if it is computed later.
     """
 
     stats: RowStats
@@ -44,7 +45,6 @@ class FirstPass(NamedTuple):
 
     @property
     def entropies(self) -> Tensor:
-        """The entropies (n,), if the pass computed them."""
         assert self.stats.entropies is not None
         return self.stats.entropies
 
@@ -58,8 +58,8 @@ def first_pass(
 ) -> FirstPass:
     """Compute the statistics of all rows and, if due now, the gradient of the live rows.
 
-    Waits for the device once, to count the live rows, unless all rows are. `coefficients_at` takes
-    the place of the objective's.
+    Waits for the device once, to count the live rows, unless all rows are live. `coefficients_at`
+    replaces the objective's function.
     """
     coefficients_at = coefficients_at or objective.coefficients_at
     with torch.no_grad():
@@ -84,8 +84,8 @@ def first_pass(
         if live_rows.shape[0] < n:
             grad_job, grad_loss = job.of_rows(live_rows), take(fused_loss, live_rows)
         work = stats_work(grad_job) if grad_loss is None else fused_work(grad_job, grad_loss)
-        # in fp16 d logits need a factor, which all coefficients of a chunk determine: `fused_work`
-        # then computes statistics and loss alone
+        # in fp16, d logits need a factor that depends on all coefficients of a chunk: `fused_work`
+        # then computes only statistics and loss
         if grad_loss is None or job.products(tensors.weight).scales_gradient:
             work = gradient_work(grad_job, tensors, coefficients_of, work)
         stats, grads = sweep(grad_job, tensors, reference, work, job.needs_grad, grad_loss)
@@ -103,8 +103,10 @@ def _with_others(
     done: tuple[Tensor, RowStats],
     others: Tensor,
 ) -> RowStats:
-    """Return the statistics of all rows: of the `done` ones, at an index, and of the `others`,
-    which get no gradient."""
+    """Compute the statistics of the rows `others`, which get no gradient, and merge in `done`.
+
+    `done` is the index and the statistics of the rows that have a gradient.
+    """
     (index, stats), job_of_others, loss_of_others = (
         done,
         job.of_rows(others),
@@ -119,8 +121,7 @@ def _with_others(
 
 
 def scale_frozen_(first: FirstPass, d_logp: Tensor) -> None:
-    """With a frozen head, turn the gradient of each row's log-probability into the loss's, in
-    place."""
+    """Multiply each row's stored gradient by `d_logp`, in place, for a frozen head."""
     assert first.grads is not None
     first.grads.hidden.mul_(d_logp[first.live_rows, None])
 
@@ -132,14 +133,15 @@ def second_pass(
     stats: RowStats,
     coefficients: Coefficients,
 ) -> tuple[HeadTensors, Tensor]:
-    """Compute the gradient of the rows with a non-zero coefficient (n,), on logits that are
-    projected again; also return the rows' indices.
+    """Compute the gradient of rows with a non-zero coefficient (n,); also return the rows' indices.
 
-    Waits for the device once, to count these rows. At least one coefficient is not None.
+    Projects the logits of these rows again. Waits for the device once, to count the rows. At least
+    one
+    coefficient is not None.
     """
     indices, coefficients = _nonzero(coefficients)
     job = job.of_rows(indices)
-    if coefficients.d_divergence is None:  # then the reference has no part in it
+    if coefficients.d_divergence is None:  # then the gradient does not need the reference
         job, reference = replace(job, reference_dtype=None), None
     stats, coefficients = take((stats, coefficients), indices)
     if job.order == "slices":
@@ -154,9 +156,9 @@ def second_pass(
 
 
 def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
-    """Return the indices where any coefficient (n,) is not 0, and the coefficients.
+    """Indices of the rows where any coefficient (n,) is not 0, and the coefficients.
 
-    If there are several, any that is zero everywhere becomes None.
+    If there are several coefficients, any that is zero everywhere becomes None.
     """
     nonzero = [None if x is None else is_nonzero(x) for x in coefficients]
     present = [x for x in nonzero if x is not None]

@@ -10,16 +10,17 @@ score      project                                     2 (no gradient at all)
 frozen     project; d logp / d hidden, then scaled     (not possible)           2 + 2s
 one_pass   project; gradient on the same logits        2 + 4s                   2 + 2s
 two_pass   project; later project again, gradient      2 + 6s                   2 + 4s
-lean       the same, later by slices of the vocabulary 2 + 6s                   2 + 4s
+lean       like two_pass, by slices of the vocabulary  2 + 6s                   2 + 4s
 ========== =========================================== ======================== ==================
 
 A divergence from a second head adds 2 for every projection of the rows, since that head projects
 them too. `one_pass` needs each row's coefficients, d loss / d logp, d loss / d entropy and d loss /
-d divergence, as soon as the row's own logits exist. `frozen` needs no coefficients, since d hidden
-is linear in a single one; it cannot serve several. `two_pass` and `lean` serve all calls. `lean`
-writes each slice of d weight once, in the weight's dtype, so it needs no accumulator of the
-weight's size. In `frozen` and `one_pass`, rows whose coefficients are certain to be 0 are only
-projected. In `two_pass` and `lean`, so are all rows whose coefficients turn out to be 0.
+d divergence, as soon as the row's own logits exist. `frozen` does not need them beforehand, since d
+hidden is linear in a single coefficient; it cannot serve a loss with several. `two_pass` and `lean`
+serve all calls. `lean` writes each slice of d weight once, in the weight's dtype, so it needs no
+accumulator of the weight's size. `frozen` and `one_pass` only project the rows whose coefficients
+are known to be 0 beforehand. `two_pass` and `lean` also skip the gradient of all rows whose
+coefficients turn out to be 0.
 """
 
 from __future__ import annotations
@@ -74,20 +75,21 @@ from grpo_kernels.head import (
 )
 
 _AS_IT_IS, _NONE = LogitTransform(), Coefficients()
-SLICE_BYTES = 32 * 2**20  # of the weight to convert at a time; less only if the budget is small
+# bytes of the weight to convert at a time; less only if the budget is small
+SLICE_BYTES = 32 * 2**20
 Gather = Callable[[], AbstractContextManager[Any]]
-# name -> when the gradient is computed, and in which order; the first that serves is the cheapest,
-# and frozen precedes one_pass since it needs no coefficients
+# name -> when the gradient is computed, and in which order. The first engine that serves is the
+# cheapest; frozen precedes one_pass since it needs no coefficients.
 ENGINES: dict[str, tuple[Literal["never", "now", "later"], Literal["rows", "slices"]]] = {
     "score": ("never", "rows"),
-    # for the coefficient 1; each row is scaled once its own coefficient is known
+    # computes the gradient for the coefficient 1; later scales each row by its coefficient
     "frozen": ("now", "rows"),
     "one_pass": ("now", "rows"),
     "two_pass": ("later", "rows"),
-    "lean": ("later", "slices"),  # of the vocabulary; for when memory is short
+    "lean": ("later", "slices"),  # slices of the vocabulary, to save memory
 }
-NAMES = choices(EngineName)  # names that calls take: "auto" and these
-# when a row's coefficients are known, in the words of errors
+NAMES = choices(EngineName)  # valid values of `engine=`: "auto" and these
+# when a row's coefficients are known; `_KNOWN` has the words for errors
 Known = Literal["before", "own_row", "all_rows", "backward"]
 _KNOWN = {
     "before": "before the forward",
@@ -100,7 +102,7 @@ _KNOWN = {
 @hints_names
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Options for the speed and memory of a call; they change its results only by rounding.
+    """Set the speed and memory of a call; results change only by rounding.
 
     ::
 
@@ -109,14 +111,19 @@ class Run:
 
     Args:
         engine: ``"auto"`` chooses the cheapest engine that gives the exact gradient. You may also
-            name an engine: ``"one_pass"``; ``"two_pass"``, which computes the logits again in the
-            backward; ``"lean"``, which does the same with less memory; ``"frozen"``, for a head
-            that does not train; ``"score"``, which computes no gradient. The call raises an error
-            if the engine that you named cannot compute the gradient.
+            name
+            an engine: ``"one_pass"``; ``"two_pass"``, which computes the logits again in the
+            backward;
+            ``"lean"``, which does the same with less memory; ``"frozen"``, for a head that does not
+            train; ``"score"``, which computes no gradient. The call raises an error if the engine
+            that
+            you named cannot compute the gradient.
         backend: ``"auto"``, ``"triton"``, ``"cpp"`` or ``"torch"``.
-        workspace_bytes: upper bound on temporary memory in bytes, for any number of tokens. None:
-            512 MiB, or 64 MiB over kept sets; on a GPU, up to 3 GiB, depending on the size of the
-            head and on free memory.
+        workspace_bytes: upper bound on temporary memory in bytes, for any number of tokens. None
+            means
+            512 MiB, or 64 MiB over kept sets. On a GPU, None means up to 3 GiB, depending on the
+            size
+            of the head and on free memory.
         gather: function that returns a context manager in which the whole weight is available.
             DeepSpeed ZeRO-3 needs this for a backward that reads the weight again.
 
@@ -138,23 +145,28 @@ class Run:
 
 
 def check_run(run: Any) -> None:
-    """Raise unless `run` is a `Run` or None; its engine may still be unable to serve."""
+    """Raise TypeError unless `run` is a `Run` or None. Planning checks if its engine can serve the
+    call."""
     if not isinstance(run, Run | None):
         raise TypeError(f"run: expected a Run, got {type(run).__name__}")
 
 
 class Objective(Protocol):
-    """The gradient that a call's rows will get, as far as known before the backward: of a built-in
-    or custom loss, or as the caller expects it.
+    """The gradient that a call's rows will get, as far as it is known before the backward.
+
+    It comes from a built-in or custom loss, or from what the caller expects.
 
     Attributes:
         known: when the coefficients of a row are known.
-        is_expected: True for what a caller expects; the backward compares it with the gradient that
-            arrives, and computes what is missing.
-        live: (n,) bool, rows that may have a coefficient other than 0; None: all.
-        one_coefficient: True if the loss depends on one number of each row, its log-probability or
+        is_expected: True if the caller only expects this gradient; the backward compares it with
+            the
+            upstream gradient, and computes what is missing.
+        live: (n,) bool, rows that may have a coefficient other than 0; None means all rows.
+        one_coefficient: True if the loss depends on one number of each row, the log-probability or
+            the
             divergence (`Job.d_result`). Read only if the head is frozen, since it may evaluate a
-            user's function.
+            user's
+            function.
     """
 
     is_expected: bool
@@ -167,20 +179,21 @@ class Objective(Protocol):
     def one_coefficient(self) -> bool: ...
 
     def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
-        """Return the coefficients of the rows at `index` (m,), from their statistics."""
+        """The coefficients of the rows at `index` (m,), from their statistics."""
 
     def fused_loss(self) -> FusedLoss | None:
-        """Return the same as a loss that one kernel computes; None if no kernel can."""
+        """This objective as a loss that one kernel computes; None if no kernel can."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The positions to project, as copies, so later changes of the caller's tensors have no effect.
+    """The positions to project, as copies, so the caller may change its own tensors later.
 
     Attributes:
         positions: (n,) int64, indices into `hidden`.
         ids: (n,) int64 in [0, V). On a shard they are counted from its first row, so another
-            shard's ids are out of range.
+            shard's
+            ids are out of range.
         inv_temperature: a number, or (n, 1).
         invalid: (n,) bool, rows whose log-probability is NaN; None if there are none.
         top_k: K more ids of each row, to score, or with a teacher's log-probabilities.
@@ -201,11 +214,11 @@ class Job:
     """A planned call, without the tensors of its heads.
 
     Attributes:
-        rows: n rows; all other positions are 0 in all results.
+        rows: n rows; all results are 0 at all other positions.
         needs_grad: which of the head's tensors need a gradient.
-        operand_dtype: dtype of the products' operands; `reference_dtype` is the second head's, None
-            without one.
+        operand_dtype: dtype of the products' operands.
         transform: from raw to scaled logits, without bias and temperature.
+        reference_dtype: dtype of the operands of the second head's products; None without one.
         jsd_beta: the divergence from the second head, see `backends.interface.ReferenceLogits`.
         shard: this rank's shard, if the head's rows are divided among ranks.
         entropy, extras: further results.
@@ -242,7 +255,7 @@ class Job:
         return 0 if self.shard is None else self.shard.start
 
     def of_rows(self, index: Tensor) -> Job:
-        """Return the same call for some of its rows."""
+        """The same call for the rows at `index` only."""
         return replace(self, rows=take(self.rows, index))
 
     @property
@@ -252,9 +265,14 @@ class Job:
 
     @property
     def fuses(self) -> bool:
-        """True if the backend has one kernel for a whole loss, and can use it here. torch has none,
-        Triton none with a reference; the ranks of a sharded head combine statistics before the loss
-        is known. `Objective.fused_loss` is None for losses that no kernel computes."""
+        """True if the backend has one kernel for a whole loss, and can use it here.
+
+        torch has none, and Triton has none with a reference. The ranks of a sharded head must
+        combine
+        statistics before the loss is known. `Objective.fused_loss` is None for losses that no
+        kernel
+        computes.
+        """
         if self.shard is not None or self.rows.top_k is not None:
             return False
         if not isinstance(self.backend, FusedRowBackend):
@@ -263,37 +281,39 @@ class Job:
 
     @property
     def result_is_divergence(self) -> bool:
-        """True if a row's result is its divergence, not its log-probability. Not asked of a loss
-        with a reference, which depends on both."""
+        """True if a row's result is the divergence, False if it is the log-probability.
+
+        Not used for a loss with a reference, which depends on both.
+        """
         return self.reference_dtype is not None or isinstance(self.rows.top_k, TopKTeacher)
 
     def d_result(self, coefficients: Coefficients) -> Tensor | None:
-        """Return d loss / d result, (n,) or None."""
+        """d loss / d result, (n,) or None."""
         return coefficients.d_divergence if self.result_is_divergence else coefficients.d_logp
 
     def with_d_result(self, value: Tensor, others: Coefficients = _NONE) -> Coefficients:
-        """Return `others` with `value` (n,) as d loss / d result."""
+        """`others` with `value` (n,) as d loss / d result."""
         return others._replace(**{"d_divergence" if self.result_is_divergence else "d_logp": value})
 
     def products(self, weight: Tensor, dtype: torch.dtype | None = None) -> Products:
-        """Return the products with `weight`, which may be a part of the head."""
+        """The products with `weight`, which may be a part of the head."""
         slice_bytes = min(SLICE_BYTES, self.workspace_bytes // 8)
         return Products(weight, dtype or self.operand_dtype, self.accumulator_dtype, slice_bytes)
 
     def operand_dtypes(self, tensors: HeadTensors) -> list[torch.dtype]:
-        """Return the operands' dtype of each factor; an adapter keeps its own."""
+        """The operands' dtype of each factor; an adapter keeps its own dtype."""
         _, *adapter = tensors.factors()
         return [self.operand_dtype, *(torch.promote_types(u.dtype, b.dtype) for u, b in adapter)]
 
     def all_products(self, tensors: HeadTensors, columns: slice = slice(None)) -> list[Products]:
-        """Return the products of `HeadTensors.factors`, in their order."""
+        """The products of `HeadTensors.factors`, in the order of the factors."""
         pairs = zip(tensors.factors(), self.operand_dtypes(tensors), strict=True)
         return [self.products(matrix[columns], dtype) for (_, matrix), dtype in pairs]
 
     def converted(
         self, tensors: HeadTensors, reference: HeadTensors | None
     ) -> tuple[HeadTensors, HeadTensors | None]:
-        """Return both heads with weights in the dtype of 16-bit products, if memory allows copies.
+        """Convert both heads' weights to the dtype of 16-bit products, if memory allows copies.
 
         Otherwise each product converts its weight slice by slice.
         """
@@ -315,9 +335,10 @@ def checked_on_all_ranks(
 ) -> Iterator[Ranks | None]:
     """Context for a public call's checks and plan; yields its `Ranks`, or None without a group.
 
-    If one rank raises inside it before `Ranks.compare`, all ranks raise: each sends the same number
-    of integers, whatever its call. `arguments` are the call's arguments; heads, hidden states and
-    `run` are compared when the call is planned.
+    If one rank raises inside it before `Ranks.compare`, all ranks raise: each rank sends the same
+    number of integers, whatever its call. `arguments` are the call's arguments, compared between
+    ranks,
+    except heads, hidden states and `run`, which `plan` compares.
     """
     if group is None:
         yield None
@@ -335,8 +356,10 @@ def checked_on_all_ranks(
 def dtype_and_memory(
     hidden: Tensor, head: Head, run: Run | None, reference: Reference | None = None
 ) -> tuple[torch.dtype, Memory]:
-    """Return the dtype of a call's statistics and of what it reads per token, and what the device's
-    memory allows. To be asked before the call waits for the device, which would idle meanwhile."""
+    """The dtype of a call's statistics and per-token inputs, and what the device's memory allows.
+
+    Ask before the call waits for the device; after the wait, the device would idle meanwhile.
+    """
     check_run(run)
     dtypes = _operand_dtypes(hidden, head, reference)
     weights = [(head.weight, dtypes[0])]
@@ -371,16 +394,18 @@ def plan(
     entropy: bool = True,
     extras: tuple[str, ...] = (),
 ) -> tuple[Job, HeadTensors, HeadTensors | None]:
-    """Plan a call with checked heads; return it and the tensors of both heads.
+    """Plan a call with checked heads; return the job and the tensors of both heads.
 
     Args:
-        rows: rows with ids of the whole vocabulary. Their range is checked here, and errors use the
-            argument names `names`.
-        memory: of `dtype_and_memory`.
+        rows: rows with ids of the whole vocabulary. `plan` checks their range; errors use the
+            argument
+            names `names`.
+        memory: from `dtype_and_memory`.
         ranks: the ranks of a sharded head, which compare their calls here.
-        objective: what the engine is chosen for. None, for kept sets: torch does the row work, no
-            engine is chosen, and ids are neither checked nor counted from this rank's first row.
-        prefix: begins the names of the second head's tensors in errors.
+        objective: the gradient that the engine must give. None, for kept sets: torch does the row
+            work,
+            no engine is chosen, and ids are neither checked nor counted from this rank's first row.
+        prefix: first part of the names of the second head's tensors in errors.
         jsd_beta, entropy, extras: as in `Job`.
     """
     run = Run() if run is None else run
@@ -445,14 +470,14 @@ def plan(
 
 
 def choose_engine(name: str, job: Job, objective: Objective) -> str:
-    """Return the cheapest engine that gives the exact gradient, or the engine `name`.
+    """Choose the cheapest engine that gives the exact gradient, or the engine `name`.
 
     Raises:
         ValueError: the engine `name` cannot give this gradient.
     """
     needs_grad, known = job.needs_grad, objective.known
     if objective.is_expected and device_of(job.rows.positions.device).is_capturing():
-        known = "all_rows"  # in a CUDA graph, the comparison would wait
+        known = "all_rows"  # in a CUDA graph, the comparison may not wait for the device
     head_trains, no_gradient = any(needs_grad[1:]), not any(needs_grad)
     if name == "auto" and job.memory.tight and head_trains:
         return "lean"
@@ -461,7 +486,7 @@ def choose_engine(name: str, job: Job, objective: Objective) -> str:
         "frozen": lambda: (
             not head_trains
             and not isinstance(job.rows.top_k, TopKLogps)
-            # without a gradient, a user's function is not evaluated for this
+            # without a gradient, this does not evaluate a user's function
             and ((no_gradient and job.reference_dtype is None) or objective.one_coefficient)
         ),
         "one_pass": lambda: known in ("before", "own_row"),
@@ -485,10 +510,12 @@ def choose_engine(name: str, job: Job, objective: Objective) -> str:
 
 
 def in_range(rows: Rows, names: tuple[str, str], vocab: int, shard_start: int) -> Rows:
-    """Return `rows` with ids in range, counted from this rank's first id.
+    """Check that ids are in range, and count them from this rank's first id.
+
+    On a GPU, out-of-range ids raise no error; the row's results become NaN.
 
     Raises:
-        ValueError: an id is out of range, on a CPU; elsewhere the row's results become NaN.
+        ValueError: an id is out of range, on a CPU.
     """
     ids, top_k = rows.ids, rows.top_k
     invalid = check_counted_ids(names[0], ids, vocab)
@@ -522,7 +549,7 @@ def _transform(head: Head, dtype: torch.dtype) -> LogitTransform:
 def _compared(
     hidden: Tensor, head: Head, reference: Reference | None, rows: Rows, run: Run
 ) -> dict[str, Any]:
-    """Return what the ranks of a sharded head compare of the arguments that `plan` reads."""
+    """The arguments that `plan` reads and that must agree between the ranks of a sharded head."""
     # without rows, since their number may differ
     first, other = map_tensors(lambda x: x[:0], (replace(head, process_group=None), reference))
     return {
@@ -535,7 +562,7 @@ def _compared(
 
 
 def _sizes(vocab_size: int | None, sizes: list[int]) -> list[int]:
-    """Return the rows of the head on each rank, without padding rows."""
+    """The head's rows on each rank, without padding rows."""
     if vocab_size is not None:
         if vocab_size > sum(sizes):
             raise ValueError(
@@ -555,15 +582,16 @@ def _sizes(vocab_size: int | None, sizes: list[int]) -> list[int]:
 def _warn_if_promoted(
     name: str, hidden: Tensor, weight_name: str, weight: Tensor, dtype: torch.dtype
 ) -> None:
-    """Warn, once, if dtype promotion makes the products fp32, which is likely a mistake.
+    """Warn once if dtype promotion makes the products fp32, which is likely a mistake.
 
-    This is for a 16-bit weight on a GPU, which multiplies 16-bit operands an order of magnitude
-    faster. An fp32 weight counts as intended.
+    A GPU multiplies 16-bit operands about ten times as fast, so this warns of a 16-bit weight
+    there. An
+    fp32 weight counts as intended.
     """
     device = device_of(weight.device)
     if dtype != torch.float32 or weight.dtype.itemsize != 2 or not device.slow_fp32:
         return
-    if device.mixed_products:  # else they would be multiplied in fp32 anyway
+    if device.mixed_products:  # otherwise the device multiplies in fp32 anyway
         warn_once(
             f"{name} in {hidden.dtype} with a {weight_name} in {weight.dtype}, outside autocast, "
             "is multiplied in torch.float32, which takes a GPU about ten times as long as 16 bits. "

@@ -1,4 +1,4 @@
-"""A head whose vocabulary is divided among ranks: joins the statistics of their columns.
+"""A head whose vocabulary is divided among ranks: joins the statistics of the ranks' columns.
 
 Every rank reduces its part of a row to a few numbers (`RowStats` of its own columns) and gathers
 the numbers of all ranks: O(rows) in total, for any vocabulary. With m_r, s_r, E_r a rank's largest
@@ -9,9 +9,9 @@ logit, log sum and entropy, and M = max m_r::
     entropy  = sum_r w_r (E_r - log w_r),    w_r = exp(t_r - log_sum), by the chain rule
     logp     = -log(1 + sum_r exp(x_r)),     x_r = m_r + s_r - z_y; on y's rank without y's term
 
-The rank with the largest logit is left out of the logarithms, like the largest term in
-`torch_rows`, so nothing cancels when a token is nearly certain. All ranks join the same numbers in
-the same order, so they get the same bits.
+The logarithms leave out the rank with the largest logit, like the largest term in `torch_rows`, so
+they lose no digits when a token is nearly certain. All ranks join the same numbers in the same
+order, so they get the same bits.
 
 The ranks must make the same call: `Ranks` compares it once, before any work.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def widest_part(weight: Tensor, shard: Shard | None) -> Tensor:
-    """Return a tensor in the shape of the largest part of the head, perhaps without data.
+    """A tensor in the shape of the largest part of the head, perhaps without data.
 
     Plans based on its size are the same on all ranks.
     """
@@ -70,7 +70,7 @@ class Shard:
     def stats(
         self, backend: RowBackend, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...]
     ) -> RowStats:
-        """Return `RowBackend.stats` of the whole vocabulary. All ranks call this for the same rows.
+        """Compute `RowBackend.stats` of the whole vocabulary; all ranks call it for the same rows.
 
         The chunk's ids are counted from `start`; an id outside [0, V_r) belongs to another rank.
         """
@@ -80,15 +80,15 @@ class Shard:
         return self.joined(stats, chunk.ids, chunk.transform)
 
     def local_ids(self, ids: Tensor) -> Tensor:
-        """Return `ids`, with 0 for ids of other ranks."""
+        """`ids`, with 0 for ids of other ranks."""
         return torch.where((ids >= 0) & (ids < self.sizes[self.rank]), ids, 0)
 
     def joined(self, stats: RowStats, ids: Tensor, transform: LogitTransform) -> RowStats:
-        """Return the statistics of the whole vocabulary, from the statistics of this rank's columns
-        for its `local_ids`."""
+        """Statistics of the whole vocabulary, from those of this rank's columns for its
+        `local_ids`."""
         extras, max_logit = tuple(stats.extras), stats.max_logit
-        # a backend makes a row NaN if no logit is finite, but other ranks may have a finite one; a
-        # soft-cap makes all finite
+        # a backend makes a row NaN if no logit is finite, but other ranks may have a finite one.
+        # With a soft-cap all logits are finite.
         if transform.bias is not None and transform.softcap is None:
             max_logit = max_logit.masked_fill((transform.bias == -torch.inf).all(), -torch.inf)
         columns = [max_logit, stats.log_sum, stats.logps, *stats.extras.values()]
@@ -105,10 +105,12 @@ class Shard:
     def _join(
         self, parts: tuple[Tensor, ...], here: Tensor, extras: tuple[str, ...], *, entropy: bool
     ) -> RowStats:
-        """Join the numbers of all ranks, (R, n) each, into statistics (n,); `here` (R, n) marks the
-        rank that has the id."""
+        """Join the numbers of all ranks, (R, n) each, into statistics (n,).
+
+        `here` (R, n) marks the rank that has the id.
+        """
         most, log_sum, logps = parts[:3]
-        nothing = most == -torch.inf  # all ids of the rank are banned: its sum is 0
+        nothing = most == -torch.inf  # a bias of -inf bans all ids of the rank: its sum is 0
         log_sum, logps = (x.masked_fill(nothing, 0.0) for x in (log_sum, logps))
         max_logit, top = most.max(dim=0, keepdim=True)  # the first of equal logits
         top = torch.zeros_like(most, dtype=torch.bool).scatter_(0, top, True)
@@ -125,8 +127,8 @@ class Shard:
         def at_target(x: Tensor) -> Tensor:
             return x.masked_fill(~here, 0.0).sum(dim=0)
 
-        # log of a rank's sum over the target's term; on the target's rank the sum of the others:
-        # exp(-logp) - 1
+        # log of a rank's sum divided by the target's term; on the target's rank the sum leaves out
+        # that term, so the quotient is exp(-logp) - 1
         excess = torch.where(
             here, torch.log(-torch.expm1(logps)), (most - at_target(most)) + log_sum
         )
@@ -165,24 +167,25 @@ class Shard:
         return all_reduce(x, "sum", self.process_group)
 
 
-MOST_VALUES = 96  # that ranks compare
+MOST_VALUES = 96  # most values that ranks compare
 
 
 class Ranks:
-    """The ranks of a sharded head, while they plan a call together."""
+    """The ranks of a sharded head while they plan a call together."""
 
     def __init__(self, call: str, group: ProcessGroup, given: Mapping[str, Any]) -> None:
         self.call, self.group, self.given, self.compared = call, group, given, False
 
     def exchange(self, *numbers: int) -> list[list[int]]:
-        """Send integers, and return the integers of all ranks, position by position."""
+        """Send integers; return the integers of all ranks, position by position."""
         sent = torch.tensor([*numbers, *[0] * (MOST_VALUES + 2 - len(numbers))])
         sent = sent.to(group_device(self.group))
         return [list(column) for column in gather_stacked(sent, self.group).T.tolist()]
 
     def compare(self, values: Mapping[str, Any], own: Mapping[str, int]) -> dict[str, list[int]]:
-        """Compare the call's arguments and `values` (tensors by dtype and shape); return the `own`
-        integers of all ranks.
+        """Compare the call's arguments and `values` (tensors by dtype and shape) between ranks.
+
+        Returns the `own` integers of all ranks.
 
         Raises:
             ValueError: on all ranks, if one of them refuses its call or the calls differ.

@@ -1,8 +1,8 @@
-"""What a stored gradient lacks: the remainder of the upstream gradient over the expected one.
+"""What a stored gradient lacks: the upstream gradient minus the expected one.
 
 A caller of scores may say what gradient it expects (``expected=``), so that one pass computes it.
-The backward then takes upstream = s * expected + remainder: it scales the stored gradient by s, and
-a second pass computes the gradient of the remainder, in the rows that have one.
+The backward then writes upstream = s * expected + remainder: it scales the stored gradient by s,
+and a second pass computes the gradient of the remainder, in the rows that have one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ FAR_TOO_LARGE = 8.0
 def split_off(upstream: Coefficients, expected: Coefficients) -> tuple[Tensor, Coefficients]:
     """Return the median ratio s, and the remainders (n,), `upstream` - s * `expected`.
 
-    A remainder is 0 where it is only rounding, and None if both are None. s is the median ratio,
-    which fits most rows if any value does. A row fits if s times its expectation is its upstream
-    gradient up to rounding: eight units in the last place of the largest of both and of the rows'
-    upper quartile. (A trainer's gradient of a token is a sum of terms that may nearly cancel.)
-    Non-finite values never fit.
+    A remainder is 0 if it is only rounding, and None if both inputs are None. The median ratio fits
+    most rows if any value of s does. A row fits if s times its expectation equals its upstream
+    gradient
+    up to rounding: eight units in the last place of the largest of three numbers: the upstream
+    gradient, s times the expectation, and the upper quartile of the upstream gradients. (A
+    trainer's
+    gradient of a token is a sum of terms that may nearly cancel.) Non-finite values never fit.
     """
     pairs = list(zip(upstream, expected, strict=True))
     # nan or inf if y = 0
@@ -50,8 +52,7 @@ def split_off(upstream: Coefficients, expected: Coefficients) -> tuple[Tensor, C
 
 
 def check_remainder(remainder: Coefficients, upstream: Coefficients) -> tuple[bool, bool]:
-    """Return two flags: there is a remainder to compute; it is far larger than the upstream
-    gradients.
+    """Return two flags: a remainder is left to compute; it far exceeds the upstream gradients.
 
     Waits for the device.
     """
@@ -64,7 +65,7 @@ def check_remainder(remainder: Coefficients, upstream: Coefficients) -> tuple[bo
 
 
 def ratio_at(upstream: Coefficients, remainder: Coefficients, indices: Tensor) -> Tensor:
-    """Return upstream over remainder, (m,) at `indices`; NaN in rows with several coefficients."""
+    """Upstream over remainder, (m,) at `indices`; NaN in rows with several coefficients."""
     both = zip(upstream, remainder, strict=True)
     pairs = [(torch.zeros_like(y) if x is None else x, y) for x, y in both if y is not None]
     x, y = (torch.stack(column)[:, indices] for column in zip(*pairs, strict=True))  # (k, m)
@@ -73,5 +74,5 @@ def ratio_at(upstream: Coefficients, remainder: Coefficients, indices: Tensor) -
 
 
 def _largest(x: Tensor) -> Tensor:
-    # of finite elements: others never fit, and reach the gradient
+    # of finite elements only: non-finite ones never fit, so they reach the gradient anyway
     return torch.cat([torch.where(torch.isfinite(x), x.abs(), 0.0), x.new_zeros(1)]).amax()

@@ -1,7 +1,7 @@
 """The gradient by slices of the vocabulary, without an accumulator of the weight's size.
 
-Each slice of the logits is projected once more, for all rows, and becomes d logits. Its part of
-d weight is then complete: it is rounded and written once. Only d hidden accumulates, in the
+Each slice of the logits is projected once more, for all rows, and becomes d logits. The slice's
+part of d weight is then complete: it is rounded and written once. Only d hidden accumulates, in the
 accumulator's dtype.
 """
 
@@ -22,7 +22,7 @@ from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import HeadTensors
 
 MOST_ROWS = 8192  # rows at a time; with more, slices would become narrow
-SLICE_MULTIPLE = 128  # columns; slices start at multiples of it
+SLICE_MULTIPLE = 128  # slices start at multiples of this many columns
 FEATURES_SHARE = 4  # the rows' operands take at most 1 / FEATURES_SHARE of the workspace
 
 
@@ -33,9 +33,10 @@ def sweep_slices(
     stats: RowStats,
     coefficients: Coefficients,
 ) -> HeadTensors:
-    """Return the gradient of the n rows of `job`, from their statistics and coefficients (n,).
+    """Compute the gradient of the n rows of `job`, from their statistics and coefficients (n,).
 
-    It equals the gradient of `sweep`, but d weight and d lora_b have their own dtype, rounded once.
+    It equals the gradient of `sweep`, but d weight and d lora_b have the dtype of the weight and of
+    lora_b, rounded once.
     """
     rows, needs_grad, dtype = job.rows, job.needs_grad, job.accumulator_dtype
     bias = row_bias(tensors.bias, slice(None), dtype)
@@ -87,11 +88,10 @@ def sweep_slices(
             d_bias[columns] += d_logits.sum(dim=0, dtype=d_bias.dtype)
 
     def add_slice(columns: slice) -> None:
-        """Add the gradient of all rows from some columns of their logits."""
         projection = Projection(job, tensors, reference, columns)
         targets = [None if x is None else x[columns] for x in d_matrices]
-        # a target in the accumulator's dtype is summed in place; any other is summed apart and
-        # rounded
+        # a target in the accumulator's dtype is summed in place; any other is summed in a separate
+        # tensor and then rounded
         parts = [
             x if x is None or x.dtype == dtype else torch.empty_like(x, dtype=dtype)
             for x in targets
@@ -118,9 +118,10 @@ def sweep_slices(
 
 
 def _blocks(rows: Rows, most: int) -> Iterator[tuple[slice, int, Tensor]]:
-    """Yield blocks of about equal size, at most `most`; all but the last are whole tiles.
+    """Yield blocks of about equal size, at most `most` rows; all but the last are whole tiles.
 
-    Each is a slice of all rows, including the last block's padding; the number of its rows without
+    A block is a slice of all rows, including the last block's padding; the number of its rows
+    without
     padding; and the index of its rows. Padding repeats the block's first row.
     """
     n, device = len(rows), device_of(rows.positions.device)
@@ -137,11 +138,12 @@ def _blocks(rows: Rows, most: int) -> Iterator[tuple[slice, int, Tensor]]:
 def plan_slices(
     job: Job, tensors: HeadTensors, reference: HeadTensors | None
 ) -> tuple[int, int, int]:
-    """Return how many rows and columns to take at a time within the workspace, and the bytes they
-    take.
+    """Rows and columns to take at a time within the workspace, and the bytes that they need.
 
     Works on meta tensors too. Each row needs its operands. Each column needs its row of d weight
-    (and of d lora_b) if that is summed apart. A row and column together need logits, d logits and
+    (and
+    of d lora_b) if that is summed separately. Each row and column together need logits, d logits
+    and
     the backend's scratch. The result is at least a tile of rows and `SLICE_MULTIPLE` columns.
     """
     rows, vocab, size = job.rows, tensors.weight.shape[0], job.accumulator_dtype.itemsize
@@ -154,7 +156,7 @@ def plan_slices(
     column_bytes = padding_bytes = 0
     triples = zip(factors, tensors.factors(), job.needs_grad.factors(), strict=False)
     for p, (x, matrix), (_, wanted) in triples:
-        # for an adapter more precise than d logits
+        # an adapter may be more precise than d logits
         converted = 0 if p.d_logits_dtype == dtype else dtype.itemsize
         row_bytes += p.hidden_bytes() + x.shape[1] * (_copied_bytes(x, p) + converted)
         column_bytes += x.shape[1] * (
@@ -167,7 +169,7 @@ def plan_slices(
         logit_bytes += size
         copied = _copied_bytes(reference.hidden, p)
         row_bytes += p.hidden_bytes() + reference.hidden.shape[1] * copied
-    # the weights are converted one after the other
+    # weights are converted one at a time
     row_free = padding_bytes + max(p.slice_bytes for p in factors)
 
     def taken(m: int, columns: int) -> int:
@@ -186,7 +188,6 @@ def plan_slices(
 
 
 def _copied_bytes(x: Tensor, products: Products) -> int:
-    """Return the bytes per element of `x`, besides its operand, while it is converted to the
-    operand."""
+    """Bytes of copies per element of `x`, besides the operand, while `x` is converted to it."""
     steps = [x.dtype, products.operand_dtype, products.d_logits_dtype]
     return sum(before.itemsize for before, after in itertools.pairwise(steps) if before != after)

@@ -1,15 +1,15 @@
-"""The loop over the vocabulary product, chunk after chunk of rows.
+"""The loop over the vocabulary product, one chunk of rows after another.
 
 For each chunk of rows: project, and do the row work. For each group of chunks, whose d logits share
-one product: add up the gradients. The logits of a chunk are the only tensor with a vocabulary
-dimension besides the weight and its gradient. d logits, the gradient in the raw logits, may be
-written into the same memory. Three functions make the row work of a chunk::
+one product: add up the gradients. Besides the weight and its gradient, only the logits of a chunk
+have a vocabulary dimension. d logits, the gradient in the raw logits, may overwrite them. Three
+functions make the row work of a chunk::
 
     stats_work     the statistics of each row
     fused_work     statistics, loss and d logits by one kernel, if no token depends on others
-    gradient_work  d logits from statistics, of this or of a first pass, and coefficients
+    gradient_work  d logits from coefficients and statistics, new ones or a first pass's
 
-A call sweeps over its rows once or twice (`passes.py`). For ``lean`` alone the second pass is
+A call sweeps over its rows once or twice (`passes.py`). Only for ``lean`` is the second pass
 another loop, by slices of the vocabulary (`slices.py`).
 """
 
@@ -42,8 +42,8 @@ from grpo_kernels.engine.workspace import Group, device_of, divide
 from grpo_kernels.head import HeadTensors
 
 Index = Tensor | slice  # index of rows: (m,) int64, or a slice
-# chunk, its rows, their index among the sweep's rows (`at`), memory for d logits (m, V) (`out`) ->
-# statistics (None if they were known), and the factor () that d logits carry in fp16
+# arguments: chunk, its rows, their index among the sweep's rows (`at`), memory for d logits (m, V)
+# (`out`); returns statistics (None if already known), and the factor () that fp16 d logits carry
 RowWork = Callable[[Chunk, Rows, Index, Tensor | None], tuple[RowStats | None, Tensor | None]]
 
 
@@ -53,8 +53,8 @@ def stats_work(job: Job) -> RowWork:
 
 
 def fused_work(job: Job, fused_loss: FusedLoss) -> RowWork:
-    """Row work: statistics with `fused_loss` and, if memory for it is passed, d logits, by one
-    kernel."""
+    """Row work by one kernel: statistics with `fused_loss` and, if memory for it is passed, d
+    logits."""
     backend: Any = job.backend
 
     def work(
@@ -75,8 +75,7 @@ def gradient_work(
     *,
     keeps: bool = True,
 ) -> RowWork:
-    """Row work: d logits from the statistics of `statistics_by` and the coefficients of the
-    rows."""
+    """Row work: d logits from the statistics of `statistics_by` and the rows' coefficients."""
     products = job.products(tensors.weight)
 
     def work(
@@ -93,8 +92,10 @@ def gradient_work(
 
 
 def statistics(job: Job, chunk: Chunk, rows: Rows) -> RowStats:
-    """Return log-probability (NaN if a row is invalid), entropy and extras of each row of a chunk
-    and, with a second head, the divergence."""
+    """Compute each row's log-probability (NaN if invalid), entropy, extras and divergence.
+
+    Rows have a divergence only with a second head or with a teacher's K ids.
+    """
 
     def of_head(chunk: Chunk, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
         if job.shard is None:
@@ -136,9 +137,10 @@ def sweep(
 ) -> tuple[RowStats, HeadTensors | None]:
     """Call `work` with the logits of all rows, a chunk at a time.
 
-    Returns their statistics (empty if `work` returns none), and the gradients that `needs_grad`
-    asks for, in the accumulator's dtype; gradients of rows are those of the job's rows alone.
-    `fused_loss` is that of a fused `work`: without a row, it tells which statistics are returned.
+    Returns the rows' statistics (empty if `work` returns none), and the gradients that `needs_grad`
+    asks for, in the accumulator's dtype; gradients of rows cover only the job's rows. `fused_loss`
+    is
+    the loss of a fused `work`; it tells which statistics to return if there are no rows.
     """
     rows, parts = job.rows, []
     groups = plan_groups(job, tensors, reference, needs_grad)
@@ -156,10 +158,10 @@ def sweep(
                 at, m = _part(index, span), span.stop - span.start
                 memory = logits[:m], None if reference_logits is None else reference_logits[:m]
                 chunk, rows_of_chunk = projection.project(operands, span, rows, at, memory)
-                # allocated only once the first product is under way
+                # allocate only now: the device already computes the first product
                 if sums is not None and d_logits is None:
                     d_logits = projection.new_d_logits(max(group.padded_rows for group in groups))
-                # in place of the logits, or with a scale, a group is one chunk (`_costs`)
+                # a group is one chunk if d logits overwrite the logits or carry a scale (`_costs`)
                 out = None if sums is None or d_logits is None else d_logits[span]
                 stats, fp16_scale = work(chunk, rows_of_chunk, at, out)
                 if stats is not None:  # of rows before the padding; none if all are padding
@@ -176,7 +178,8 @@ def sweep(
 def concatenated(
     job: Job, parts: list[RowStats], like: Tensor, fused_loss: FusedLoss | None
 ) -> RowStats:
-    """Concatenate the statistics of `parts`, on the device of `like`."""
+    """Concatenate the statistics of `parts`; without parts, make empty ones on the device of
+    `like`."""
     if parts:
         return parts[0] if len(parts) == 1 else RowStats.concatenate(parts)
     stats = RowStats.empty(
@@ -193,22 +196,21 @@ def concatenated(
 
 
 def indices_of(chosen: Tensor) -> Tensor:
-    """Return the indices where `chosen` (n,) is True; in a CUDA graph, all n. Waits for the
-    device."""
+    """The indices where `chosen` (n,) is True; in a CUDA graph, all n. Waits for the device."""
     if device_of(chosen.device).is_capturing():
         return torch.arange(chosen.shape[0], device=chosen.device)
     return chosen.nonzero()[:, 0]
 
 
 def indices_of_false(x: Tensor, count: int) -> Tensor:
-    """Return the indices where `x` (n,) is False; without a wait, since their `count` is known."""
+    """The indices where `x` (n,) is False. Does not wait, since you pass their `count`."""
     return x.to(torch.uint8).argsort(stable=True)[:count]
 
 
 def plan_groups(
     job: Job, tensors: HeadTensors, reference: HeadTensors | None, needs_grad: HeadTensors | None
 ) -> list[Group]:
-    """Return the groups of a sweep over the rows of `job`."""
+    """Divide the rows of `job` into the groups of a sweep."""
     costs = _costs(job, tensors, reference, needs_grad)
     return divide(len(job.rows), job.workspace_bytes, device_of(tensors.weight.device), **costs)
 
@@ -216,7 +218,7 @@ def plan_groups(
 def planned_bytes(
     job: Job, tensors: HeadTensors, reference: HeadTensors | None, needs_grad: HeadTensors | None
 ) -> int:
-    """Return the peak bytes of a sweep's chunks; works on meta tensors too.
+    """Peak bytes of a sweep's chunks; works on meta tensors too.
 
     That is at most `Job.workspace_bytes`, if that is enough for a chunk of `Device.fewest_rows`.
     """
@@ -235,11 +237,11 @@ def planned_bytes(
 def _costs(
     job: Job, tensors: HeadTensors, reference: HeadTensors | None, needs_grad: HeadTensors | None
 ) -> dict[str, Any]:
-    """Return the costs of a sweep, as arguments of `divide`.
+    """Costs of a sweep, as arguments of `divide`.
 
-    A chunk has logits; a group has operands, and d logits if they have another dtype.
+    A chunk needs logits; a group needs operands, and d logits if these have another dtype.
     """
-    whole = job.shard is None  # else all ranks plan for the widest part
+    whole = job.shard is None  # otherwise all ranks plan for the widest part
     products = job.products(tensors.weight if whole else widest_part(tensors.weight, job.shard))
     vocab = products.weight.shape[0]
     width = device_of(tensors.weight.device).row_width(vocab)
@@ -269,7 +271,7 @@ def _costs(
 
 
 def _index(group: Group, rows: Rows) -> Index:
-    """Return the index of a group's rows among all rows. Padding repeats the group's first row."""
+    """Index of a group's rows among all rows. Padding repeats the group's first row."""
     if group.n == group.padded_rows:
         return slice(group.start, group.stop)
     index = torch.arange(group.start, group.start + group.padded_rows, device=rows.positions.device)
@@ -315,19 +317,17 @@ class Projection:
 
     @property
     def in_place(self) -> bool:
-        """True if d logits take the place of the logits."""
+        """True if d logits overwrite the logits."""
         return self.products[0].d_logits_dtype == self._job.accumulator_dtype
 
     def operands(self, positions: Index) -> tuple[list[Tensor], Tensor | None]:
-        """Return the operands of m positions, (m, K) per product, and the reference's, (m, H')."""
+        """Operands of m positions, (m, K) per product, and of the reference, (m, H')."""
         selected = [x[positions] for x in self._hidden]
         of_reference = None if self._reference is None else self._reference.hidden[positions]
         pairs = zip(self.products, selected, strict=True)
         return [product.operand(x) for product, x in pairs], of_reference
 
     def new_logits(self, rows: int) -> tuple[Tensor, Tensor | None]:
-        """Return memory for the logits of this many rows, and for the reference's if there is
-        one."""
         dtype = self._job.accumulator_dtype
         logits = self._new(rows, dtype)
         return logits, None if self._reference is None else self._new(rows, dtype)
@@ -354,7 +354,7 @@ class Projection:
             operands: the operands of a group of rows.
             span: the chunk's rows among the group's rows.
             rows, at: the rows of the sweep, and the index of the chunk's rows among them.
-            memory: for the logits, and for the reference's.
+            memory: for the logits, and for the reference's logits.
         """
         (hidden, of_reference), (logits, reference_logits), job = operands, memory, self._job
         for i, (product, x) in enumerate(zip(self.products, hidden, strict=True)):
@@ -378,7 +378,7 @@ class Projection:
 
 
 def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor | None:
-    """Return the bias of some columns as row backends read it."""
+    """The bias of some columns in the form that row backends read."""
     return None if bias is None else bias[columns].detach().to(dtype).contiguous()
 
 
@@ -390,7 +390,7 @@ class _Sums:
     ) -> None:
         self._job, self._tensors, self._needs_grad = job, tensors, needs_grad
         self._padded = max((group.start + group.padded_rows for group in groups), default=0)
-        # per factor: (n, K), and padding, which the next group overwrites
+        # per factor: (n, K) plus padding, which the next group overwrites
         self._d_rows: list[Tensor | None] = []
         self._d_matrices: list[Tensor | None] = []  # (V, K)
         self._bias: Tensor | None = None  # (V,)
@@ -398,7 +398,7 @@ class _Sums:
         self._fp16_scale: Tensor | None = None
 
     def _allocate(self) -> None:
-        # called only once the first group's d logits are under way
+        # called only when the first group's d logits are being computed
         new, dtype, needs_grad = self._tensors.hidden, self._job.accumulator_dtype, self._needs_grad
         # the first group's product writes the matrices; without a group they are 0
         new_matrix = new.new_empty if len(self._job.rows) > 0 else new.new_zeros
@@ -418,8 +418,10 @@ class _Sums:
         d_logits: Tensor,
         fp16_scale: Tensor | None,
     ) -> None:
-        """Add a group's gradient, from its operands (m, K) and d logits (m, V), which carry
-        `fp16_scale` ()."""
+        """Add a group's gradient, from its operands (m, K) and d logits (m, V).
+
+        The d logits carry the factor `fp16_scale` ().
+        """
         if not self._d_rows:
             self._allocate()
         if fp16_scale is not None and self._fp16_scale is not None:

@@ -1,8 +1,8 @@
-"""K ids of each row: their log-probabilities, or the divergence from a teacher that gives its own
-log-probabilities of them.
+"""K ids of each row: their log-probabilities, or the divergence from a teacher.
 
-The K logits are gathered from a chunk of raw logits before a backend reads it, and are
-transformed here. A loss of the log-probabilities, with coefficients g_k = d loss / d log p_k, has::
+The teacher gives its own log-probabilities of the K ids. The K logits are gathered from a chunk of
+raw logits before a backend reads it, and are transformed here. A loss of the log-probabilities,
+with coefficients g_k = d loss / d log p_k, has::
 
     d loss / d z_k = g_k - p_k G      d loss / d z_v = -p_v G, v not among the K      G = sum_k g_k
 
@@ -19,11 +19,11 @@ q_r = 1 - sum_k q_k the probabilities of all other ids, the tail, the divergence
     forward with a tail    p_k - q_k                        -p_v (q_r / p_r - 1)
     reverse with a tail    p_k (log(p_k / q_k) - D)         -p_v (D - log(p_r / q_r))
 
-The bracket on the right is one number per row, `DivergenceStats.sum_k`; so is G. A backend first
-writes all columns like the gradient of a log-probability with that coefficient, for an id outside
-the columns. The formula in the middle then overwrites the K columns. So no backend needs a kernel
-for this. With a tail, D has the terms of `backends.divergence`, which are never negative. All work
-on (n, K) numbers is in double precision.
+The factor of -p_v in the right column is one number per row, `DivergenceStats.sum_k`; so is G. A
+backend first writes all columns like the gradient of a log-probability with that coefficient, for
+an id outside the columns. The formula in the middle column then overwrites the K columns. So no
+backend needs a kernel for this. With a tail, D has the terms of `backends.divergence`, which are
+never negative. All work on (n, K) numbers is in double precision.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class TopK:
     z: Tensor | None = field(default=None, kw_only=True)
 
     def row_bytes(self) -> int:
-        """Return the bytes of temporary memory per row."""
+        """Bytes of temporary memory per row."""
         return self.ids.shape[1] * ENTRY_BYTES
 
     def gathered(self, raw: Tensor, transform: LogitTransform, first_id: int = 0) -> Self:
-        """Return this record with the logits z of the ids among the columns of `raw` (n, V)."""
+        """This record with the logits z of the ids that are among the columns of `raw` (n, V)."""
         columns, here = self._columns(raw.shape[1], first_id)
         z = raw.gather(1, columns)
         bias = None if transform.bias is None else transform.bias[columns]
@@ -84,17 +84,16 @@ class TopK:
         return replace(self, z=z.masked_fill_(~here, 0.0))
 
     def _columns(self, width: int, first_id: int) -> tuple[Tensor, Tensor]:
-        # the column of each id (n, K), 0 if outside or padding; and a mask of the other ids
+        # the column of each id (n, K), 0 if outside or padding; and True if it is neither
         columns = self.ids.long() - first_id
         here = (columns >= 0) & (columns < width) & ~self.padding
         return torch.where(here, columns, 0), here
 
     def _logps(self, stats: RowStats, shard: Shard | None = None) -> Tensor:
-        """Return the log-probabilities (n, K), -inf at padding; with a `shard`, from the logits of
-        all ranks."""
+        """Log-probabilities (n, K), -inf at padding; with a `shard`, the ranks sum their logits."""
         assert self.z is not None
         z = self.z if shard is None else shard.sum_(self.z.clone())
-        # by rounding, a backend's maximum may be below the same logit in torch's arithmetic
+        # a backend's maximum may round below the same logit computed by torch
         shifted = (z.double() - stats.max_logit[:, None].double()).clamp(max=0.0)
         logp = shifted - stats.log_sum[:, None].double()
         return logp.masked_fill(self.padding, -torch.inf)
@@ -109,10 +108,10 @@ class TopK:
         d_z: Tensor,
         out: Tensor,
     ) -> None:
-        """Write d loss / d (raw logits) to `out` (n, V), `d_z` (n, K) at the ids.
+        """Write d loss / d (raw logits) to `out` (n, V), with `d_z` (n, K) at the ids.
 
         Args:
-            total: (n,); times -p_v, it is d loss / d z_v of all other ids, without the entropy's
+            total: (n,). At all other ids, d loss / d z_v is -p_v times this, plus the entropy's
                 part.
         """
         assert self.z is not None
@@ -126,24 +125,27 @@ class TopK:
 
 @dataclass(frozen=True)
 class TopKLogps(TopK):
-    """Log-probabilities of K ids, for a loss of these; the row's own id is among them.
+    """Log-probabilities of K ids, including the row's own id, for a loss that depends on them.
 
     Attributes:
-        place: (n, K' + 1) int32, the column in `ids` of each of the K' ids that the caller gave, in
-            the caller's order, with repetitions, and of the row's own id.
+        place: (n, K' + 1) int32, columns in `ids`: of each of the K' ids that the caller gave, in
+            the
+            caller's order, with repetitions; and of the row's own id.
     """
 
     place: Tensor
 
     @property
     def given(self) -> int:
-        """K', the number of ids that the caller gave."""
+        """K', the number of ids that the caller gave for each row."""
         return self.place.shape[1] - 1
 
     @staticmethod
     def of(listed: Tensor, own: Tensor) -> tuple[TopKLogps, Tensor]:
-        """Make the record from ids (n, K'), -1 where padded, and each row's own id (n,); also mark
-        the given ids that are padding or repeat an earlier one, (n, K') bool."""
+        """Make the record from ids (n, K'), -1 where padded, and each row's own id (n,).
+
+        Also returns (n, K') bool, True for a given id that is padding or repeats an earlier one.
+        """
         ids, order, repeats = _sorted(torch.cat([listed, own[:, None]], dim=1))
         columns = torch.arange(ids.shape[1], device=ids.device, dtype=torch.int32)
         first = torch.where(repeats, 0, columns).cummax(dim=1).values  # of equal ids
@@ -153,7 +155,7 @@ class TopKLogps(TopK):
         return TopKLogps(ids, padding, place), of_given
 
     def completed(self, stats: RowStats, shard: Shard | None) -> RowStats:
-        """Return `stats` with the log-probabilities of the given ids, (n, K'), -inf at padding."""
+        """Add to `stats` the log-probabilities of the given ids, (n, K'), -inf at padding."""
         place = self.place[:, :-1].long()
         logps = self._logps(stats, shard).gather(1, place).to(stats.logps.dtype)
         logps = torch.where(stats.logps.isnan()[:, None], torch.nan, logps)
@@ -207,18 +209,19 @@ class TopKTeacher(TopK):
 
     @staticmethod
     def of(listed: Tensor, logps: Tensor, measure: dict[str, Any]) -> TopKTeacher:
-        """Make the record from ids (n, K), -1 where padded, and their log-probabilities; `measure`
-        holds the other fields. Padding and repeated ids get the log-probability -inf."""
+        """Make the record from ids (n, K), -1 where padded, and their log-probabilities.
+
+        `measure` holds the other fields. Padding and repeated ids get the log-probability -inf.
+        """
         logps = logps.double()
-        # as padding, so an entry of -inf is not the first of a repeated id
+        # an entry of -inf counts as padding, so that it does not hide a later entry of the same id
         ids, order, repeats = _sorted(torch.where(logps == -torch.inf, -1, listed))
         padding = repeats | (ids == -1)
         logps = logps.gather(1, order).masked_fill(padding, -torch.inf)
         return TopKTeacher(ids, padding, logps, **measure)
 
     def completed(self, stats: RowStats, shard: Shard | None) -> RowStats:
-        """Return the student's `stats` with the divergence, and with sum_k p_k as
-        ``"student_mass"``."""
+        """Add to the student's `stats` the divergence, and sum_k p_k as ``"student_mass"``."""
         dtype, logq = stats.logps.dtype, self.logps
         logp = self._logps(stats, shard)
         if self.least_tail is None:
@@ -232,7 +235,7 @@ class TopKTeacher(TopK):
             sum_k = torch.where(value.abs() >= most, 0.0, sum_k)
             value = value.clamp(min=-most, max=most)
         value, sum_k, mass = value.to(dtype), sum_k.to(dtype), logp.exp().sum(dim=1).to(dtype)
-        none = torch.zeros_like(value)  # in place of the statistics of the teacher's logits
+        none = torch.zeros_like(value)  # the teacher's logits have no statistics
         extras = {**stats.extras, "student_mass": mass}
         return replace(stats, divergence=DivergenceStats(value, sum_k, none, none), extras=extras)
 
@@ -246,7 +249,7 @@ class TopKTeacher(TopK):
     ) -> None:
         """``out = d_divergence * d D / d (raw logits)``, (n, V), as `RowBackend.grad` writes.
 
-        No other coefficient is read.
+        Reads no other coefficient.
         """
         d_divergence = coefficients.d_divergence
         assert stats.divergence is not None and d_divergence is not None
@@ -264,7 +267,7 @@ class TopKTeacher(TopK):
         return logp.clamp(min=least), logq, torch.where(logp < least, 0.0, logq.exp())
 
     def _d_logits(self, stats: RowStats) -> Tensor:
-        """Return d D / d z (n, K) of the ids."""
+        """d D / d z (n, K) of the ids."""
         assert stats.divergence is not None
         logp = self._logps(stats)
         p, value = logp.exp(), stats.divergence.value[:, None]
@@ -280,8 +283,10 @@ class TopKTeacher(TopK):
 
 
 def check_listed(name: str, ids: Any, hidden: Tensor, logps: Any = None) -> None:
-    """Raise unless the ids (..., K) of argument `name`, and the log-probabilities of the argument
-    named alike, ``*_logps``, fit hidden states (..., H)."""
+    """Check ids (..., K), and their log-probabilities if given, against hidden states (..., H).
+
+    `name` is the argument of the ids, ``*_ids``; errors call the log-probabilities ``*_logps``.
+    """
     check_signed_ids(name, ids, hidden)
     shape = (*hidden.shape[:-1], max(1, ids.shape[-1] if ids.dim() else 0))
     check_shape(name, ids, ("(*hidden.shape[:-1], K), K > 0", shape))
@@ -292,7 +297,7 @@ def check_listed(name: str, ids: Any, hidden: Tensor, logps: Any = None) -> None
 
 
 def _sorted(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's sorted ids, their order, and a mask of ids that repeat the one before."""
+    """Each row's sorted ids, their order, and a mask of ids that repeat the one before."""
     ids, order = ids.clamp(-2, 2**31 - 1).int().sort(dim=1, stable=True)
     repeats = torch.zeros_like(ids, dtype=torch.bool)
     repeats[:, 1:] = ids[:, 1:] == ids[:, :-1]
@@ -300,7 +305,7 @@ def _sorted(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _with_tail(logp: Tensor, logq: Tensor, least: float, reversed_: bool) -> tuple[Tensor, Tensor]:
-    """Return D (n,) over K + 1 outcomes, and its sum_k, from log-probabilities (n, K)."""
+    """D (n,) over K + 1 outcomes, and its sum_k, from log-probabilities (n, K)."""
     p_tail, q_tail = _tail(logp).clamp(min=least), _tail(logq).clamp(min=least)
     d_tail = p_tail.log() - q_tail.log()
     d = torch.where(logq == -torch.inf, 0.0, logp - logq)
@@ -320,7 +325,7 @@ def _tail(logps: Tensor) -> Tensor:
 
 
 def _slope(z: Tensor, transform: LogitTransform) -> Tensor | float:
-    """Return d z / d (raw logits) of logits z (n, K)."""
+    """d z / d (raw logits) of logits z (n, K)."""
     inv_t, cap = transform.inv_temperature, transform.softcap
     factor = transform.scale * inv_t
     return factor if cap is None else factor * (1.0 - (z / (cap * inv_t)).square())

@@ -1,8 +1,8 @@
 """How many rows to take at a time: kinds of devices, available memory, groups and chunks.
 
 A group holds the rows whose d logits enter one backward product. A chunk holds the rows of a group
-whose logits exist at the same time. Both are chosen so that products are large and the workspace is
-not exceeded. No other file asks for a device's kind.
+whose logits exist at the same time. Both are as large as the workspace allows, so that products are
+large. No other file asks for a device's kind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 from grpo_kernels.head import HeadTensors
 
 MIB = 2**20
-# the most chunks of a group with `LARGE_CHUNK_ROWS` rows each, else with `LEAST_CHUNK_ROWS`
+# chunks of a group, in order of preference: first with at least `LARGE_CHUNK_ROWS` rows each, then
+# with at least `LEAST_CHUNK_ROWS`
 CHUNKS_OF_A_GROUP = (8, 4, 2)
 LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS = 1024, 256
 
@@ -34,15 +35,16 @@ class Device:
         width_multiple: rows of logits start at multiples of this many elements.
         mixed_products: True if 16-bit operands have products with fp32 results (`gemm.mixed_mm`).
         slow_fp32: True if fp32 products are much slower than 16-bit ones.
-        fp32_rows: rows of an fp32 product: one tile, so a row's bits do not depend on other rows.
-            None: all rows.
+        fp32_rows: rows of an fp32 product: one tile, so that a row's bits do not depend on other
+            rows.
+            None means all rows.
         casts_into: True if ``x * factor`` is rounded to 16 bits in one pass, without a temporary.
         workspaces: default budgets of chunks in bytes, increasing; more free memory allows a larger
             one.
-        free: function that returns the driver's free bytes; None: the driver is never asked.
+        free: function that returns the driver's free bytes; None means never ask the driver.
         unused: function that returns the bytes that torch's allocator could give back.
-        is_capturing: returns True within a CUDA graph, where nothing may wait for the device or
-            depend on its free memory.
+        is_capturing: function that returns True within a CUDA graph, where nothing may wait for the
+            device or depend on its free memory.
     """
 
     fewest_rows: int
@@ -58,20 +60,23 @@ class Device:
     is_capturing: Callable[[], bool]
 
     def padded_rows(self, n: int) -> int:
-        """Return the number of rows that the products of `n` rows are padded to.
+        """Number of rows that the products of `n` rows are padded to.
 
         The vendor library chooses its kernel by the number of rows, but a row's bits must not
-        depend on how many other rows there are. On a CPU the choice matters below `fewest_rows`. On
-        a GPU a whole tile costs no more than a part of it.
+        depend on how
+        many other rows there are. On a CPU the kernel changes only below `fewest_rows`. On a GPU a
+        whole
+        tile costs no more than a part of it.
         """
         return max(self.fewest_rows, -(-n // self.row_multiple) * self.row_multiple) if n > 0 else 0
 
     def row_width(self, vocab: int) -> int:
-        """Return the distance between rows of logits, in elements.
+        """Distance between rows of logits, in elements.
 
-        On a GPU, rows start at multiples of 128 bytes, also rows of 16-bit d logits. Otherwise the
-        vendor library's products are several times slower, and the row kernels have to work element
-        by element.
+        On a GPU, rows start at multiples of 128 bytes, including rows of 16-bit d logits. Otherwise
+        the
+        vendor library's products are several times slower, and the row kernels must work element by
+        element.
         """
         return -(-vocab // self.width_multiple) * self.width_multiple
 
@@ -84,7 +89,7 @@ def _free(device: torch.device) -> int:
 
 
 def _unused(device: torch.device) -> int:
-    # wholly free blocks: the allocator cannot give back the free part of a block in use
+    # only entirely free blocks: the allocator cannot give back the free part of a block in use
     try:
         stats = torch.cuda.memory_stats_as_nested_dict(device)
     except RuntimeError:
@@ -121,7 +126,7 @@ CUDA = Device(
     # looked up at each call, since tests replace it
     is_capturing=lambda: torch.cuda.is_current_stream_capturing(),
 )
-ROCM = replace(CUDA, mixed_products=False)  # not all of its releases have such products
+ROCM = replace(CUDA, mixed_products=False)  # not all releases of ROCm have such products
 _KINDS = {"cpu": CPU, "cuda": CUDA, "meta": CPU}  # a new kind of device gets an entry here
 
 
@@ -136,24 +141,24 @@ def meta_tensors_of(kind: Device) -> Iterator[None]:
 
 
 def device_of(device: torch.device) -> Device:
-    """Return the kind of `device`; devices without an entry are treated as a CPU."""
+    """The kind of `device`; devices without an entry are treated as a CPU."""
     if device.type == "cuda" and torch.version.hip is not None:
         return ROCM
     return _KINDS.get(device.type, CPU)
 
 
 def accumulator_of(operand_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of logits, statistics, and gradients before their one rounding."""
+    """Dtype of logits, statistics, and gradients before their one rounding."""
     return torch.float64 if operand_dtype == torch.float64 else torch.float32
 
 
 def converted_dtype(weight: Tensor, operand_dtype: torch.dtype) -> torch.dtype | None:
-    """Return the 16-bit dtype that the whole weight must be converted to; None if not needed.
+    """The 16-bit dtype that the whole weight must be converted to; None if not needed.
 
     A weight that is converted to 32 bits is never converted as a whole.
     """
     device = device_of(weight.device)
-    can_ask = device.free is not None  # it can tell if a copy fits
+    can_ask = device.free is not None  # then it is known if a copy fits
     mixed = can_ask and operand_dtype.itemsize == 2 and device.mixed_products
     return operand_dtype if mixed and weight.dtype != operand_dtype else None
 
@@ -161,8 +166,8 @@ def converted_dtype(weight: Tensor, operand_dtype: torch.dtype) -> torch.dtype |
 class Memory(NamedTuple):
     """Decisions based on a device's free memory, after the gradients have taken theirs."""
 
-    tight: bool  # too little for an accumulator of d weight: `lean` serves
-    converts: bool  # enough for a copy of the weight in the operands' dtype
+    tight: bool  # too little memory for an accumulator of d weight: `lean` serves
+    converts: bool  # enough memory for a copy of the weight in the operands' dtype
     workspace: int  # bytes that chunks may take by default: one of `Device.workspaces`
 
 
@@ -175,10 +180,11 @@ def free_memory(
     needs_grad: HeadTensors,
     workspace_bytes: int | None,
 ) -> Memory:
-    """Ask the device for its free memory, and decide; on a CPU return `AMPLE`.
+    """Ask the device for its free memory, and decide how to use it; on a CPU return `AMPLE`.
 
-    Also return `AMPLE` while a CUDA graph is captured, which must not depend on the memory free
-    now.
+    Also return `AMPLE` while a CUDA graph is captured: a graph must not depend on the memory that
+    is
+    free at that time.
 
     Args:
         weights: the weights of the head and of the second head, with the dtypes of their products'
@@ -206,7 +212,7 @@ def free_memory(
         budgets = [x for x in device.workspaces if x < large]
         budgets.append(device.workspaces[len(budgets)])
     free = device.free(weight.device)
-    # ask the allocator only then, since that takes longer
+    # ask the allocator only if needed, since that takes longer
     if gradients + copies + budgets[-1] > free:
         free += device.unused(weight.device)
     converts = gradients + copies + budgets[0] <= free
@@ -221,18 +227,20 @@ def free_memory(
 def default_workspace(
     weight: Tensor, needs_grad: HeadTensors, memory: Memory = AMPLE, *, heads: int = 1
 ) -> int:
-    """Return the default budget in bytes: `large_workspace`, but at most `memory.workspace`."""
+    """The default budget in bytes: `large_workspace`, but at most `memory.workspace`."""
     return min(large_workspace(weight, needs_grad, heads), memory.workspace)
 
 
 def large_workspace(weight: Tensor, needs_grad: HeadTensors, heads: int = 1) -> int:
-    """Return the bytes of chunks of `LARGE_CHUNK_ROWS` rows, within the device's `workspaces`.
+    """Bytes of chunks of `LARGE_CHUNK_ROWS` rows, within the device's `workspaces`.
 
     On a GPU, a product with fewer rows is bound by reading the weight. On a CPU, products are too
-    slow for that to matter. `heads` is the number of heads whose logits exist at the same time.
+    slow
+    for that to matter. `heads` is the number of heads whose logits exist at the same time.
     """
     device, (vocab, width) = device_of(weight.device), weight.shape
-    chunks = CHUNKS_OF_A_GROUP[0] if needs_grad.weight else 1  # whose d logits exist at a time
+    # chunks whose d logits exist at the same time
+    chunks = CHUNKS_OF_A_GROUP[0] if needs_grad.weight else 1
     d_logits = 2 * chunks if any(needs_grad) else 0
     row_bytes = device.row_width(vocab) * (4 * heads + d_logits) + width * 4 * chunks
     return min(max(device.workspaces[0], LARGE_CHUNK_ROWS * row_bytes), device.workspaces[-1])
@@ -267,16 +275,18 @@ def divide(
     grouped: bool,
     scratch_bytes: Callable[[int], int],
 ) -> list[Group]:
-    """Divide `n` rows into groups whose workspace stays within `workspace_bytes`, if it can.
+    """Divide `n` rows into groups whose workspace stays within `workspace_bytes`, if possible.
 
-    Groups differ by at most one row (or one `Device.row_multiple`), so none is much smaller than
-    the others. A chunk has at least `Device.fewest_rows`.
+    Groups differ by at most one row (or one `Device.row_multiple`), so all are about equally large.
+    A
+    chunk has at least `Device.fewest_rows`.
 
     Args:
         chunk_row_bytes: bytes per row of a chunk, while the chunk lasts.
         group_row_bytes: bytes per row of a group, while the group lasts.
         grouped: True if several chunks may share a backward product; else a group is one chunk.
-            Each product for d weight reads and writes its whole accumulator, so fewer products are
+            Each
+            product for d weight reads and writes its whole accumulator, so fewer products are
             better.
         scratch_bytes: further bytes for a chunk with the given number of rows; not decreasing.
     """
@@ -300,7 +310,7 @@ def divide(
 
 
 def _even_parts(n: int, most: int, multiple: int) -> list[tuple[int, int]]:
-    """Return [0, n) in the fewest parts of at most `most`, from multiples of `multiple`."""
+    """Divide [0, n) into the fewest parts of at most `most`, from multiples of `multiple`."""
     count = -(-n // most)
     if not count:
         return []
@@ -311,7 +321,7 @@ def _even_parts(n: int, most: int, multiple: int) -> list[tuple[int, int]]:
 def most_rows(
     row_bytes: int, workspace_bytes: int, scratch_bytes: Callable[[int], int], least: int
 ) -> int:
-    """Return the most rows of a chunk for which the workspace stays within `workspace_bytes`.
+    """The largest number of rows per chunk for which the workspace stays within `workspace_bytes`.
 
     Args:
         row_bytes: bytes per row of a chunk, including its group's bytes.
