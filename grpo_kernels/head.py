@@ -37,10 +37,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class HeadTensors(NamedTuple):
-    """One value for each tensor of a head: the tensor itself, its gradient, or True if it needs
-    one; None where the head has none.
+    """One value for each tensor of a head; None where the head has no such tensor.
 
-    The raw logits are ``hidden @ weight.T + lora_u @ lora_b.T``; row backends add the bias.
+    The value is the tensor itself, its gradient, or True if it needs one. The raw logits are
+    ``hidden @ weight.T + lora_u @ lora_b.T``; row backends add the bias.
     """
 
     hidden: Any  # (N, H)
@@ -91,11 +91,11 @@ class LoRA:
     input: Tensor | None = None
 
     def project(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Return u = scaling * x @ a.T, (N, r), for N positions; 0 except at `positions` (n,).
+        """Compute u = scaling * x @ a.T, (N, r), for N positions; 0 except at `positions` (n,).
 
-        Other positions are not read, since a NaN there would reach the gradient of `a` even if it
-        were multiplied by 0. The result has the promoted dtype of x and `a`, or autocast's dtype
-        under autocast, as in PEFT.
+        Other positions are not read: a NaN there would reach the gradient of `a` even if multiplied
+        by 0. The result has the promoted dtype of x and `a`, or autocast's dtype under autocast, as
+        in PEFT.
         """
         x = (hidden if self.input is None else self.input).reshape(-1, hidden.shape[-1])
         n = x.shape[0]
@@ -175,7 +175,7 @@ class Head:
                 raise TypeError(f"{name}: expected {what}, got {type(given).__name__}")
         hint = "; pass its name" if isinstance(self.logits_dtype, torch.dtype) else ""
         check_choice("logits_dtype", self.logits_dtype, allowed, hint)
-        # None: constants alone, for a weight to come
+        # None: the `Head` holds only constants; its weight is set later
         if not isinstance(self.weight, Tensor | nn.Module | None):
             got = type(self.weight).__name__
             hint = ": it is a head already" if isinstance(self.weight, Head) else ""
@@ -183,14 +183,14 @@ class Head:
         size = self.vocab_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"vocab_size: expected an int > 0, got {size!r}")
-        # as Python's types, from numpy's or enums
+        # convert numpy's types and enums to Python's types
         object.__setattr__(self, "final_logit_softcapping", None if cap is None else float(cap))
         object.__setattr__(self, "logit_scale", float(scale))
         object.__setattr__(self, "logits_dtype", allowed[allowed.index(self.logits_dtype)])
 
     @staticmethod
     def of(head: Any, name: str = "head") -> Head:
-        """Return `head`, the argument `name`, or the head of a plain weight or a module."""
+        """Make a `Head` of a plain weight or a module; errors call it `name`."""
         if not isinstance(head, Head | Tensor | nn.Module):
             wanted, got = "a weight (V, H), a Head or the head's module", type(head).__name__
             raise TypeError(f"{name}: expected {wanted}, got {got}")
@@ -220,8 +220,10 @@ def outside_graphs(function: F) -> F:
 
 
 def takes_heads(within_module: Callable[..., Any]) -> Callable[[F], F]:
-    """Decorate a public call whose second argument is a `Head`, so that it also takes a plain
-    weight or a module. For a module, `within_module` makes the call."""
+    """Decorate a public call whose second argument is a `Head`: it also takes a weight or a module.
+
+    For a module, `within_module` makes the call.
+    """
 
     def decorate(function: F) -> F:
         @outside_graphs
@@ -240,7 +242,7 @@ def takes_heads(within_module: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def with_its_group(hidden: Any, head: Any) -> Head:
-    """Return `head` with its process group, from the argument or from DTensors."""
+    """Set the process group of `head`, from the argument or from DTensors."""
     if head.process_group is not None:
         check_group("process_group", head.process_group)
     elif is_dtensor(hidden) and is_dtensor(head.weight):
@@ -249,8 +251,10 @@ def with_its_group(hidden: Any, head: Any) -> Head:
 
 
 def read_reference(reference: Any, head: Head, prefix: str) -> Reference:
-    """Read a call's second model, whose `Head` states its own constants. `prefix` begins its names
-    in errors: ``"teacher."`` or ``"reference."``."""
+    """Read a call's second model, whose `Head` states its own constants.
+
+    `prefix` begins the names of its tensors in errors: ``"teacher."`` or ``"reference."``.
+    """
     is_pair = isinstance(reference, tuple) and len(reference) == 2
     hidden, other = reference if is_pair else (reference, None)
     if other is None:
@@ -284,8 +288,7 @@ def read_heads(
     prefix: str = "reference.",
     dims: tuple[int, ...] = (),
 ) -> tuple[Tensor, Head, Reference | None]:
-    """Check a call's heads and return this rank's plain tensors; a whole head loses its padding
-    rows.
+    """Check a call's heads; return this rank's plain tensors. A whole head loses its padding rows.
 
     `dims` are the allowed values of ``hidden.dim()``; if empty, any from 2 up.
     """
@@ -374,8 +377,7 @@ def _check_reference(states: Any, other: Head, hidden: Tensor, weight: Tensor, p
 
 
 def tensors_of(hidden: Tensor, head: Head, positions: Tensor) -> HeadTensors:
-    """Return the tensors that products read: `hidden` (..., H) flattened, the adapter's at
-    `positions`."""
+    """The tensors that products read: `hidden` (..., H) flattened, the adapter's at `positions`."""
     flat = hidden.reshape(-1, hidden.shape[-1])
     if head.lora is None:
         return HeadTensors(flat, head.weight, head.bias)
@@ -402,8 +404,7 @@ def gradients_wanted(hidden: Tensor, head: Head) -> HeadTensors:
 def operand_dtype_of(
     hidden: Tensor, weight: Tensor, first: torch.dtype | None = None
 ) -> torch.dtype:
-    """Return the dtype that the operands of products are rounded to: autocast's, or the tensors'
-    own.
+    """The dtype that the operands of products are rounded to: autocast's, or the tensors' own.
 
     For a second head, `first` is the first head's dtype: autocast rounds both alike, and both share
     one accumulator dtype, so float64 applies to both or to neither.
@@ -419,8 +420,7 @@ def operand_dtype_of(
 
 
 def _local(hidden: Any, head: Head, group: Any, prefix: str = "") -> Reference:
-    """Return this rank's parts of tensors that may be DTensors, sharded over the group or
-    replicated."""
+    """This rank's parts of tensors that may be DTensors, sharded over the group or replicated."""
 
     def whole(name: str, x: Any) -> Any:
         if not is_dtensor(x):

@@ -1,5 +1,7 @@
-"""Kept sets in one flat list: the ids that a truncating sampler (top-k, top-p, min-p) kept at each
-position."""
+"""Kept sets in one flat list: the ids that a truncating sampler kept at each position.
+
+Such a sampler is top-k, top-p or min-p.
+"""
 
 from __future__ import annotations
 
@@ -141,8 +143,10 @@ class KeptIds:
         return KeptIds(kept.reshape(-1), bounds)
 
     def at(self, positions: Tensor) -> KeptIds:
-        """Return the sets at `positions`, (n,) int64; -1 means no set. The host waits for the
-        device."""
+        """Select the sets at `positions`, (n,) int64, where -1 means no set.
+
+        The host waits for the device.
+        """
         inside = positions.clamp(min=0)
         starts, counts = (
             self.offsets[inside],
@@ -155,7 +159,7 @@ class KeptIds:
         )
 
     def to(self, device: Any) -> KeptIds:
-        """Return the same sets on `device`."""
+        """Copy the sets to `device`."""
         return KeptIds(self.ids.to(device), self.offsets.to(device))
 
 
@@ -190,11 +194,12 @@ def joined_ids(name: str, lists: Iterable[Any]) -> tuple[Tensor, Tensor]:
 
 
 def read_kept_ids(kept_ids: Any, ids: Tensor, on_missing_set: Any) -> KeptIds:
-    """Return the sets of the positions of `ids` (...), as int64 bounds and ids without graph.
+    """Check the sets of the positions of `ids` (...); convert bounds to int64 and detach the ids.
 
     Raises:
         TypeError, ValueError: `kept_ids` is neither a tensor (..., K) nor `KeptIds`, or does not
-            fit the ids; or `on_missing_set` is not one of its choices.
+        fit
+            the ids; or `on_missing_set` is not one of its choices.
     """
     check_choice("on_missing_set", on_missing_set, _ON_MISSING_SET)
     if not isinstance(kept_ids, KeptIds):

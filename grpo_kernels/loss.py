@@ -1,7 +1,7 @@
 """The GRPO family of losses, computed from hidden states or from given log-probabilities.
 
-`grpo_loss` with the engine one_pass, step by step. With old_per_token_logps as `old`, advantages
-as A, and w one weight per token (the loss type's normalizer, objective/losses.py), the loss is::
+`grpo_loss` with the engine one_pass, step by step. With old_per_token_logps as `old`, advantages as
+A, and w one weight per token (the loss type's normalizer, objective/losses.py), the loss is::
 
     R    = logps - old                                                    objective/policy.py
     l    = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL  backends/formulas.py
@@ -28,15 +28,15 @@ and its forward and backward are::
     backward: both times d_loss, rounded once to the inputs' dtypes;      engine/autograd.py
     rows of tokens that do not count become 0
 
-Logit scale, soft-cap and rounding are left out here (`LogitTransform`). The loop is shown as the
-torch backend runs it (backends/torch_rows.py). For most losses the kernels of C++ (csrc/ops.cpp)
-and Triton (backends/triton_rows) do the five lines from z to d_logits at once, `fused`, and return
-w * l of their rows, too (on-policy, without what is known of it beforehand); `Job.fuses` and
-`Objective.fused_loss` say when. Without such a kernel, the loss is evaluated for a and b of each
-chunk, and once more at the end for its value. Rows that certainly get no gradient, such as those
-with A = 0, run through a loop of their own, without one.
+This listing leaves out logit scale, soft-cap and rounding (`LogitTransform`). It shows the loop as
+the torch backend runs it (backends/torch_rows.py). For most losses the C++ (csrc/ops.cpp) and
+Triton (backends/triton_rows) backends have a kernel, `fused`, that does the five lines from z to
+d_logits at once and also returns w * l of its rows (on-policy, without the part that is known
+beforehand); `Job.fuses` and `Objective.fused_loss` say when. Without such a kernel, the loss is
+evaluated for a and b of each chunk, and once more at the end for its value. Rows that certainly get
+no gradient, such as rows with A = 0, run through a separate loop without gradients.
 
-In other engines the gradient comes later, or without a and b:
+Other engines compute the gradient later, or without a and b:
 
 ======== =============================== ============================= =========================
 engine   in the loop                     after it, in `grpo_loss`      in the backward
@@ -44,16 +44,16 @@ engine   in the loop                     after it, in `grpo_loss`      in the ba
 frozen   d_hidden as if a = 1, b = 0     rows of d_hidden times a      as above
 two_pass logps, entropies alone          a, b of all rows are kept     the loop again, from logits
                                                                        to d_hidden, d_weight
-lean     the same                        the same                      the same, by slices of the
+lean     as two_pass                     as two_pass                   as two_pass, by slices of the
                                                                        vocabulary (engine/slices.py)
-score    the same; nothing trains        -                             -
+score    as two_pass; nothing trains     -                             -
 ======== =============================== ============================= =========================
 
 With a KL term over the whole vocabulary (`reference`) a row has a third number, c = d loss / d KL,
 which adds ``c p_j (log p_j - log q_j - KL)`` to dz_j (backends/divergence.py). With a sampler's K
-candidates v (`sampling_topk_ids`) it has K more, g_v = d loss / d log p_v, which add
-``sum_v g_v (1[j = v] - p_j)`` (engine/top_k.py). Kept sets take a path of their own,
-`_loss_over_sets`: log-probabilities over each set (engine/kept.py), then the loss of these.
+candidates v (`sampling_topk_ids`) a row has K more numbers, g_v = d loss / d log p_v, which add
+``sum_v g_v (1[j = v] - p_j)`` (engine/top_k.py). Kept sets take a separate path, `_loss_over_sets`:
+log-probabilities over each set (engine/kept.py), then the loss of these log-probabilities.
 """
 
 from __future__ import annotations
@@ -357,9 +357,10 @@ class GRPOLoss(nn.Module):
         out = loss_fn(hidden, model.lm_head, completion_ids, completion_mask, advantages)
         out.loss.backward()
 
-    A call takes the arguments of `grpo_loss`, except `config`, `objective`, `run` and the fields,
-    which the module has, and returns a `LossOutput`. ``help(grpo_loss)`` describes the arguments,
-    ``help(LossConfig)`` the fields. The module has no parameters and no buffers.
+    A call takes the arguments of `grpo_loss` and returns a `LossOutput`. The module already has
+    `config`, `objective`, `run` and the fields, so a call does not take these. ``help(grpo_loss)``
+    describes the arguments, ``help(LossConfig)`` the fields. The module has no parameters and no
+    buffers.
 
     Args:
         config: the loss; default `LossConfig()`.
@@ -523,7 +524,7 @@ def policy_expectation(
     importance_sampling_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,)
     num_items_in_batch: float | Tensor | None = None,
 ) -> Expectation:
-    """Return the expected gradient of a policy loss, for a trainer that computes its own loss.
+    """Compute the gradient to expect of a policy loss, for a trainer that computes its own loss.
 
     With `linear_logprob(..., expected=policy_expectation(...))`, such a trainer needs only one
     pass. A wrong expectation costs time, but does not change the gradient. The ids have shape (B,
@@ -560,8 +561,8 @@ def policy_expectation(
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
 _TOKEN_INPUTS = (*LOGPS, "importance_sampling_ratio", "sampling_topk_logps", "cu_seqlens")
-# In the helpers below, `arguments` are those of a public call by name, as passed; some calls lack
-# some of them.
+# In the helpers below, `arguments` are the arguments of a public call by name, as passed. Not every
+# call has all of them.
 
 
 def _check_loss(
@@ -591,7 +592,7 @@ def _tokens(
     dtype: torch.dtype,
     arguments: Mapping[str, Any],
 ) -> Tokens:
-    """Check and return the tokens that count; warn of inputs that nothing reads."""
+    """Check and select the tokens that count; warn of inputs that nothing reads."""
     inputs = {name: arguments[name] for name in _TOKEN_INPUTS if name in arguments}
     tokens = read_tokens(ids, completion_mask, advantages, dtype, **inputs)
     for name in LOGPS:
@@ -625,8 +626,10 @@ def _row_objective(
 
 
 def _with_candidates(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tuple[Rows, Tokens]:
-    """Add the sampler's candidates (..., K) to both; an entry of -inf, or a repeated one, is
-    padding."""
+    """Add the sampler's candidates (..., K) to both.
+
+    An entry that is -inf, or that repeats an earlier id, is padding.
+    """
     listed = ids.masked_fill(logps == -torch.inf, -1).detach().flatten(0, -2)[rows.positions]
     top_k, padding = TopKLogps.of(listed, rows.ids)
     return replace(rows, top_k=top_k), tokens.without_candidates(padding)
@@ -635,7 +638,7 @@ def _with_candidates(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tup
 def _gradient_count(
     job: Job, row_objective: PolicyObjective | CustomObjective, evaluation: Evaluation
 ) -> Tensor:
-    """Return how many tokens get their gradient computed, now or later, ()."""
+    """Number of tokens whose gradient is computed, now or later, ()."""
     if job.when == "later":
         return evaluation.has_gradient.sum()
     live = row_objective.live
@@ -653,7 +656,7 @@ def _metrics(
     gradient_count: Tensor,
     num_items_in_batch: float | Tensor | None,
 ) -> Metrics:
-    """Return the metrics of a loss; warn of ratios that are far from 1."""
+    """Compute the metrics of a loss; warn of ratios that are far from 1."""
     if tokens.old_per_token_logps is not None and evaluation.metric_inputs is not None:
         warn_of_ratio(evaluation.metric_inputs.token_log_ratio)
     if tokens.ref_per_token_logps is not None and config.estimates_kl:
@@ -691,7 +694,6 @@ def _loss_over_sets(
     tensors: HeadTensors,
     sets: KeptIds,
 ) -> LossOutput:
-    """The loss of log-probabilities over the sampler's kept sets."""
     ids, on_missing_set = arguments["completion_ids"], arguments["on_missing_set"]
     expected = expectation_of(row_objective, tokens) if on_missing_set == "full" else None
     scores, metrics = score_kept(

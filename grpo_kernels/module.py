@@ -1,12 +1,12 @@
-"""Calls in place of a head module's forward: gathering of its parameters, and its hooks.
+"""Calls that replace the forward of a head module: gathered parameters, and the module's hooks.
 
 FSDP2 and DeepSpeed ZeRO-3 shard parameters over ranks and gather them around the forward of the
 module that owns them. Code that reads ``lm_head.weight`` from outside gets only a shard, and
-``weight.full_tensor()`` is a copy whose gradient is not summed over the ranks. A call in place of
+``weight.full_tensor()`` is a copy whose gradient is not summed over the ranks. A call that replaces
 the head's forward runs inside those hooks. It sees the whole weight in forward and backward, and
 its gradient goes where the gradient of ``lm_head(hidden)`` would go.
 
-Of the head's own hooks, the forward pre-hooks run: they compute the weight
+Of the head's own hooks, only the forward pre-hooks run: they compute the weight
 (`torch.nn.utils.spectral_norm`, `weight_norm`, `prune`) or change the input. Forward and backward
 hooks are refused: they expect logits, which are never computed.
 """
@@ -44,8 +44,11 @@ Compute = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 def whole_reference(reference: Any, hidden: Any, head: Any, prefix: str) -> Any:
-    """Return `reference` with whole weight and bias if its head is a module: a collective if FSDP2
-    or ZeRO-3 has divided it. A head that is divided over a process group stays divided."""
+    """Replace a module in `reference` by a `Head` with whole weight and bias.
+
+    This is a collective if FSDP2 or ZeRO-3 has divided them. A head that is divided over a process
+    group stays divided.
+    """
     if not isinstance(reference, tuple) or len(reference) != 2:
         return reference
     if not isinstance(Head.of(reference[1], f"{prefix}head").weight, nn.Module):
@@ -63,7 +66,7 @@ def whole_reference(reference: Any, hidden: Any, head: Any, prefix: str) -> Any:
 
 
 def linear_of(lm_head: nn.Module, name: str = "lm_head") -> nn.Linear:
-    """Return `lm_head`, or the linear layer within PEFT's LoRA layer; errors call it `name`."""
+    """`lm_head`, or the linear layer within PEFT's LoRA layer; errors call it `name`."""
     base: Any = lm_head.base_layer if _is_peft_lora(lm_head) else lm_head
     if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
         if hasattr(lm_head, "get_output_embeddings"):
@@ -93,7 +96,7 @@ def linear_of(lm_head: nn.Module, name: str = "lm_head") -> nn.Linear:
 def parameters_of(
     lm_head: nn.Module, hidden: Tensor, name: str = "lm_head"
 ) -> tuple[Tensor, Tensor | None, LoRA | None]:
-    """Return weight, bias and adapter that the forward of `lm_head` would use on `hidden`.
+    """Weight, bias and adapter that the forward of `lm_head` would use on `hidden`.
 
     Several adapters become one.
     """
@@ -127,7 +130,7 @@ def parameters_of(
 def constants_of(
     head: nn.Module, name: str, *, sharded: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return whole weight and bias of a call's second head, which does not train here.
+    """Whole weight and bias of a call's second head, which does not train here.
 
     If FSDP2 or ZeRO-3 has divided them, all ranks gather them together, each into a copy, so a
     backward that kept the copy gathers nothing. A head that is `sharded` over a process group is
@@ -142,7 +145,7 @@ def constants_of(
 
 
 def without_adapter(head: nn.Module, name: str) -> nn.Linear:
-    """Return the linear layer of a second head, or raise ValueError if an adapter is active."""
+    """The linear layer of a second head; raise ValueError if an adapter is active."""
     base = linear_of(head, name)
     if base is not head and active_adapters(head, name):
         raise ValueError(
@@ -153,7 +156,7 @@ def without_adapter(head: nn.Module, name: str) -> nn.Linear:
 
 
 def whole_constant(x: Any) -> Tensor:
-    """Return `x` detached; if FSDP2 has divided it, the whole tensor, by a collective."""
+    """`x` detached; if FSDP2 has divided it, the whole tensor, by a collective."""
     whole: Tensor = x.detach().full_tensor() if is_dtensor(x) else x.detach()
     return whole
 
@@ -161,8 +164,7 @@ def whole_constant(x: Any) -> Tensor:
 def gather_of(
     parameters: Iterable[Tensor],
 ) -> Callable[[], AbstractContextManager[Any]] | None:
-    """Return a context that gathers the parameters that ZeRO-3 has divided; None if none is
-    divided.
+    """Make a context that gathers the parameters that ZeRO-3 has divided; None if none is divided.
 
     ZeRO-3 needs them whole again when their gradients are accumulated: see `within_forwards`.
     """
@@ -180,7 +182,7 @@ def gather_of(
 
 
 def divided_modules(lm_head: nn.Module) -> list[nn.Module]:
-    """Return the modules of the head that own parameters which ZeRO-3 has divided."""
+    """The modules of the head that own parameters which ZeRO-3 has divided."""
     return [
         x
         for x in lm_head.modules()
@@ -189,13 +191,12 @@ def divided_modules(lm_head: nn.Module) -> list[nn.Module]:
 
 
 def _is_peft_lora(lm_head: nn.Module) -> bool:
-    """Return True for PEFT's LoRA layer, also as a class that FSDP2 derives."""
+    """True for PEFT's LoRA layer, including a class that FSDP2 derives from it."""
     return any((x.__module__, x.__name__) == _PEFT_LORA for x in type(lm_head).__mro__)
 
 
 def active_adapters(layer: Any, name: str = "lm_head") -> list[tuple[Any, Any, float, Any]]:
-    """Return (A, B, scaling, dropout) of each adapter that the forward of PEFT's `layer` adds to
-    its base layer."""
+    """(A, B, scaling, dropout) of each adapter that PEFT's `layer` adds to its base layer."""
     if layer.disable_adapters:
         if layer.merged:  # as its forward does
             layer.unmerge()
@@ -211,7 +212,7 @@ def active_adapters(layer: Any, name: str = "lm_head") -> list[tuple[Any, Any, f
 
 
 def adapters_of(module: Any) -> list[tuple[str, str]]:
-    """Return (name, variant of LoRA) of each PEFT adapter that is active in a layer."""
+    """(name, variant of LoRA) of each PEFT adapter that is active in a layer."""
     if not hasattr(type(module), "disable_adapters") or module.disable_adapters:
         return []
     variants = getattr(module, "lora_variant", {})
@@ -242,7 +243,7 @@ def check_present(lm_head: nn.Module, name: str = "lm_head") -> None:
 
 
 def is_fsdp_unit(head: nn.Module) -> bool:
-    """Return True if `head` is a unit of FSDP2."""
+    """True if `head` is a unit of FSDP2."""
     # FSDP2 is not imported, which takes a second, where nothing is distributed
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
@@ -286,10 +287,10 @@ def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Hea
 
 
 def within_head(head: nn.Module, compute: Compute, hidden: Tensor) -> tuple[Tensor, ...]:
-    """Return ``compute(hidden)``, with the parameters of `head` whole in forward and backward.
+    """Call ``compute(hidden)`` with the parameters of `head` whole in forward and backward.
 
-    The results keep the values and dtypes of `compute`; under ZeRO-3 they are new tensors with its
-    backward hooks.
+    The results keep the values and dtypes of `compute`; under ZeRO-3 they are new tensors with
+    ZeRO-3's backward hooks.
     """
     if not is_fsdp_unit(head):
         return within_forwards(divided_modules(head), compute, hidden)
@@ -346,13 +347,12 @@ def check_hooks(lm_head: nn.Module, name: str = "lm_head") -> None:
 
 
 def foreign_hooks(module: nn.Module, attribute: str = "_forward_hooks") -> list[str]:
-    """Return the names of the hooks of one kind, except those of grpo_kernels, FSDP2 and
-    DeepSpeed."""
+    """Names of the hooks of one kind, except those of grpo_kernels, FSDP2 and DeepSpeed."""
     return [name_of(hook) for hook in getattr(module, attribute).values() if not is_known(hook)]
 
 
 def foreign_hook(body: nn.Module) -> str | None:
-    """Return the name of a hook below `body` that may look at columns or change values, or None."""
+    """Name of a hook below `body` that may look at columns or change values, or None."""
     everywhere: Any = torch.nn.modules.module
     found = [getattr(everywhere, f"_global{kind}") for kind in _REFUSED]
     for x in body.modules():
@@ -389,17 +389,17 @@ def run_pre_hooks(lm_head: nn.Module, hidden: Tensor, name: str = "lm_head") -> 
 
 
 def is_known(hook: Callable[..., Any]) -> bool:
-    """Return True for a hook of grpo_kernels, FSDP2 or DeepSpeed."""
+    """True for a hook of grpo_kernels, FSDP2 or DeepSpeed."""
     return origin(hook).startswith(_KNOWN)
 
 
 def origin(hook: Any) -> str:
-    """Return the name of the module that a hook, object or partial, comes from."""
+    """Name of the module that a hook, object or partial, comes from."""
     hook = getattr(hook, "func", hook)
     return str(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
 def name_of(hook: Any) -> str:
-    """Return the name by which a person would look for the hook."""
+    """The name by which a person would look for the hook."""
     hook = getattr(hook, "func", hook)
     return f"{origin(hook)}.{getattr(hook, '__qualname__', type(hook).__name__)}"

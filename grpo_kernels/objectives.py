@@ -70,8 +70,11 @@ _SIGNED = ("clip_cov_lb", "clip_cov_ub")
 
 
 def _loss(*, token_level: bool) -> Callable[[F], F]:
-    """Decorate an objective that reads no entropies: check its number options, and multiply its
-    loss by an importance sampling ratio."""
+    """Decorate an objective that reads no entropies.
+
+    The result checks the objective's number options, and multiplies its loss by an importance
+    sampling ratio.
+    """
 
     def declare(function: F) -> F:
         numbers = [k for k, x in (function.__kwdefaults__ or {}).items() if isinstance(x, float)]
@@ -103,7 +106,7 @@ def ipo(
     """IPO (INTELLECT policy optimization), prime-rl's default: a trust region in probability.
 
     -A min(r, `ratio_max`) where |p - mu| <= `eps`, else 0; plus `kl_tau` log(r)^2. For samples that
-    are some steps old: the sampler's log-probabilities take the place of the old ones.
+    are some steps old: the loss uses the sampler's log-probabilities instead of the old ones.
 
     The gradient is not cut off where r is capped: with respect to logp, it is -A `ratio_max` there.
     `eps` bounds the difference of the probabilities, whatever the sign of A.
@@ -140,7 +143,8 @@ def icepop_prime_rl(
 def kpop(tokens: TokenInputs, *, threshold: float = 0.1, kl_tau: float = 1e-3) -> Tensor:
     """KPop: -A r where KL((p, 1 - p) || (mu, 1 - mu)) and its reverse are at most `threshold`.
 
-    Else 0; plus `kl_tau` log(r)^2. As `icepop_prime_rl`, but a rare token may have a larger ratio.
+    Elsewhere 0; plus `kl_tau` log(r)^2. Like `icepop_prime_rl`, but a rare token may have a larger
+    ratio.
 
     In both KLs, the probabilities are clamped to [1e-6, 1 - 1e-6]; the ratio has no cap.
     Sources: https://ringtech.notion.site/kpop, prime-rl's #3283.
@@ -180,8 +184,8 @@ def topr(
 ) -> Tensor:
     """TOPR (tapered off-policy REINFORCE), with weights for good and for other completions.
 
-    -A logp of a good completion, else -sg[min(p / old, 1)] A logp. For off-policy samples of which
-    good ones should count in full, however unlikely they have become.
+    -A logp of a good completion, else -sg[min(p / old, 1)] A logp. For off-policy samples: good
+    completions count in full, however unlikely they have become.
 
     `scores` has one score per position, shaped like the ids; a token belongs to a good completion
     if its score is above 0. If you have scores (B,), pass ``scores[:, None].expand_as(ids)``. None:
@@ -377,7 +381,7 @@ def m2po_mask(
     completion_mask: Tensor,
     threshold: float = 0.04,
 ) -> Tensor:
-    """Return M2PO's mask: True at counted tokens, except the stalest ones.
+    """Compute M2PO's mask: True at counted tokens, except the stalest ones.
 
     The mask has the shape of `completion_mask`. With d = old - sampling, the tokens with the
     largest d^2 are dropped until the mean d^2 of the remaining tokens is below `threshold`; at
@@ -400,7 +404,7 @@ def m2po_mask(
     moved = scored_difference(wide, sampling)[counts].square()
     places = moved.argsort(descending=True)
     number = torch.arange(len(moved), 0, -1, device=moved.device)
-    # the mean of a token's and of all smaller d^2
+    # mean of each token's d^2 and all smaller ones
     rest = moved[places].flip(0).cumsum(0).flip(0) / number
     kept = torch.empty_like(counts[counts])
     kept[places] = (rest < threshold) | (number == 1)
@@ -419,8 +423,10 @@ def _check_reaches(name: str, x: Tensor, index: Tensor) -> None:
 def _clipped(
     log_ratio: Tensor, tokens: TokenInputs, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
-    """PPO's ``-min(e^R A, clip(e^R) A)``, and where it is clipped; a ratio beyond its bound is
-    never used."""
+    """PPO's ``-min(e^R A, clip(e^R) A)``, and where it is clipped.
+
+    A ratio beyond its bound is never used.
+    """
     advantages, ratio = tokens.advantages, torch.exp(log_ratio.detach())
     up = advantages > 0
     bound = torch.where(up, torch.full_like(log_ratio, 1 + high), 1 - low)
@@ -456,8 +462,10 @@ def _constant_ratio(tokens: TokenInputs) -> Tensor:
 
 
 def _times_exp(log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """``e^log_ratio A``; an A of 0 gives 0 and no gradient, whatever the ratio, unless it is
-    NaN."""
+    """``e^log_ratio A``.
+
+    An A of 0 gives 0 and no gradient for any ratio except NaN.
+    """
     nothing = (advantages == 0) & ~torch.isnan(log_ratio)
     return torch.exp(torch.where(nothing, 0.0, log_ratio)) * advantages
 

@@ -45,9 +45,11 @@ class Metrics(Mapping[str, Tensor]):
         sequences: int = 0,
         loss_over: str = "nothing",
     ) -> None:
-        """Store `pairs`, and minima and maxima in `extremes`. If `extremes` is None, `pairs` maps
-        names to means: Lightning's Fabric passes that when it copies a mapping by
-        ``type(x)(items)``."""
+        """Store `pairs`, and minima and maxima in `extremes`.
+
+        If `extremes` is None, `pairs` maps names to means: Lightning's Fabric passes such a mapping
+        when it copies a mapping by ``type(x)(items)``.
+        """
         self._lost = extremes is None
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {} if extremes is None else {**pairs}
         self._extremes: dict[str, Tensor] = {**pairs} if extremes is None else extremes
@@ -111,11 +113,11 @@ class Metrics(Mapping[str, Tensor]):
         return cls(pairs, extremes, sequences=sum(sequences), loss_over=first.loss_over)
 
     def floats(self) -> dict[str, float]:
-        """Return the metrics as numbers, for a logger. The host waits for the device once."""
+        """Convert the metrics to numbers, for a logger. The host waits for the device once."""
         return dict(zip(self, torch.stack([*self.values()]).tolist(), strict=True))
 
     def joined(self, more: Mapping[str, tuple[Tensor, Tensor]]) -> Metrics:
-        """Return these metrics with `more` pairs."""
+        """Add `more` pairs to a copy of these metrics."""
         pairs = {**self.pairs, **more}
         return Metrics(pairs, self._extremes, sequences=self.sequences, loss_over=self.loss_over)
 
@@ -183,7 +185,7 @@ class LossOutput:
             raise no_attribute(self, name, (x.name for x in fields(self)))
 
     def __getitem__(self, key: object) -> Tensor:
-        """Raise TypeError: results are read by name."""
+        """Raise TypeError: read results by name."""
         names = ", ".join(f".{x.name}" for x in fields(self))
         raise TypeError(f"LossOutput: expected a result by its name, {names}, got [{key!r}]")
 
@@ -194,8 +196,7 @@ class LossOutput:
 
 @dataclass
 class Scores:
-    """Results of `linear_logprob`, `linear_divergence`, `topk_divergence` and
-    `completion_logprobs`.
+    """Results of `linear_logprob`, `linear_divergence`, `topk_divergence`, `completion_logprobs`.
 
     Results that you did not request are None. All other results have the shape of the positions,
     are in fp32 (fp64 for fp64 inputs), and are 0 where masked.
@@ -229,7 +230,7 @@ class Scores:
         return {name: x for name, x in results.items() if x is not None}
 
     def __getitem__(self, key: object) -> Tensor:
-        """Raise TypeError: results are read by name."""
+        """Raise TypeError: read results by name."""
         names = ", ".join(f".{name}" for name in self.given)
         raise TypeError(f"Scores: expected a result by its name, {names}, got [{key!r}]")
 
@@ -243,7 +244,7 @@ class Scores:
 
 
 def _listed(values: Iterable[tuple[str, Any]]) -> str:
-    """Names and values; of a tensor with dimensions, the shape alone."""
+    """Names and values; only the shape of a tensor with dimensions."""
 
     def told(x: Any) -> str:
         has_sizes = isinstance(x, Tensor) and x.dim() > 0

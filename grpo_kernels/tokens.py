@@ -1,8 +1,8 @@
 """The caller's batch, reduced to the tokens that count.
 
 Everything after this module works on n rows, one per counted token. Values at masked positions are
-never read, so none of them, NaN included, can reach a result. Padded (B, T) and packed (N,) batches
-look the same from here on.
+never read, so none of them, not even NaN, can reach a result. From here on, padded (B, T) and
+packed (N,) batches look the same.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ class Layout:
         return full
 
     def sequence_sum(self, x: Tensor) -> Tensor:
-        """(n,) -> (B,): the sum over each sequence's tokens; a packed batch needs no (B, longest)
-        tensor for it."""
+        """(n,) -> (B,): the sum over each sequence's tokens.
+
+        A packed batch needs no (B, longest) tensor for it.
+        """
         if len(self.shape) == 2:
             return self.dense(x).sum(dim=1)
         return torch.segment_reduce(x.double(), "sum", lengths=self.lengths, unsafe=True).to(
@@ -72,8 +74,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Per-token inputs of the loss; every tensor (n,), in the accumulator's dtype, detached; None
-    where absent. The sampler's candidates are (n, K), with -inf as padding."""
+    """Per-token inputs of the loss; None where absent.
+
+    Every tensor is (n,), in the accumulator's dtype, and detached. The sampler's candidates are (n,
+    K), with -inf as padding.
+    """
 
     layout: Layout
     ids: Tensor  # int64
@@ -88,8 +93,7 @@ class Tokens:
     advantages_per_sequence: bool = False  # True if the caller passed (B,)
 
     def at(self, index: Tensor) -> Tokens:
-        """Return the tokens at `index` (m,), for computations token by token; other fields stay
-        whole."""
+        """Select the tokens at `index` (m,), to compute token by token; other fields stay whole."""
         whole = ("layout", "sampling_ratio_per_sequence", "advantages_per_sequence")
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return Tokens(
@@ -97,7 +101,7 @@ class Tokens:
         )
 
     def without_candidates(self, which: Tensor) -> Tokens:
-        """Return these tokens, with some of the sampler's candidates, (n, K) bool, as padding."""
+        """Turn some of the sampler's candidates, (n, K) bool, into padding."""
         assert self.sampling_topk_logps is not None
         logps = self.sampling_topk_logps.masked_fill(which, -torch.inf)
         check_masses("sampling_topk_logps", logps)
@@ -114,9 +118,9 @@ class Tokens:
 
 
 def counted_positions(mask: Tensor | None, ids: Tensor) -> Tensor:
-    """Return the indices (n,) into the flattened `mask` where it is not 0; all if it is None.
+    """Indices (n,) into the flattened `mask` where it is not 0; all indices if it is None.
 
-    Waits for the device once, to count them. Warns, once, of values other than 0 and 1.
+    Waits for the device once, to count them. Warns once of values other than 0 and 1.
 
     Raises:
         ValueError: the mask contains NaN.
@@ -127,8 +131,8 @@ def counted_positions(mask: Tensor | None, ids: Tensor) -> Tensor:
     counts = mask.ne(0)
     if mask.numel() == 0 or not _is_checked(mask):
         return counts.nonzero()[:, 0]
-    # a value other than 0 and 1 sets all n flags, and one more: n + 1 indices, a number that the
-    # host reads anyway
+    # a value other than 0 and 1 sets all flags and one extra flag. The host reads the number of
+    # indices anyway, and a number above the size of the mask reveals such a value.
     odd = mask.ne(counts).any()
     positions = (torch.cat([counts, odd[None]]) | odd).nonzero()[:, 0]
     if positions.shape[0] <= mask.shape[0]:
@@ -148,8 +152,11 @@ def _refuse_swapped(mask: Tensor, ids: Tensor) -> None:
 
 
 def _is_checked(mask: Tensor) -> bool:
-    """True if the mask is searched for values other than 0 and 1: floats always, integers on a CPU
-    only (on a GPU this takes 4 launches)."""
+    """True if the mask is searched for values other than 0 and 1.
+
+    That is always so for floats; for integers only on a CPU, since on a GPU the search takes 4
+    launches.
+    """
     if mask.is_floating_point():
         return True
     return mask.dtype != torch.bool and mask.device.type == "cpu"
@@ -210,7 +217,7 @@ def read_tokens(
 
     sampling_ratio_per_sequence = topk = None
     if ratio is not None and per_sequence(ratio):
-        # as for a computed ratio, 1 without a counted token, whose value is never read
+        # a sequence without a counted token has ratio 1, like a computed ratio; its value is unread
         given = ratio.detach().reshape(-1).to(dtype)
         sampling_ratio_per_sequence = torch.where(layout.lengths > 0, given, 1.0)
     if sampling_topk_logps is not None:

@@ -73,8 +73,7 @@ def mixed(d, lead, beta):
     """The terms of the generalized Jensen-Shannon divergence, and k; finite for all p and q.
 
     With s the mixture's share of the smaller of the two, m = lead (1 + w), w = s (e^-x - 1), and
-    the
-    term is ``lead (s chi(x) - g(w))``, g(w) = (1 + w) log(1 + w) - w.
+    the term is ``lead (s chi(x) - g(w))``, g(w) = (1 + w) log(1 + w) - w.
     """
     x, e, less, _phi, chi = powers(d)
     ahead = d >= 0.0

@@ -30,8 +30,8 @@ def warn_of_torch(place: str, better: str, refusal: str) -> None:
 class LogitTransform:
     """``z = softcap(scale * round(x + bias)) / temperature``: from raw to scaled logits.
 
-    The raw logits x are the products of a head (`head.HeadTensors`), and
-    ``softcap(x) = cap * tanh(x / cap)``.
+    The raw logits x are the products of a head (`head.HeadTensors`), and ``softcap(x) = cap *
+    tanh(x / cap)``.
     """
 
     scale: float = 1.0
@@ -49,10 +49,8 @@ class LogitTransform:
         """The factors (inner, outer) that all rows share, without per-row temperatures.
 
         ``z = x * inner`` with inner = scale / T; with a soft-cap ``z = tanh(x * inner) * outer``,
-        inner =
-        scale / cap and outer = cap / T. A per-row temperature divides outer if there is a soft-cap,
-        else
-        inner. Computed in double, as in torch.
+        inner = scale / cap and outer = cap / T. A per-row temperature divides outer if there is a
+        soft-cap, else inner. Computed in double, as in torch.
         """
         shared = 1.0 if isinstance(self.inv_temperature, Tensor) else self.inv_temperature
         if self.softcap is None:
@@ -66,13 +64,11 @@ class Chunk:
 
     Attributes:
         logits: fp32 (fp64 for fp64 inputs), contiguous rows, as `RowBackend.prepare_` left them:
-            scaled
-            logits on the torch backend, raw logits on the others. n is at least 16.
+            scaled logits on the torch backend, raw logits on the others. n is at least 16.
         ids: int64 in [0, V), each row's target; `fused` and `grad` define the meaning of other ids.
         transform: from the raw logits to the scaled logits z.
         first_id: the id of the first column, if the columns are a slice of the vocabulary; only
-            `grad`
-            supports that.
+            `grad` supports that.
         reference: the logits of another head for the same rows, if the loss needs a divergence from
             it.
     """
@@ -96,8 +92,7 @@ class ReferenceLogits:
     Attributes:
         logits: same shape and dtype as the chunk's logits; never written.
         jsd_beta: 0 for KL(reference || student), 1 for KL(student || reference); values between
-            give
-            Jensen-Shannon divergences.
+            give Jensen-Shannon divergences.
     """
 
     logits: Tensor  # (n, V)
@@ -186,8 +181,7 @@ class FusedLoss:
 
     No token's loss depends on another token. Tensors are (n,), in the accumulator's dtype. With R =
     logp - old (0 on-policy), w the weight, gate the importance ratio times the masks, and
-    ``surrogate``
-    and ``kl`` from `formulas`::
+    ``surrogate`` and ``kl`` from `formulas`::
 
         loss_t    = w * gate * surrogate(R, A) + beta * w * kl [* exp(R)]
         d_logp_t  = d loss_t / d logp_t
@@ -198,8 +192,7 @@ class FusedLoss:
     exist only for that case: ``"linear"``, with the loss d_logp * logp, and ``"constant"``, which
     leaves the loss out because it is known too. The loss is NaN where the log-probability is not
     finite. Where the id is -1, d_logp is NaN as well. `PolicyObjective.fused_loss` makes the
-    record.
-    The record knows no vocabulary, and the kernels know no policy.
+    record. The record knows no vocabulary, and the kernels know no policy.
     """
 
     surrogate: str  # one of `formulas.SURROGATES`
@@ -256,8 +249,7 @@ class RowBackend(Protocol):
         """Compute `DivergenceStats.value` and ``.sum_k`` (n,) of a chunk with a reference.
 
         If the columns are only a part of the vocabulary, pass the statistics of the whole
-        vocabulary; the
-        results of the parts add up.
+        vocabulary; the results of the parts add up.
         """
         ...
 
@@ -274,10 +266,8 @@ class RowBackend(Protocol):
         d_logp is not None; d_topk is not read (`engine.top_k` adds its part).
 
         `out` (n, V) may be the logits themselves or another tensor, including a 16-bit one; the
-        backend may
-        overwrite the logits in either case. A row has no target if its id is not among the columns.
-        Without
-        `d_divergence`, the backend ignores a reference.
+        backend may overwrite the logits in either case. A row has no target if its id is not among
+        the columns. Without `d_divergence`, the backend ignores a reference.
         """
         ...
 
@@ -285,16 +275,14 @@ class RowBackend(Protocol):
         """``out = x * factor``, rounded once: a gradient of any shape, times () or (m, 1).
 
         `x` is in the accumulator's dtype. `out` has the shape of `x`; it may be `x` itself or a
-        16-bit
-        tensor.
+        16-bit tensor.
         """
         torch.mul(x, factor, out=out)
 
 
 @runtime_checkable
 class FusedRowBackend(RowBackend, Protocol):
-    """Backend that can also compute a whole `FusedLoss` together with the statistics and the
-    gradient."""
+    """Backend that can also compute a whole `FusedLoss` with the statistics and the gradient."""
 
     fuses_reference: bool  # True if `fused` takes chunks with a reference
 
@@ -303,9 +291,8 @@ class FusedRowBackend(RowBackend, Protocol):
         """Compute each row's statistics and loss and, if `out` is given, write the gradient to it.
 
         The call does the work of `stats`, fills `RowStats.loss_terms`, and then does the work of
-        `grad`.
-        For a chunk with a reference, `FusedLoss.kl` is ``"full"``: the call computes the divergence
-        too. An
-        id outside [0, V) is invalid: the row's log-probability, loss and d_logp are NaN.
+        `grad`. For a chunk with a reference, `FusedLoss.kl` is ``"full"``: the call computes the
+        divergence too. An id outside [0, V) is invalid: the row's log-probability, loss and d_logp
+        are NaN.
         """
         ...

@@ -102,10 +102,8 @@ class LossWithGradient(torch.autograd.Function):
     """A scalar loss of all rows' log-probabilities and entropies.
 
     ``forward(ctx, job, loss, first, coefficients, reference, *tensors)`` -> loss (), where
-    `reference`
-    and `tensors` belong to the heads. The caller has already computed `loss`, its `coefficients`
-    (n,)
-    and the first pass; this Function attaches the gradient to the loss.
+    `reference` and `tensors` belong to the heads. The caller has already computed `loss`, its
+    `coefficients` (n,) and the first pass; this Function attaches the gradient to the loss.
     """
 
     @staticmethod
@@ -146,13 +144,10 @@ class LinearScores(torch.autograd.Function):
     """Log-probabilities, entropies and divergences from a second head, all differentiable.
 
     ``forward(ctx, job, first, expected, reference, *tensors)`` -> logps (N,), entropies (N,) or
-    None,
-    divergences (N,) or None, and the extras. Among the extras, only the log-probabilities (N, K) of
-    more ids are differentiable. If the gradient for the `expected` coefficients is stored, the
-    backward
-    scales it by s. A second pass then adds the gradient of the remainder, upstream - s * expected,
-    in
-    the rows where the remainder exceeds rounding (`remainder.py`).
+    None, divergences (N,) or None, and the extras. Among the extras, only the log-probabilities (N,
+    K) of more ids are differentiable. If the gradient for the `expected` coefficients is stored,
+    the backward scales it by s. A second pass then adds the gradient of the remainder, upstream - s
+    * expected, in the rows where the remainder exceeds rounding (`remainder.py`).
     """
 
     @staticmethod
@@ -240,8 +235,7 @@ def scored(
 
 
 def _save(ctx: Any, job: Job, tensors: HeadTensors, needed: Any) -> None:
-    """Save what a backward needs: `needed` holds records of tensors, which autograd takes as a flat
-    list."""
+    """Save what a backward needs: `needed` holds records of tensors; autograd takes a flat list."""
     ctx.job, ctx.shapes_and_dtypes = job, tensors.map(lambda x: (x.shape, x.dtype))
     saved: list[Tensor] = []
     place = torch.empty(0)
@@ -325,8 +319,7 @@ def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBac
     """``x * factor``, rounded once to `dtype`.
 
     May overwrite `x` unless this backward can be called again. On a GPU one pass multiplies and
-    rounds.
-    On a CPU torch would need a temporary as large as `x`.
+    rounds. On a CPU torch would need a temporary as large as `x`.
     """
     if factor is None:
         return x.to(dtype)
@@ -352,8 +345,7 @@ def _merge(
 
     A row with only one coefficient gets `ratio` (m,) times its gradient from the second pass, and
     nothing from the stored gradient: the sum could be a small difference of large numbers. `ratio`
-    is
-    NaN where a row has several coefficients.
+    is NaN where a row has several coefficients.
     """
     keeps = _graph_is_kept()
     total = []
@@ -381,8 +373,7 @@ def _input_gradients(
     """The gradients times `factor`, () or (m, 1), each rounded once, in the shapes of the inputs.
 
     Row i of a gradient belongs to row ``indices[i]`` of the call. With a sharded head, each rank
-    has
-    the gradients from its own columns, and the rows' gradients are summed over the ranks.
+    has the gradients from its own columns, and the rows' gradients are summed over the ranks.
     """
     rows, shard, backend = job.rows, job.shard, job.backend
 
@@ -407,8 +398,7 @@ def _input_gradients(
 
 
 def _spread(x: Tensor, indices: Tensor, n: int) -> Tensor:
-    """Put `x` (m, ...) into the rows of (n, ...) at increasing `indices`; if m = n, return `x`
-    itself."""
+    """Put `x` (m, ...) into increasing rows `indices` of (n, ...); `x` itself if m = n."""
     if x.shape[0] == n:
         return x
     full = x.new_zeros(n, *x.shape[1:])

@@ -84,9 +84,8 @@ class Products:
         """Multiply the rows' coefficients by a power of two that brings d logits into range.
 
         Returns the coefficients, with a d_logp that is not None, and the power (). The power is 1
-        if a
-        coefficient is not finite, so NaN and inf reach the gradient; it is None if d logits need no
-        scale.
+        if a coefficient is not finite, so NaN and inf reach the gradient; it is None if d logits
+        need no scale.
         """
         d_logp, d_entropy, d_divergence, d_topk = coefficients
         d_logp = torch.zeros_like(stats.logps) if d_logp is None else d_logp
@@ -112,10 +111,8 @@ class Products:
         """``out = hidden @ weight.T``: (n, H) operand -> (n, V); ``+=`` if `add`.
 
         On a GPU, the vendor library chooses its kernel by the number of rows, and fp32 kernels
-        differ in
-        the order of their sums. So an fp32 product takes one tile of rows at a time, and the bits
-        of a row
-        do not depend on other rows.
+        differ in the order of their sums. So an fp32 product takes one tile of rows at a time, and
+        the bits of a row do not depend on other rows.
         """
         is_fp32 = self._product_dtype == torch.float32
         tile = device_of(self.weight.device).fp32_rows if is_fp32 else None

@@ -107,8 +107,7 @@ def score_kept(
     Args:
         job: planned for the torch backend, without a check that its ids are in range.
         objective_at: function from positions (m,) that are scored over the whole vocabulary to
-            their
-            objective.
+            their objective.
         entropy: True for the sets, "full" for the whole vocabulary, False for none.
         others: other policies' log-probabilities, (...) each, which must be over the same sets.
 
@@ -367,8 +366,7 @@ def _in_order(planned: KeptSets, at: Tensor, span: Span, vocab: int) -> tuple[Te
     """The ids (r, w) and the target (r,) of a `_Block`, on a rank with `vocab` ids.
 
     Padding and repetitions become the row's first id, so NaN in a position's hidden state cannot
-    reach
-    the gradient of an id outside its set.
+    reach the gradient of an id outside its set.
     """
     positions, (_, width, longest) = planned.job.rows.positions[at], span
     place = planned.kept_ids.offsets[positions][:, None] + torch.arange(

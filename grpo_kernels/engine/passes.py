@@ -35,8 +35,7 @@ class FirstPass(NamedTuple):
     """Results of a first pass: the statistics (n,) of all rows and, if due now, a gradient.
 
     `grads` is the gradient from the rows `live_rows` (m,), in the accumulator's dtype: of the loss
-    in
-    one_pass, and of the sum of the rows' results in frozen. It is None if it is computed later.
+    in one_pass, and of the sum of the rows' results in frozen. It is None if it is computed later.
     """
 
     stats: RowStats
@@ -136,8 +135,7 @@ def second_pass(
     """Compute the gradient of rows with a non-zero coefficient (n,); also return the rows' indices.
 
     Projects the logits of these rows again. Waits for the device once, to count the rows. At least
-    one
-    coefficient is not None.
+    one coefficient is not None.
     """
     indices, coefficients = _nonzero(coefficients)
     job = job.of_rows(indices)

@@ -113,17 +113,13 @@ class Run:
         engine: ``"auto"`` chooses the cheapest engine that gives the exact gradient. You may also
             name
             an engine: ``"one_pass"``; ``"two_pass"``, which computes the logits again in the
-            backward;
-            ``"lean"``, which does the same with less memory; ``"frozen"``, for a head that does not
-            train; ``"score"``, which computes no gradient. The call raises an error if the engine
-            that
-            you named cannot compute the gradient.
+            backward; ``"lean"``, which does the same with less memory; ``"frozen"``, for a head
+            that does not train; ``"score"``, which computes no gradient. The call raises an error
+            if the engine that you named cannot compute the gradient.
         backend: ``"auto"``, ``"triton"``, ``"cpp"`` or ``"torch"``.
         workspace_bytes: upper bound on temporary memory in bytes, for any number of tokens. None
-            means
-            512 MiB, or 64 MiB over kept sets. On a GPU, None means up to 3 GiB, depending on the
-            size
-            of the head and on free memory.
+            means 512 MiB, or 64 MiB over kept sets. On a GPU, None means up to 3 GiB, depending on
+            the size of the head and on free memory.
         gather: function that returns a context manager in which the whole weight is available.
             DeepSpeed ZeRO-3 needs this for a backward that reads the weight again.
 
@@ -145,8 +141,7 @@ class Run:
 
 
 def check_run(run: Any) -> None:
-    """Raise TypeError unless `run` is a `Run` or None. Planning checks if its engine can serve the
-    call."""
+    """Raise TypeError unless `run` is a `Run` or None; `plan` checks if its engine can serve."""
     if not isinstance(run, Run | None):
         raise TypeError(f"run: expected a Run, got {type(run).__name__}")
 
@@ -159,14 +154,11 @@ class Objective(Protocol):
     Attributes:
         known: when the coefficients of a row are known.
         is_expected: True if the caller only expects this gradient; the backward compares it with
-            the
-            upstream gradient, and computes what is missing.
+            the upstream gradient, and computes what is missing.
         live: (n,) bool, rows that may have a coefficient other than 0; None means all rows.
         one_coefficient: True if the loss depends on one number of each row, the log-probability or
-            the
-            divergence (`Job.d_result`). Read only if the head is frozen, since it may evaluate a
-            user's
-            function.
+            the divergence (`Job.d_result`). Read only if the head is frozen, since it may evaluate
+            a user's function.
     """
 
     is_expected: bool
@@ -192,8 +184,7 @@ class Rows:
     Attributes:
         positions: (n,) int64, indices into `hidden`.
         ids: (n,) int64 in [0, V). On a shard they are counted from its first row, so another
-            shard's
-            ids are out of range.
+            shard's ids are out of range.
         inv_temperature: a number, or (n, 1).
         invalid: (n,) bool, rows whose log-probability is NaN; None if there are none.
         top_k: K more ids of each row, to score, or with a teacher's log-probabilities.
@@ -268,10 +259,8 @@ class Job:
         """True if the backend has one kernel for a whole loss, and can use it here.
 
         torch has none, and Triton has none with a reference. The ranks of a sharded head must
-        combine
-        statistics before the loss is known. `Objective.fused_loss` is None for losses that no
-        kernel
-        computes.
+        combine statistics before the loss is known. `Objective.fused_loss` is None for losses that
+        no kernel computes.
         """
         if self.shard is not None or self.rows.top_k is not None:
             return False
@@ -337,8 +326,7 @@ def checked_on_all_ranks(
 
     If one rank raises inside it before `Ranks.compare`, all ranks raise: each rank sends the same
     number of integers, whatever its call. `arguments` are the call's arguments, compared between
-    ranks,
-    except heads, hidden states and `run`, which `plan` compares.
+    ranks, except heads, hidden states and `run`, which `plan` compares.
     """
     if group is None:
         yield None
@@ -398,13 +386,12 @@ def plan(
 
     Args:
         rows: rows with ids of the whole vocabulary. `plan` checks their range; errors use the
-            argument
-            names `names`.
+            argument names `names`.
         memory: from `dtype_and_memory`.
         ranks: the ranks of a sharded head, which compare their calls here.
         objective: the gradient that the engine must give. None, for kept sets: torch does the row
-            work,
-            no engine is chosen, and ids are neither checked nor counted from this rank's first row.
+            work, no engine is chosen, and ids are neither checked nor counted from this rank's
+            first row.
         prefix: first part of the names of the second head's tensors in errors.
         jsd_beta, entropy, extras: as in `Job`.
     """
@@ -585,8 +572,7 @@ def _warn_if_promoted(
     """Warn once if dtype promotion makes the products fp32, which is likely a mistake.
 
     A GPU multiplies 16-bit operands about ten times as fast, so this warns of a 16-bit weight
-    there. An
-    fp32 weight counts as intended.
+    there. An fp32 weight counts as intended.
     """
     device = device_of(weight.device)
     if dtype != torch.float32 or weight.dtype.itemsize != 2 or not device.slow_fp32:

@@ -84,8 +84,7 @@ class Shard:
         return torch.where((ids >= 0) & (ids < self.sizes[self.rank]), ids, 0)
 
     def joined(self, stats: RowStats, ids: Tensor, transform: LogitTransform) -> RowStats:
-        """Statistics of the whole vocabulary, from those of this rank's columns for its
-        `local_ids`."""
+        """Statistics of the whole vocabulary, from this rank's columns and its `local_ids`."""
         extras, max_logit = tuple(stats.extras), stats.max_logit
         # a backend makes a row NaN if no logit is finite, but other ranks may have a finite one.
         # With a soft-cap all logits are finite.

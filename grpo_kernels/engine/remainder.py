@@ -25,8 +25,8 @@ def split_off(upstream: Coefficients, expected: Coefficients) -> tuple[Tensor, C
     gradient
     up to rounding: eight units in the last place of the largest of three numbers: the upstream
     gradient, s times the expectation, and the upper quartile of the upstream gradients. (A
-    trainer's
-    gradient of a token is a sum of terms that may nearly cancel.) Non-finite values never fit.
+    trainer's gradient of a token is a sum of terms that may nearly cancel.) Non-finite values never
+    fit.
     """
     pairs = list(zip(upstream, expected, strict=True))
     # nan or inf if y = 0

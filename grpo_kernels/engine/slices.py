@@ -121,8 +121,7 @@ def _blocks(rows: Rows, most: int) -> Iterator[tuple[slice, int, Tensor]]:
     """Yield blocks of about equal size, at most `most` rows; all but the last are whole tiles.
 
     A block is a slice of all rows, including the last block's padding; the number of its rows
-    without
-    padding; and the index of its rows. Padding repeats the block's first row.
+    without padding; and the index of its rows. Padding repeats the block's first row.
     """
     n, device = len(rows), device_of(rows.positions.device)
     tile = device.fewest_rows
@@ -141,10 +140,9 @@ def plan_slices(
     """Rows and columns to take at a time within the workspace, and the bytes that they need.
 
     Works on meta tensors too. Each row needs its operands. Each column needs its row of d weight
-    (and
-    of d lora_b) if that is summed separately. Each row and column together need logits, d logits
-    and
-    the backend's scratch. The result is at least a tile of rows and `SLICE_MULTIPLE` columns.
+    (and of d lora_b) if that is summed separately. Each row and column together need logits, d
+    logits and the backend's scratch. The result is at least a tile of rows and `SLICE_MULTIPLE`
+    columns.
     """
     rows, vocab, size = job.rows, tensors.weight.shape[0], job.accumulator_dtype.itemsize
     budget = job.workspace_bytes

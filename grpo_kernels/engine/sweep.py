@@ -53,8 +53,7 @@ def stats_work(job: Job) -> RowWork:
 
 
 def fused_work(job: Job, fused_loss: FusedLoss) -> RowWork:
-    """Row work by one kernel: statistics with `fused_loss` and, if memory for it is passed, d
-    logits."""
+    """Row work by one kernel: statistics with `fused_loss`, and d logits if memory is passed."""
     backend: Any = job.backend
 
     def work(
@@ -139,8 +138,7 @@ def sweep(
 
     Returns the rows' statistics (empty if `work` returns none), and the gradients that `needs_grad`
     asks for, in the accumulator's dtype; gradients of rows cover only the job's rows. `fused_loss`
-    is
-    the loss of a fused `work`; it tells which statistics to return if there are no rows.
+    is the loss of a fused `work`; it tells which statistics to return if there are no rows.
     """
     rows, parts = job.rows, []
     groups = plan_groups(job, tensors, reference, needs_grad)
@@ -178,8 +176,7 @@ def sweep(
 def concatenated(
     job: Job, parts: list[RowStats], like: Tensor, fused_loss: FusedLoss | None
 ) -> RowStats:
-    """Concatenate the statistics of `parts`; without parts, make empty ones on the device of
-    `like`."""
+    """Concatenate the statistics of `parts`; if there are none, make empty ones like `like`."""
     if parts:
         return parts[0] if len(parts) == 1 else RowStats.concatenate(parts)
     stats = RowStats.empty(

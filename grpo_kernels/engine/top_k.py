@@ -6,8 +6,8 @@ with coefficients g_k = d loss / d log p_k, has::
 
     d loss / d z_k = g_k - p_k G      d loss / d z_v = -p_v G, v not among the K      G = sum_k g_k
 
-With p the student's and q the teacher's probabilities of the K ids, and p_r = 1 - sum_k p_k and
-q_r = 1 - sum_k q_k the probabilities of all other ids, the tail, the divergences are::
+With p the student's and q the teacher's probabilities of the K ids, and p_r = 1 - sum_k p_k and q_r
+= 1 - sum_k q_k the probabilities of all other ids, the tail, the divergences are::
 
                            D
     forward                sum_k q_k log(q_k / p_k)                          Q = sum_k q_k
@@ -129,8 +129,7 @@ class TopKLogps(TopK):
 
     Attributes:
         place: (n, K' + 1) int32, columns in `ids`: of each of the K' ids that the caller gave, in
-            the
-            caller's order, with repetitions; and of the row's own id.
+            the caller's order, with repetitions; and of the row's own id.
     """
 
     place: Tensor

@@ -36,8 +36,7 @@ class Device:
         mixed_products: True if 16-bit operands have products with fp32 results (`gemm.mixed_mm`).
         slow_fp32: True if fp32 products are much slower than 16-bit ones.
         fp32_rows: rows of an fp32 product: one tile, so that a row's bits do not depend on other
-            rows.
-            None means all rows.
+            rows. None means all rows.
         casts_into: True if ``x * factor`` is rounded to 16 bits in one pass, without a temporary.
         workspaces: default budgets of chunks in bytes, increasing; more free memory allows a larger
             one.
@@ -63,10 +62,8 @@ class Device:
         """Number of rows that the products of `n` rows are padded to.
 
         The vendor library chooses its kernel by the number of rows, but a row's bits must not
-        depend on how
-        many other rows there are. On a CPU the kernel changes only below `fewest_rows`. On a GPU a
-        whole
-        tile costs no more than a part of it.
+        depend on how many other rows there are. On a CPU the kernel changes only below
+        `fewest_rows`. On a GPU a whole tile costs no more than a part of it.
         """
         return max(self.fewest_rows, -(-n // self.row_multiple) * self.row_multiple) if n > 0 else 0
 
@@ -74,9 +71,8 @@ class Device:
         """Distance between rows of logits, in elements.
 
         On a GPU, rows start at multiples of 128 bytes, including rows of 16-bit d logits. Otherwise
-        the
-        vendor library's products are several times slower, and the row kernels must work element by
-        element.
+        the vendor library's products are several times slower, and the row kernels must work
+        element by element.
         """
         return -(-vocab // self.width_multiple) * self.width_multiple
 
@@ -183,8 +179,7 @@ def free_memory(
     """Ask the device for its free memory, and decide how to use it; on a CPU return `AMPLE`.
 
     Also return `AMPLE` while a CUDA graph is captured: a graph must not depend on the memory that
-    is
-    free at that time.
+    is free at that time.
 
     Args:
         weights: the weights of the head and of the second head, with the dtypes of their products'
@@ -235,8 +230,7 @@ def large_workspace(weight: Tensor, needs_grad: HeadTensors, heads: int = 1) -> 
     """Bytes of chunks of `LARGE_CHUNK_ROWS` rows, within the device's `workspaces`.
 
     On a GPU, a product with fewer rows is bound by reading the weight. On a CPU, products are too
-    slow
-    for that to matter. `heads` is the number of heads whose logits exist at the same time.
+    slow for that to matter. `heads` is the number of heads whose logits exist at the same time.
     """
     device, (vocab, width) = device_of(weight.device), weight.shape
     # chunks whose d logits exist at the same time
@@ -278,15 +272,13 @@ def divide(
     """Divide `n` rows into groups whose workspace stays within `workspace_bytes`, if possible.
 
     Groups differ by at most one row (or one `Device.row_multiple`), so all are about equally large.
-    A
-    chunk has at least `Device.fewest_rows`.
+    A chunk has at least `Device.fewest_rows`.
 
     Args:
         chunk_row_bytes: bytes per row of a chunk, while the chunk lasts.
         group_row_bytes: bytes per row of a group, while the group lasts.
         grouped: True if several chunks may share a backward product; else a group is one chunk.
-            Each
-            product for d weight reads and writes its whole accumulator, so fewer products are
+            Each product for d weight reads and writes its whole accumulator, so fewer products are
             better.
         scratch_bytes: further bytes for a chunk with the given number of rows; not decreasing.
     """

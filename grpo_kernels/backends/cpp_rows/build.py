@@ -140,8 +140,7 @@ def _one_builder(folder: Path) -> Iterator[None]:
     result.
 
     The lock ends with its holder and leaves no file. It only saves work: on a file system without
-    locks
-    each process builds.
+    locks each process builds.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

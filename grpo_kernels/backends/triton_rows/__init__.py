@@ -14,8 +14,7 @@ from grpo_kernels.backends.interface import RowBackend, warn_of_torch
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
-    """Refuse if Triton cannot launch on a GPU; a CPU is served only if asked for, in the
-    interpreter."""
+    """Refuse if Triton cannot launch on a GPU. Asked for, it also runs on a CPU, interpreted."""
     if dtype == torch.float64:
         return "its kernels compute in float32, and these inputs ask for float64"
     if device.type != "cuda" and not asked_for:

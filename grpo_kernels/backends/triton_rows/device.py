@@ -46,8 +46,7 @@ class RowConfig:
         Elements are then read one by one, and two rows take more registers than a thread has. A
         tile of a
         small vocabulary has at most one column per thread: with more threads, several would hold
-        the same
-        column, and one would overwrite in place what another still reads.
+        the same column, and one would overwrite in place what another still reads.
         """
         has_columns = self.block_v >= 2 * COLUMNS_OF_WARP * self.num_warps
         return replace(self, num_warps=2 * self.num_warps) if vocab % 16 and has_columns else self
@@ -105,8 +104,7 @@ def arch_of(device: torch.device) -> str:
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` current: a kernel runs on the current device's stream, which must be the
-    tensors'."""
+    """Make `device` current: kernels run on its stream, which must be the stream of the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -115,8 +113,7 @@ def launch_trouble() -> str | None:
     """Say why nothing can be launched, and the remedy; None if launching works.
 
     Before its first launch Triton compiles a module in C for the running release of Python. This
-    check
-    does the same, once per process, and Triton keeps the result.
+    check does the same, once per process, and Triton keeps the result.
     """
     try:
         triton.runtime.driver.active.get_current_target()

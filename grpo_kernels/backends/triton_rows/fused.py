@@ -40,8 +40,7 @@ def launch_fused(
     out: Tensor | None,  # (n, V), may be the chunk's logits
     config: RowConfig,
 ) -> RowStats:
-    """Compute the statistics and the loss's terms; write d loss / d (raw logits) to `out`, if
-    given."""
+    """Compute statistics and the loss's terms; write d loss / d (raw logits) to `out` if given."""
     n, new = len(chunk.logits), chunk.logits.new_empty
     found: dict[str, Any] = {x: new(n) for x in ("logps", "max_logit", "log_sum", "entropies")}
     terms = {name: new(n) for name in loss.terms}

@@ -91,8 +91,7 @@ def grad_kernel(
     REFERENCE_HAS_SOFTCAP: tl.constexpr = False, REFERENCE_ROUNDED_TO: tl.constexpr = None,
     jsd_beta=None, DIVERGENCE: tl.constexpr = None,
 ):  # fmt: skip
-    """Write up to `TILES` tiles of the gradient, with the divergence's part if there is a
-    reference."""
+    """Write up to `TILES` tiles of the gradient, with the divergence's part if there is one."""
     parts = tl.cdiv(V, TILES * BLOCK_V)
     rows, is_row = row_block(tl.program_id(0) // parts, n, BLOCK_N)
     first = (tl.program_id(0) % parts) * (TILES * BLOCK_V)
@@ -215,10 +214,8 @@ def write_tile(
     """Write one tile (R, BLOCK_V) of d loss / d (raw logits), as if no column were the target.
 
     The tile is read and written in quarters, so that a thread handles four neighbours at a time and
-    a
-    warp whole sectors, even of 16-bit elements. All quarters are read before the first is written:
-    the
-    compiler has to assume that a write changes what is read next.
+    a warp whole sectors, even of 16-bit elements. All quarters are read before the first is
+    written: the compiler has to assume that a write changes what is read next.
     """
     x0, x1, x2, x3, columns0, columns1, columns2, columns3 = load_tile(
         source, start, end, ROUNDED_TO, BLOCK_V // 4

@@ -42,8 +42,7 @@ def exp_term(x):
 
 @triton.jit
 def exp(x):
-    """e^x with the same relative error for all x: the power of 2 is split off and multiplied in
-    last."""
+    """e^x with the same relative error for all x: the power of 2 is a separate factor."""
     # e^x is inf above the first bound and 0 below the second; NaN stays
     x = tl.where(x > 89.0, 89.0, tl.where(x < -104.0, -104.0, x))
     n = tl.floor(x * LOG2_E + 0.5)
@@ -111,10 +110,8 @@ def _decay(x):
     """(q, 1 / (1 + q)) with q = e^(-2 |x|), which compilers compute once for tanh and its slope.
 
     1 / y is written as 1 / sqrt(y^2): two instructions on any GPU. Its error is 2^-22.9 plus half
-    of
-    the square's rounding error. A division takes ten instructions, and Triton's interpreter knows
-    no
-    approximate division.
+    of the square's rounding error. A division takes ten instructions, and Triton's interpreter
+    knows no approximate division.
     """
     q = tl.exp2(tl.abs(x) * MINUS_2_LOG2_E)
     y = 1.0 + q

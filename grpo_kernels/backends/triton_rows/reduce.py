@@ -252,8 +252,7 @@ def finish(m, rest, t):
     """(rest, log sum_j e^(x_j - m), entropy of softmax(x)) of a whole row.
 
     All are NaN if m is NaN or -inf. If m is +inf, only the entropy is NaN, since all other logits
-    have
-    probability 0.
+    have probability 0.
     """
     odd = m - m  # 0, or NaN
     rest = tl.where(m == float("inf"), rest, rest + odd)

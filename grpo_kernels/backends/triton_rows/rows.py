@@ -55,8 +55,7 @@ class TritonRows(FusedRowBackend):
             launch_grad(chunk, stats, coefficients, out, config)
 
     def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
-        """See `RowBackend.scale`. A factor per row comes only with d hidden, which is small: torch
-        does it."""
+        """See `RowBackend.scale`. torch applies factors per row, which only d hidden gets."""
         if factor.dim() > 0 or not (x.is_contiguous() and out.is_contiguous()):
             super().scale(x, factor, out)
             return

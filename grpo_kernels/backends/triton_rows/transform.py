@@ -59,8 +59,7 @@ def chunk_arguments(chunk: Chunk) -> dict[str, Any]:
 
 @triton.jit
 def row_block(block, n, BLOCK_N: tl.constexpr):
-    """The rows (BLOCK_N,) of a block, and which of them count: the last row is repeated past the
-    end."""
+    """The rows (BLOCK_N,) of a block, and which count: past the end, the last row is repeated."""
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     return tl.minimum(rows, n - 1), rows < n
 
@@ -74,10 +73,8 @@ def row_pointers(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCA
     Functions pass a head's rows as one tuple, `source`: (row pointers, bias pointer, inner, outer).
     Each
     kernel builds that tuple itself: in Triton 3.6 no function can return a tuple that holds None,
-    and
-    the bias pointer may be None. HAS_SOFTCAP and ROUNDED_TO are separate arguments: Triton turns
-    flags
-    in a tuple into run-time numbers, and a tuple cannot hold a dtype.
+    and the bias pointer may be None. HAS_SOFTCAP and ROUNDED_TO are separate arguments: Triton
+    turns flags in a tuple into run-time numbers, and a tuple cannot hold a dtype.
     """
     inner = tl.cast(inner, tl.float32)
     outer = tl.cast(outer, tl.float32)
@@ -134,8 +131,7 @@ def row_slope(source, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def bend(x, source):
-    """The factor of d z / d x that differs by element with a soft-cap; `row_slope` is the other
-    one."""
+    """The factor of d z / d x that differs by element with a soft-cap; see `row_slope`."""
     _row_ptrs, _bias_ptr, inner, _outer = source
     return quarter_tanh_slope(x * inner)
 
@@ -158,8 +154,7 @@ def load_tile(source, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
     """A tile of the projection as four quarters (R, W), and the columns (1, W) of each.
 
     The tile starts at column `start`. `end` is the end of the vocabulary, or None if it is beyond
-    this
-    tile.
+    this tile.
     """
     x0, columns0 = load_x(source, start, end, ROUNDED_TO, W)
     x1, columns1 = load_x(source, start + W, end, ROUNDED_TO, W)
