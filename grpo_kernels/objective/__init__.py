@@ -1,2 +1,4 @@
-"""The losses: functions of log-probabilities, entropies and advantages; no vocabulary, no
-engine."""
+"""The losses: functions of log-probabilities, entropies and advantages.
+
+They know neither the vocabulary nor the engines.
+"""

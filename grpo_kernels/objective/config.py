@@ -1,8 +1,8 @@
-"""Options of the loss: a frozen config with the options of TRL 1.16's ``GRPOConfig``, checked once;
-and checks of the inputs that a config needs.
+"""Options of the loss: a frozen config with the options of TRL 1.16's ``GRPOConfig``.
 
-Every name and default is TRL's, except those marked *not in TRL*. Published algorithms are presets
-(`grpo_kernels.presets`).
+The config is checked once, when it is made. Further checks here are of the inputs that a config
+needs. Every name and default is TRL's, except those marked *not in TRL*. Published algorithms are
+presets (`grpo_kernels.presets`).
 """
 
 from __future__ import annotations
@@ -161,10 +161,11 @@ class LossConfig:
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape of the VESPO surrogate
             for positive and negative advantages.
 
-    If you set a field that only other loss types read, or an option of the sampler correction while
-    that is off, the call ignores it, with a warning. To change fields of a config or of a preset,
-    use `dataclasses.replace`, or pass them beside it: ``GRPOLoss(presets.DAPO, beta=0.1)``.
-    Soft-cap, scale and precision of the logits are options of the head, `grpo_kernels.Head`.
+    The call ignores a field that only other loss types read, and options of the sampler correction
+    while the correction is off; if you set one, a warning says so. To change fields of a config or
+    of a preset, use `dataclasses.replace`, or pass the fields after the config:
+    ``GRPOLoss(presets.DAPO, beta=0.1)``. Soft-cap, scale and precision of the logits are options of
+    the head, `grpo_kernels.Head`.
 
     Raises:
         TypeError, ValueError: a field has the wrong type or is out of range; the message names the
@@ -196,7 +197,7 @@ class LossConfig:
     vespo_lambda_neg: float = field(default=2.0, metadata=_at_least(0.0))
 
     def __post_init__(self) -> None:
-        for option in fields(self):  # store Python types, also for numpy's or enums
+        for option in fields(self):  # convert numpy's types and enums to Python's types
             if option.name in FIELDS:  # a subclass may have more
                 value = _checked(option.name, getattr(self, option.name), option.metadata)
                 object.__setattr__(self, option.name, value)
@@ -222,7 +223,7 @@ class LossConfig:
         told = [f"{x.name}={v!r}" for x, v in values if x.name == "loss_type" or v != x.default]
         return f"{type(self).__name__}({', '.join(told)})"
 
-    if not TYPE_CHECKING:  # else type checkers would accept the call
+    if not TYPE_CHECKING:  # otherwise type checkers would accept the call
 
         def __call__(self, *_: object, **fields: object) -> LossConfig:
             """Raise TypeError: fields are changed by `dataclasses.replace`."""
@@ -256,14 +257,13 @@ class LossConfig:
 
     @property
     def corrects_sampling(self) -> bool:
-        """True if the loss computes the importance sampling ratio, from
-        `sampling_per_token_logps`."""
+        """True if the loss computes the ratio to the sampler, from `sampling_per_token_logps`."""
         wanted = self.vllm_importance_sampling_correction
         return wanted and loss_type_of(self).importance_ratio is not None
 
     @classmethod
     def from_trl(cls, args: Any, **overrides: Unpack[LossFields]) -> LossConfig:
-        """Return the config of the loss that a ``trl.GRPOConfig``, or a similar object, describes.
+        """Convert a ``trl.GRPOConfig``, or a similar object, to the config of its loss.
 
         Fields that `args` lacks keep their defaults; `overrides` take precedence over `args`.
         Soft-cap and scale, which TRL reads from the model, belong to the `Head`.
@@ -280,8 +280,8 @@ class LossConfig:
                 ``mask_truncated_completions``, ``cast_lm_head_to_fp32``, ``router_aux_loss_coef``.
                 The message says what to do instead.
             TypeError: `args` is the config of a TRL trainer with another loss (``RLOOConfig``,
-                ``DistillationConfig``), or has none of the fields. A mapping raises this error,
-                too, because its misspelled keys would go unnoticed.
+                ``DistillationConfig``), or has none of the fields. A mapping raises this error too,
+                because misspelled keys of a mapping would go unnoticed.
         """
         own = [x.__name__ for x in type(args).__mro__ if x.__module__.partition(".")[0] == "trl"]
         is_like = "GRPOConfig" in own
@@ -325,12 +325,12 @@ def sampling_ratio_is_per_sequence(config: LossConfig) -> bool:
 
 
 def truncates_sampling_ratio(config: LossConfig) -> bool:
-    """True if that ratio is clamped to its bounds, False if it is 0 outside of them."""
+    """True if the ratio is clamped to its bounds, False if it is 0 outside them."""
     return config.vllm_importance_sampling_mode.endswith("_truncate")
 
 
 def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
-    """`LossConfig.from_trl` for TRL's trainer, which itself handles the options refused there."""
+    """Do as `LossConfig.from_trl`, but accept the options that TRL's trainer handles itself."""
     found = {name: getattr(args, name) for name in FIELDS if hasattr(args, name)}
     # the trainer computes the ratio, so the loss must not
     found.pop("vllm_importance_sampling_correction", None)
@@ -347,7 +347,7 @@ def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
     config = LossConfig(**{**found, **overrides})
     if "max_completion_length" in overrides or divides_by_length(config):
         return config
-    return replace(config, max_completion_length=None)  # of the generation alone
+    return replace(config, max_completion_length=None)  # it only limits the generation
 
 
 def _is_optional(name: str) -> bool:
@@ -355,7 +355,7 @@ def _is_optional(name: str) -> bool:
 
 
 def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
-    """Return `value` as a Python type; it must fit the field's annotation and `rule`."""
+    """Convert `value` to a Python type; raise unless it fits the field's annotation and `rule`."""
     kind = _TYPES[name]
     if get_origin(kind) is Literal:
         allowed = get_args(kind)
@@ -381,7 +381,7 @@ def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
 
 
 def preset_hint(name: Any) -> str:
-    """Return a hint at the preset of this `name`, if there is one."""
+    """Hint at the preset of this `name`; "" if there is none."""
     preset = str(name).upper().replace("-", "_")
     if preset not in PRESETS:
         return ""
@@ -404,7 +404,7 @@ def check_kind(config: Any) -> None:
 
 
 def check_config(config: Any) -> None:
-    """Require a LossConfig that has all that its loss needs."""
+    """Require a LossConfig with every field that its loss needs."""
     check_kind(config)
     if divides_by_length(config) and config.max_completion_length is None:
         raise ValueError(
@@ -420,8 +420,10 @@ _DEFAULT = LossConfig()
 def config_with(
     config: LossConfig | None, options: Mapping[str, Any], call: Collection[str], function: str
 ) -> LossConfig:
-    """Return `config`, or the default one, with the fields in `options`. These are keyword
-    arguments of `function`; its other arguments are `call`."""
+    """Replace the fields in `options` in `config`, or in the default one.
+
+    `options` are keyword arguments of `function`, and `call` are its other arguments, for errors.
+    """
     config = _DEFAULT if config is None else config
     if not options:
         return config
@@ -512,7 +514,7 @@ def check_terms(
     *,
     has_reference: bool = False,
 ) -> None:
-    """Require a KL term's own reference and no other; warn of one that nothing reads."""
+    """Require the reference that the KL term reads and no other; warn of an unread one."""
     check_objective(config, objective)
     # an objective may not read it: `PolicyObjective.per_token_loss` checks if it does
     if config.estimates_kl and ref_per_token_logps is None and objective is None:
@@ -554,8 +556,11 @@ def check_sampling(
 
 
 def check_centering(config: LossConfig, objective: Any, inputs: Mapping[str, Any]) -> None:
-    """If `inputs`, the call's arguments by name, have a sampler's candidates, require a policy term
-    -A w logp, where w is a constant known for every candidate."""
+    """If the call has a sampler's candidates, require a loss whose score they can center.
+
+    That is a policy term -A w logp, where w is a constant known for every candidate. `inputs` are
+    the call's arguments by name.
+    """
     given = [inputs["sampling_topk_ids"] is not None, inputs["sampling_topk_logps"] is not None]
     if not any(given):
         return
@@ -612,7 +617,7 @@ def warn_of_inputs(
             f"old_per_token_logps: rounded to {old_per_token_logps.dtype}, so ratios that "
             "should be 1 are off by 1% or more; keep them in torch.float32"
         )
-    if objective is None:  # else the config's loss may not be read
+    if objective is None:  # an objective may not read the config's loss
         if importance_sampling_ratio is None:
             _warn_of_sampling_options(config)
         elif loss_type_of(config).importance_ratio is None:
@@ -621,8 +626,11 @@ def warn_of_inputs(
 
 
 def _warn_of_sampling_options(config: LossConfig) -> None:
-    """Warn, once, of options of the importance sampling ratio in a loss without one. (A ratio that
-    is given may come from a trainer with these options.)"""
+    """Warn once of options of the importance sampling ratio in a loss without a ratio.
+
+    A ratio that the caller passes may come from a trainer with these options, so it gets no
+    warning.
+    """
     if config.vllm_importance_sampling_correction:
         return
     names = [f"vllm_importance_sampling_{x}" for x in ("mode", "clip_max", "clip_min")]
@@ -640,7 +648,7 @@ _UNUSED = "not used by loss_type = {!r}; leave it out"
 
 @functools.cache
 def _unread(config: LossConfig) -> tuple[str, ...]:
-    """Return the fields that are set and that only other loss types read."""
+    """The fields that are set and that only other loss types read."""
     read = loss_type_of(config).reads
     if loss_type_of(config).capped_tokens is not None and config.epsilon_high is None:
         read = ("epsilon",)  # the cap then
@@ -656,8 +664,10 @@ def _unread(config: LossConfig) -> tuple[str, ...]:
 
 
 def warn_of_loss(config: LossConfig, *, on_policy: bool) -> None:
-    """Warn, once each, of an option without effect and of a clip range that is likely a mistake (no
-    error, as in TRL)."""
+    """Warn of an option without effect, and of a clip range that is likely a mistake, once each.
+
+    These are no errors, as in TRL.
+    """
     if config.kl_estimator != "k3" and config.beta == 0.0:
         warn_once(
             f"kl_estimator: {config.kl_estimator!r} has no effect in a loss with beta = 0; give "

@@ -1,7 +1,6 @@
-"""Custom losses: any torch function of per-token log-probabilities and entropies, with the same
-engines.
+"""Custom losses: any torch function of per-token log-probabilities and entropies.
 
-::
+They run on the same engines as the built-in losses::
 
     @grpo_kernels.token_level
     def reinforce(tokens):
@@ -44,17 +43,17 @@ OPTIONAL = ("ref_per_token_logps", "sampling_per_token_logps", "importance_sampl
 class TokenInputs:
     """Inputs of a custom objective; all tensors have the shape of `logps`.
 
-    For a `token_level` function, that shape is (n,), a chunk of the counted tokens. Otherwise it
-    is (B, T), with 0 at masked positions; in a packed batch, T is the length of the longest
-    sequence. Only `logps`, `entropies` and `loss` carry a gradient. A function that reads another
-    tensor with a gradient, such as a parameter of your own, raises an error.
+    For a `token_level` function, that shape is (n,), a chunk of the counted tokens. Otherwise it is
+    (B, T), with 0 at masked positions; in a packed batch, T is the length of the longest sequence.
+    Only `logps`, `entropies` and `loss` carry a gradient. A function that reads another tensor with
+    a gradient, such as a parameter of your own, raises an error.
 
     Attributes:
         logps, entropies: the policy's log-probabilities and entropies, with gradient.
         mask: bool, True for tokens that count.
         advantages: the advantage of each token.
-        old_per_token_logps: the caller's values; without any, the current log-probabilities, held
-            constant.
+        old_per_token_logps: the caller's values; if the caller passes none, the current
+            log-probabilities, held constant.
         ref_per_token_logps, sampling_per_token_logps, importance_sampling_ratio: the caller's
             values, or None.
         index: int64, the token's index in the caller's flattened batch, (B * T positions, or N if
@@ -98,7 +97,7 @@ class TokenInputs:
             )
         return self._loss()
 
-    if not TYPE_CHECKING:  # else type checkers would accept any name
+    if not TYPE_CHECKING:  # otherwise type checkers would accept any name
 
         def __getattr__(self, name: str) -> Any:
             if name in ("ratio", "log_ratio"):
@@ -118,7 +117,7 @@ PerTokenLoss = Callable[[TokenInputs], Tensor]
 
 
 def with_loss(tokens: TokenInputs, loss: Callable[[], Tensor]) -> TokenInputs:
-    """Return `tokens`, whose `loss` now calls `loss`."""
+    """Set the function that `tokens.loss` calls."""
     object.__setattr__(tokens, "_loss", loss)
     return tokens
 
@@ -153,14 +152,14 @@ def token_level(objective: PerTokenLoss) -> PerTokenLoss:
 
 
 def _declared(function: Any, name: str, default: bool) -> bool:
-    """Return what `function`, or the function inside a ``functools.partial``, declares."""
+    """What `function`, or the function inside a ``functools.partial``, declares."""
     while isinstance(function, functools.partial):
         function = function.func
     return bool(getattr(function, name, default))
 
 
 class CustomObjective:
-    """A user's function in place of `PolicyObjective`."""
+    """An objective that calls a user's function, used instead of `PolicyObjective`."""
 
     is_expected = False
     live = None  # any token may have a gradient
@@ -172,8 +171,10 @@ class CustomObjective:
         of_config: PolicyObjective,
         chosen: Tensor | None = None,
     ) -> None:
-        """Take `tokens`, and the config's loss of them; `chosen` (n,) are their indices in the
-        layout (None: all of it)."""
+        """Take `tokens`, and the config's loss of them.
+
+        `chosen` (n,) are the indices of the tokens in the layout; None means all of it.
+        """
         self.function, self.tokens, self.of_config = function, tokens, of_config
         self._chosen = chosen
         self.known: Literal["own_row", "all_rows"] = "all_rows"
@@ -182,8 +183,10 @@ class CustomObjective:
 
     @cached_property
     def has_entropy_gradient(self) -> bool:
-        """True if the loss depends on the entropies, as a call on zeros shows; False if
-        ``uses_entropies`` is False."""
+        """True if the loss depends on the entropies, found by a call on zeros.
+
+        False if the function declares ``uses_entropies = False``.
+        """
         if not _declared(self.function, "uses_entropies", True):
             return False
         nothing = torch.zeros_like(self.tokens.advantages)
@@ -194,7 +197,7 @@ class CustomObjective:
         return not self.has_entropy_gradient
 
     def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
-        """Return the coefficients of the tokens at `index` (m,), from these tokens alone."""
+        """Compute the coefficients of the tokens at `index` (m,) from these tokens alone."""
         chosen = index if self._chosen is None else self._chosen[index]
         some = self.tokens.at(index), self.of_config.at(index), chosen
         return CustomObjective(self.function, *some).evaluate(stats).coefficients
@@ -204,8 +207,9 @@ class CustomObjective:
         return None
 
     def evaluate(self, stats: RowStats) -> Evaluation:
-        """Compute the loss and its gradient, by autograd, at log-probabilities and entropies, (n,)
-        each.
+        """Compute the loss and its gradient, by autograd, from per-token numbers (n,).
+
+        The numbers are log-probabilities and entropies.
 
         Raises:
             ValueError: the function does not return a per-token loss.
@@ -231,8 +235,10 @@ class CustomObjective:
         )
 
     def _call(self, logps: Tensor, entropies: Tensor) -> tuple[Tensor, MetricInputs | None]:
-        """Return the function's loss of each token, (n,); and the inputs of the metrics of the
-        config's own loss, if the function reads it."""
+        """Call the function; return its loss of each token, (n,), and inputs of the metrics.
+
+        The latter belong to the config's own loss; None if the function does not read that loss.
+        """
         layout, tokens, couples = self.tokens.layout, self.tokens, self.known == "all_rows"
 
         def shaped(x: Tensor) -> Tensor:
@@ -261,7 +267,7 @@ class CustomObjective:
             return x[layout.sequence, layout.column] if couples else x
 
         @functools.cache
-        def of_config() -> Tensor:  # differentiable in the `logps` that the function has
+        def of_config() -> Tensor:  # differentiable in the `logps` that the function gets
             own, alone = self.of_config, not couples
             # not `inputs`, which holds this function: a cycle would keep all these tensors
             losses, metric_inputs = own.per_token_loss(rows(visible), entropies, alone=alone)
@@ -299,8 +305,10 @@ class CustomObjective:
 
 
 def _check_leaves(loss: Tensor, *inputs: Tensor) -> None:
-    """Raise ValueError if `loss` depends on a trained tensor other than `inputs`, which would get
-    no gradient."""
+    """Raise ValueError if `loss` depends on a trained tensor other than `inputs`.
+
+    Such a tensor would get no gradient.
+    """
     left, seen = [loss.grad_fn], set()
     while left:
         node = left.pop()

@@ -49,7 +49,7 @@ class Expectation:
 
 
 def expectation_of(objective: PolicyObjective | CustomObjective, tokens: Tokens) -> Expectation:
-    """Return the expected gradient of a loss of `tokens`, for ids of the batch's shape."""
+    """Make the `Expectation` of a loss of `tokens`, for ids of the batch's shape."""
     layout, ids, dtype = tokens.layout, tokens.ids, tokens.advantages.dtype
     row = torch.zeros(math.prod(layout.shape), dtype=torch.long, device=ids.device)
     row[layout.positions] = torch.arange(len(tokens), device=row.device)
@@ -74,13 +74,14 @@ Expected = (
 
 
 class ExpectedGradient:
-    """The expected gradient of a call's rows, which the backward compares with the one that
-    arrives. The comparison would wait, so in a CUDA graph nothing is expected.
+    """The expected gradient of a call's rows; the backward compares it with the upstream gradient.
+
+    The comparison would wait for the device, so nothing is expected in a CUDA graph.
 
     Args:
-        compute: a function from the index (m,) of rows and their statistics to coefficients; None:
-            not known row by row.
-        live: (n,) bool, rows that may have a coefficient other than 0; None: all.
+        compute: a function from the index (m,) of rows and their statistics to coefficients. None:
+            a row alone does not determine them.
+        live: (n,) bool, rows that may have a coefficient other than 0; None means all rows.
         one_coefficient: True if each row has a single coefficient.
         coefficients: (n,), if known before the forward.
     """
@@ -112,7 +113,7 @@ class ExpectedGradient:
         return self.compute(index, stats)
 
     def fused_loss(self) -> FusedLoss | None:
-        """Return the gradient of divergences from a second head as a loss."""
+        """The gradient of divergences from a second head, as a loss."""
         if self.coefficients is None or self.coefficients.d_divergence is None:
             return None
         weights, d_logp = self.coefficients.d_divergence, self.coefficients.d_logp
@@ -135,9 +136,9 @@ class ExpectedGradient:
 def divergence_weights(
     name: str, expected: Tensor | None, hidden: Tensor, positions: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return the expected gradient (n,) with respect to the divergences at `positions` (n,).
+    """Read the expected gradient (n,) with respect to the divergences at `positions` (n,).
 
-    If `expected` is None, it is the gradient of their mean. Errors call it `name`.
+    If `expected` is None, it is the gradient of the mean divergence. Errors call it `name`.
     """
     if expected is None:
         return torch.full_like(positions, 1.0 / max(1, len(positions)), dtype=dtype)
@@ -155,8 +156,10 @@ def expected_divergence(
     *,
     entropy: bool,
 ) -> ExpectedGradient:
-    """Read the expected gradient with respect to divergences and log-probabilities, up to one
-    factor; an `Expectation` adds entropies."""
+    """Read the expected gradient of divergences and log-probabilities, up to one factor.
+
+    An `Expectation` adds entropies.
+    """
     if isinstance(expected, Expectation):
         shape = hidden.shape[:-1]
         of_ids = hidden.new_zeros((), dtype=torch.long).expand(shape) if ids is None else ids

@@ -1,7 +1,6 @@
-"""The loss types, each declared once in `LOSSES`, and their parts: log-ratios, clipping,
-normalizers.
+"""The loss types, each declared once in `LOSSES`, and their parts.
 
-CONTRIBUTING.md says how to add one.
+The parts are log-ratios, clipping and normalizers. CONTRIBUTING.md says how to add a loss type.
 
 Every normalizer is one weight per token: ``loss = sum(weight * per_token_loss)``. With m the mask,
 n_b the counted tokens of sequence b (at least 1), B the number of sequences:
@@ -36,8 +35,7 @@ _LOWEST_LOG_WEIGHT, _HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # VESPO's range,
 
 
 class LogRatio:
-    """The log-ratio R that a policy term reads, and the way back from d loss / d R to d loss / d
-    logp."""
+    """The log-ratio R of a policy term, and the map from d loss / d R to d loss / d logp."""
 
     def __init__(
         self,
@@ -46,8 +44,10 @@ class LogRatio:
         passes: Tensor | None = None,
         kept: Tensor | None = None,
     ) -> None:
-        """Take `log_ratio` (n,) as R; with `tokens`, take its mean over the sequence's `kept`
-        tokens, where `passes` (n,) bool marks the tokens that get d R."""
+        """Take `log_ratio` (n,) as R or, with `tokens`, its mean over the sequence's `kept` tokens.
+
+        `passes` (n,) bool marks the tokens that get d R.
+        """
         self._tokens, self._passes = tokens, passes
         self.is_shared = tokens is not None  # one per sequence
         if tokens is None:
@@ -68,7 +68,7 @@ class LogRatio:
 
 
 def of_level(config: Config, tokens: Tokens, token_log_ratio: Tensor, _: Tensor | None) -> LogRatio:
-    """R by `importance_sampling_level`: the token's own log-ratio, or its sequence's mean."""
+    """R by `importance_sampling_level`: the token's log-ratio, or the mean over its sequence."""
     by_sequence = config.importance_sampling_level == "sequence"
     return LogRatio(tokens if by_sequence else None, token_log_ratio)
 
@@ -76,8 +76,10 @@ def of_level(config: Config, tokens: Tokens, token_log_ratio: Tensor, _: Tensor 
 def clipped_mean(
     config: Config, tokens: Tokens, token_log_ratio: Tensor, kept: Tensor | None
 ) -> LogRatio:
-    """GMPO's R: the sequence's mean of `kept` log-ratios, each clipped from above if A > 0, else
-    from below."""
+    """GMPO's R: the mean of the sequence's `kept` log-ratios, each clipped first.
+
+    A log-ratio is clipped from above if A > 0, else from below.
+    """
     up, low, high = tokens.advantages > 0, -config.epsilon, config.clip_high
     bounded = torch.where(up, token_log_ratio.clamp(max=high), token_log_ratio.clamp(min=low))
     passes = torch.where(up, token_log_ratio <= high, token_log_ratio >= low)
@@ -87,8 +89,10 @@ def clipped_mean(
 
 
 def sequence_log_weight(tokens: Tokens, token_log_ratio: Tensor) -> Tensor:
-    """(n,) VESPO's log w of a token's sequence: clamped log-ratios and log importance ratios,
-    summed."""
+    """(n,) VESPO's log w of each token's sequence.
+
+    It is the sum of clamped log-ratios and clamped log importance ratios.
+    """
     low, high = _LOWEST_LOG_WEIGHT, _HIGHEST_LOG_WEIGHT
     log_weight = tokens.layout.sequence_sum(token_log_ratio.clamp(-high, high))
     if tokens.sampling_ratio_per_sequence is not None:
@@ -116,15 +120,17 @@ def outside_range(
 def outside_log_range(
     config: Config, ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same with each token's log-ratio and [-epsilon, epsilon_high]."""
+    """Log-ratio < -epsilon and A < 0; log-ratio > epsilon_high and A > 0."""
     below, above = token_log_ratio < -config.epsilon, token_log_ratio > config.clip_high
     return below & (advantages < 0), above & (advantages > 0)
 
 
 @dataclass(frozen=True)
 class LossType:
-    """Definition of a loss type, without the parts that all types share: KL term, entropy bonus,
-    masks, engines."""
+    """Definition of a loss type, without the parts that all types share.
+
+    Those parts are the KL term, the entropy bonus, the masks and the engines.
+    """
 
     name: LossTypeName
     # a name in `formulas.SURROGATES`: of the log-ratio, or, if `is_linear`, a weight times logp.
@@ -216,7 +222,7 @@ LOSSES = {
 
 
 def loss_type_of(config: Config) -> LossType:
-    """The loss type of a config."""
+    """The loss type that a config names."""
     return LOSSES[config.loss_type]
 
 
@@ -226,7 +232,7 @@ def token_weights(
     num_items_in_batch: float | Tensor | None,  # a number or tensor (); below 1 counts as 1
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return each counted token's weight (n,) by the normalizer."""
+    """Compute each counted token's weight (n,) by the normalizer."""
     batch, device = max(layout.batch, 1), layout.positions.device
     normalizer = loss_type_of(config).normalizer
 
@@ -249,7 +255,7 @@ def token_weights(
 
 
 def warn_of_length(config: Config, layout: Layout) -> None:
-    """Warn, once, of a completion longer than the constant that divides the loss."""
+    """Warn once of a completion longer than the constant that divides the loss."""
     if loss_type_of(config).normalizer != "max_length" or layout.lengths.device.type != "cpu":
         return
     longest = int(layout.lengths.max()) if layout.batch else 0
@@ -262,7 +268,7 @@ def warn_of_length(config: Config, layout: Layout) -> None:
 
 
 def warn_of_advantages(config: Config, tokens: Tokens) -> None:
-    """Warn, once, of advantages per token beside a ratio per sequence."""
+    """Warn once of advantages per token with a ratio per sequence."""
     advantages, sequence = tokens.advantages, tokens.layout.sequence
     if config.importance_sampling_level != "sequence" or advantages.device.type != "cpu":
         return
@@ -275,8 +281,11 @@ def warn_of_advantages(config: Config, tokens: Tokens) -> None:
 
 
 def averaged_over(config: Config, *, num_items: bool) -> str:
-    """Return what a call's policy loss is a mean over: "sequences", "tokens", or "nothing" if the
-    losses of a batch's calls add up. `num_items` is True if ``num_items_in_batch`` was given."""
+    """What a call's policy loss is a mean over: "sequences", "tokens", or "nothing".
+
+    "nothing" means that the losses of a batch's calls add up. `num_items` is True if
+    ``num_items_in_batch`` was given.
+    """
     normalizer = loss_type_of(config).normalizer
     if normalizer == "num_items" and num_items:
         return "nothing"

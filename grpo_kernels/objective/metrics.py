@@ -29,11 +29,12 @@ def loss_metrics(
     *,
     num_items: bool,
 ) -> Metrics:
-    """Return the metrics of one loss, whose backward has products for `gradient_count` () tokens.
+    """Compute the metrics of one loss, whose backward has products for `gradient_count` () tokens.
 
     `num_items` is True if ``num_items_in_batch`` was given. Means are over the counted tokens, or
     over the sequences if there is one value per sequence. A sequence without a counted token has
-    ratio 1. Sums over the tokens are taken once, at the end: one for all numbers, one for all
+    ratio 1.
+    Sums over the tokens are computed together at the end: one sum for all numbers, one for all
     flags.
     """
     layout, inputs, n = tokens.layout, evaluation.metric_inputs, len(tokens)

@@ -72,7 +72,7 @@ CENTERED_ROWS = 2048  # at a time, in double precision
 
 
 def stats_of_logps(logps: Tensor, entropies: Tensor) -> RowStats:
-    """Log-probabilities and entropies (n,) as statistics that a loss reads."""
+    """Log-probabilities and entropies (n,) in the record that a loss reads."""
     return RowStats(logps, logps, logps, entropies)
 
 
@@ -198,7 +198,9 @@ class PolicyObjective:
     @cached_property
     def live(self) -> Tensor | None:
         """(n,) bool: False where both derivatives, a and b, are known to be 0 before the forward.
-        None means True everywhere."""
+
+        None means True everywhere.
+        """
         config, tokens = self.config, self.tokens
         if config.beta != 0.0 or self.has_entropy_gradient:
             return None
@@ -215,8 +217,10 @@ class PolicyObjective:
         return live
 
     def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
-        """Return the coefficients at `index` (m,) from these tokens' statistics alone; only if
-        tokens are not coupled."""
+        """Compute the coefficients at `index` (m,) from these tokens' statistics alone.
+
+        Only valid if tokens are not coupled.
+        """
         logps = stats.logps
         if self.on_policy and not self.lacks_sampling_ratio:
             d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one.d_logp[index])
@@ -232,7 +236,7 @@ class PolicyObjective:
         return Coefficients(d_logp, d_entropy, self._d_divergence(index), d_topk)
 
     def at(self, index: Tensor) -> PolicyObjective:
-        """Return the loss of the tokens at `index` (m,), with the ratios that they have here."""
+        """The loss of the tokens at `index` (m,), with the ratios that they have here."""
         return PolicyObjective(self.config, self.tokens.at(index), self.token_weights[index])
 
     def _d_divergence(self, index: Tensor | slice = slice(None)) -> Tensor | None:
@@ -250,8 +254,7 @@ class PolicyObjective:
         return tuple(float(x) for x in self.loss_type.constants(self.config))
 
     def fused_loss(self) -> FusedLoss | None:
-        """Return the loss that a row kernel can compute by itself; None if tokens are coupled or
-        lack their ratio."""
+        """The loss in a row kernel's form; None if tokens are coupled or lack their ratio."""
         if self.known == "all_rows" or self.lacks_sampling_ratio or self.is_centered:
             return None
         config, tokens = self.config, self.tokens
@@ -272,10 +275,12 @@ class PolicyObjective:
         )
 
     def evaluate(self, stats: RowStats) -> Evaluation:
-        """Compute the loss and its gradient at the statistics of all tokens. They come from the
-        terms that a row kernel computed for `fused_loss`; or from log-probabilities, entropies,
-        divergences (with a second head) and the log-probabilities (n, K) of a sampler's
-        candidates."""
+        """Compute the loss and its gradient from the statistics of all tokens.
+
+        The statistics hold either the terms that a row kernel computed for `fused_loss`, or
+        log-probabilities, entropies, divergences (with a second head) and the log-probabilities (n,
+        K) of a sampler's candidates.
+        """
         logps, entropies, keep, d_topk = stats.logps, cast(Tensor, stats.entropies), None, None
         if stats.loss_terms:
             policy_loss, d_logp, metric_inputs = self._of_kernel(stats.loss_terms)
@@ -288,7 +293,7 @@ class PolicyObjective:
                 per_token = per_token + centering
             policy_loss = (self.token_weights * per_token).sum()
         loss, d_entropy = policy_loss, None
-        if self.has_entropy_gradient:  # of the mean over the kept tokens
+        if self.has_entropy_gradient:  # the bonus is the mean entropy of the kept tokens
             kept = torch.ones_like(entropies) if keep is None else keep.to(entropies.dtype)
             weights = self.config.entropy_coef * kept / kept.sum().clamp(min=1.0)
             loss, d_entropy = policy_loss - times(entropies, weights).sum(), -weights
@@ -299,8 +304,9 @@ class PolicyObjective:
     def per_token_loss(
         self, logps: Tensor, entropies: Tensor, *, alone: bool
     ) -> tuple[Tensor, MetricInputs]:
-        """Return l_t (n,) without the entropy bonus, differentiable once in `logps`, and the inputs
-        of the metrics.
+        """Compute l_t (n,) without the entropy bonus, and the inputs of the metrics.
+
+        l_t is differentiable once in `logps`.
 
         Raises:
             ValueError: tokens are coupled, and `alone` says that these may be only some of them.
@@ -319,8 +325,7 @@ class PolicyObjective:
         return _LossOfTokens.apply(logps, loss, self, keep), metric_inputs
 
     def _of_kernel(self, terms: dict[str, Tensor]) -> tuple[Tensor, Tensor, MetricInputs]:
-        """Return the loss without the entropy bonus, a_t, and the inputs of the metrics, from the
-        terms of a fused kernel."""
+        """Loss without the entropy bonus, a_t and inputs of the metrics, from a kernel's terms."""
         policy_loss, at_one = terms["loss"].sum(), None
         if self.on_policy:
             at_one = self._at_ratio_one.metric_inputs
@@ -341,7 +346,7 @@ class PolicyObjective:
     def _centering(
         self, topk_logps: Tensor, logps: Tensor, keep_entropy: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return A_t sum_H c_v log p_v, and d loss / d log p_v (n, K)."""
+        """A_t sum_H c_v log p_v (n,), and d loss / d log p_v (n, K)."""
         factor = self.tokens.advantages
         for keep in (_near_policy(self.config, self.tokens, logps), keep_entropy):
             factor = factor if keep is None else torch.where(keep, factor, 0.0)
@@ -358,8 +363,7 @@ class PolicyObjective:
     def _per_token(
         self, logps: Tensor, keep_entropy: Tensor | None, divergences: Tensor | None
     ) -> tuple[Tensor, Tensor, MetricInputs]:
-        """Return l_t and a_t of each token, both without the entropy bonus, and the inputs of the
-        metrics.
+        """l_t and a_t of each token, without the entropy bonus, and the inputs of the metrics.
 
         Without `divergences` l_t lacks beta D_t; a_t never includes it.
         """
@@ -409,8 +413,10 @@ class PolicyObjective:
         return loss, a, metric_inputs
 
     def _sampling_terms(self, logps: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return the importance sampling ratio; and old - sampling logps, NaN included, if the
-        ratio comes from them."""
+        """The importance sampling ratio; and old - sampling logps, if the ratio comes from them.
+
+        The difference may contain NaN.
+        """
         tokens = self.tokens
         if not self.config.corrects_sampling:
             return tokens.unexpanded_sampling_ratio, None
@@ -418,8 +424,10 @@ class PolicyObjective:
         return tokens.unexpanded_sampling_ratio, old - tokens.sampling_per_token_logps
 
     def _gate(self, near_policy: Tensor | None, keep_entropy: Tensor | None) -> Tensor | None:
-        """Return the factor (n,) on the policy term: 0 if a mask drops the token, else the
-        importance sampling ratio. None if it is 1 everywhere."""
+        """The factor (n,) on the policy term; None if it is 1 everywhere.
+
+        It is 0 if a mask drops the token, else the importance sampling ratio.
+        """
         tokens, gate = self.tokens, None
         if self.loss_type.importance_ratio == "factor":
             gate = tokens.importance_sampling_ratio
@@ -430,8 +438,7 @@ class PolicyObjective:
         return gate
 
     def _estimated_kl(self, log_ratio: LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the KL estimate per token, without beta, and its part of a = d loss / d logp, with
-        beta."""
+        """The KL estimate per token, without beta; and the part of a_t from it, with beta."""
         config, weights = self.config, self.config.beta * self.token_weights
         ref: Any = self.tokens.ref_per_token_logps
         kl, d_kl, d_corrected = ESTIMATORS[config.kl_estimator](logps, ref)
@@ -475,8 +482,11 @@ def _couples_tokens(config: LossConfig, *, on_policy: bool, sampled: bool) -> bo
 
 
 class _LossOfTokens(torch.autograd.Function):
-    """``forward(ctx, logps, loss, objective, keep)`` -> `loss` (n,), with its gradient in logps:
-    a_t, where the upstream gradient is the weights. That gradient cannot be differentiated."""
+    """``forward(ctx, logps, loss, objective, keep)`` -> `loss` (n,), with its gradient in logps.
+
+    That gradient is a_t with the upstream gradient as the weights. It cannot be differentiated
+    again.
+    """
 
     @staticmethod
     def forward(
@@ -537,8 +547,10 @@ def bounded_ratio(config: LossConfig, log_ratio: Tensor) -> Tensor:
 
 
 def _centering_weights(config: LossConfig, logp: Tensor, logq: Tensor) -> Tensor:
-    """c (n, K) of candidates, from the policy's and the sampler's log-probabilities; 0 where the
-    sampler's is -inf."""
+    """c (n, K) of candidates, from the policy's and the sampler's log-probabilities.
+
+    c is 0 where the sampler's log-probability is -inf.
+    """
 
     def weight(log_ratio: Tensor) -> Tensor:
         if config.corrects_sampling:
