@@ -215,7 +215,7 @@ def linear_logprob(
         def expected_at(positions: Tensor) -> ExpectedGradient:
             return read_expected(expected, completion_ids, positions, dtype, entropy=bool(entropy))
 
-        gradient = expected_at(rows.positions)  # even if few rows, or none, will need it
+        gradient = expected_at(rows.positions)  # even if few rows or none need it
         names: tuple[str, ...] = tuple(extras)
         sets = None
         if kept_ids is not None:
@@ -423,7 +423,7 @@ def _no_ids(hidden: Tensor) -> Tensor:
 def _read_rows(
     dtype: torch.dtype, ids: Tensor, mask: Tensor | None, temperature: float | Tensor
 ) -> Rows:
-    """The rows where the mask counts, with ids not yet checked for range."""
+    """Select the rows where the mask counts; their ids are not yet checked for range."""
     if mask is not None:
         check_mask("completion_mask", mask, ids)
     positions = counted_positions(mask, ids)
@@ -446,7 +446,7 @@ def _read_rows(
 
 
 def _over_common_ids(head: Head, teacher: Any) -> tuple[Head, Any]:
-    """Both heads with the `vocab_size` of the shorter one, if they differ and are valid."""
+    """Give both heads the `vocab_size` of the shorter one, if the sizes differ and are valid."""
     if not isinstance(teacher, tuple) or len(teacher) != 2:
         return head, teacher
     states, given = teacher

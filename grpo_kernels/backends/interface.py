@@ -30,8 +30,8 @@ def warn_of_torch(place: str, better: str, refusal: str) -> None:
 class LogitTransform:
     """``z = softcap(scale * round(x + bias)) / temperature``: from raw to scaled logits.
 
-    The raw logits x are the products of a head (`head.HeadTensors`), and ``softcap(x) = cap *
-    tanh(x / cap)``.
+    ``softcap(x) = cap * tanh(x / cap)``. The raw logits x are the products of a head
+    (`head.HeadTensors`).
     """
 
     scale: float = 1.0

@@ -18,7 +18,7 @@ FAR_TOO_LARGE = 8.0
 
 
 def split_off(upstream: Coefficients, expected: Coefficients) -> tuple[Tensor, Coefficients]:
-    """Return the median ratio s, and the remainders (n,), `upstream` - s * `expected`.
+    """Compute the median ratio s, and the remainders (n,), `upstream` - s * `expected`.
 
     A remainder is 0 if it is only rounding, and None if both inputs are None. The median ratio fits
     most rows if any value of s does. A row fits if s times its expectation equals its upstream
@@ -52,7 +52,7 @@ def split_off(upstream: Coefficients, expected: Coefficients) -> tuple[Tensor, C
 
 
 def check_remainder(remainder: Coefficients, upstream: Coefficients) -> tuple[bool, bool]:
-    """Return two flags: a remainder is left to compute; it far exceeds the upstream gradients.
+    """Check if a remainder is left to compute, and if it far exceeds the upstream gradients.
 
     Waits for the device.
     """
