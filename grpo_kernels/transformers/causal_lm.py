@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput
 
 from grpo_kernels.base.checks import (
     check_choice,
+    check_number,
     check_tensor,
     did_you_mean,
     hints_names,
@@ -138,6 +139,8 @@ def causal_lm_loss(
     for name in _INSTEAD.keys() & inputs:
         raise ValueError(f"{name}: expected none here, got one: {_INSTEAD[name]}")
     check_choice("zero_advantage", zero_advantage, choices(ZeroAdvantage))
+    if router_aux_loss_coef is not None:
+        check_number("router_aux_loss_coef", router_aux_loss_coef)
     loss_inputs = {name: inputs.pop(name) for name in _LOSS_INPUTS & inputs.keys()}
     _check_names(model, inputs, causal_lm_loss, _LOSS_INPUTS)
     batch = Batch(input_ids, completion_mask)
@@ -190,6 +193,11 @@ def causal_lm_loss(
             of_text = heads.causal_lm(model).config.get_text_config(decoder=True)
             router_aux_loss_coef = of_text.router_aux_loss_coef
         loss = loss + router_aux_loss_coef * aux_loss.to(loss.device)
+    elif router_aux_loss_coef:
+        warn_once(
+            "router_aux_loss_coef: not used, since the model returned no aux_loss; for a mixture "
+            "of experts, pass output_router_logits=True"
+        )
     pairs = {
         name: (loss.new_tensor(n), loss.new_tensor(total))
         for name, (n, total) in shares.pairs.items()

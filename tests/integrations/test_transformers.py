@@ -164,6 +164,10 @@ def test_a_mixture_of_experts_adds_its_load_balancing_loss() -> None:
     torch.testing.assert_close(with_aux - plain, model.config.router_aux_loss_coef * aux_loss)
     twice = causal_lm_loss(*args, output_router_logits=True, router_aux_loss_coef=2.0).loss
     torch.testing.assert_close(twice - plain, 2.0 * aux_loss)
+    with pytest.warns(UserWarning, match="not used, since the model returned no aux_loss"):
+        causal_lm_loss(*args, router_aux_loss_coef=2.0)
+    with pytest.raises(TypeError, match="router_aux_loss_coef: expected a number, got '2'"):
+        causal_lm_loss(*args, router_aux_loss_coef="2")
 
 
 def body_calls(model: Any) -> list[bool]:
