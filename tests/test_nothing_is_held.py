@@ -202,6 +202,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
 def test_steps_of_a_trainer(name: str) -> None:
     trl = pytest.importorskip("trl")

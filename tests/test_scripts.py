@@ -46,6 +46,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.slow
 def test_a_script_runs_as_main_with_our_trainer_under_every_name(tmp_path: Path) -> None:
     (tmp_path / "helper.py").write_text("")  # a script imports what is beside it
     code, said = run(SHOWS, tmp_path, "--steps", "3", "--", "-h")
@@ -107,6 +108,7 @@ def compare(script, folder, *arguments, steps=2):
     return done, json.loads(written.read_text()) if written.exists() else {}
 
 
+@pytest.mark.slow
 def test_a_script_is_alike_and_writes_nothing(tmp_path: Path) -> None:
     """Though our trainer draws other tokens, and the model has dropout: masks depend on shapes."""
     done, result = compare(TRAINS, tmp_path, "noise", steps=3)
@@ -154,6 +156,7 @@ def test_a_planted_difference_is_reported(planted: str, steps: int, tmp_path: Pa
         assert result["parameters"]["relative"] == pytest.approx(1.0, abs=0.01)
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_train_is_no_comparison(tmp_path: Path) -> None:
     done, result = compare("raise ValueError('planted')", tmp_path)
     assert (done.returncode, done.stdout, result) == (2, "", {})

@@ -17,6 +17,11 @@ TOPK_LOGPS = "topk_logps"
 LOSS_TERMS = ("loss", "d_logp", "log_ratio", "kl")
 
 
+def statistic_dtype(name: str, accumulator: torch.dtype) -> torch.dtype:
+    """Dtype of a statistic of `RowStats`, or of `choices.EXTRAS`."""
+    return torch.bool if name == "is_top1" else accumulator
+
+
 def warn_of_torch(place: str, better: str, refusal: str) -> None:
     """Warn once that torch does the row work on the `place`, slower than `better`, and why."""
     warn_once(
@@ -132,13 +137,13 @@ class RowStats:
         divergence: bool = False,
     ) -> RowStats:
         """Statistics of no rows, on the device of `like`."""
-        none, flags = like.new_empty(0, dtype=dtype), like.new_empty(0, dtype=torch.bool)
+        none = like.new_empty(0, dtype=dtype)
         return RowStats(
             none,
             none,
             none,
             none if entropy else None,
-            {name: flags if name == "is_top1" else none for name in extras},
+            {name: none.to(statistic_dtype(name, dtype)) for name in extras},
             dict.fromkeys(loss_terms, none),
             DivergenceStats(none, none, none, none) if divergence else None,
         )

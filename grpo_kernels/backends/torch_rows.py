@@ -34,6 +34,7 @@ from grpo_kernels.backends.interface import (
     ReferenceLogits,
     RowBackend,
     RowStats,
+    statistic_dtype,
 )
 from grpo_kernels.base.tensors import take
 
@@ -82,7 +83,7 @@ class TorchRows(RowBackend):
         n, vocab = logits.shape
         names = ["logps", "max_logit", "log_sum", *(["entropies"] if entropy else [])]
         out: dict[str, Any] = {
-            name: logits.new_empty(n, dtype=torch.bool if name == "is_top1" else None)
+            name: logits.new_empty(n, dtype=statistic_dtype(name, logits.dtype))
             for name in (*names, *extras)
         }
         scratch = logits.new_empty(2, _block_rows(n, vocab), vocab)

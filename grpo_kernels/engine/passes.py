@@ -106,11 +106,8 @@ def _with_others(
 
     `done` is the index and the statistics of the rows that have a gradient.
     """
-    (index, stats), job_of_others, loss_of_others = (
-        done,
-        job.of_rows(others),
-        take(fused_loss, others),
-    )
+    (index, stats), job_of_others = done, job.of_rows(others)
+    loss_of_others = take(fused_loss, others)
     work = stats_work(job_of_others)
     if loss_of_others is not None:
         work = fused_work(job_of_others, loss_of_others)

@@ -45,7 +45,7 @@ READ_OLD = ("optimal_token_baseline", "tir_optimal_token_baseline")  # advantage
 BALANCE = ("self", "batch", "metrics", "logging_prefix", "keep_minibatch")
 
 
-class FirstPass:
+class ScoreKeepingLoss:
     """verl's ``ppo_loss`` for a batch that is a single step.
 
     It has the attributes of the partial that it replaces, so that `name_of` recognizes it. It
@@ -119,7 +119,7 @@ def worker_changes(module: ModuleType) -> Changes:
                 f"{OLD}: expected one optimizer step for the {len(kept)} sequences of a batch, got "
                 f"a step of {len(data)}; set {OPTIONS}.old_logprobs=score"
             )
-        loss = FirstPass(self.loss_fn, kept, entropy=bool(flag(data, "calculate_entropy")))
+        loss = ScoreKeepingLoss(self.loss_fn, kept, entropy=bool(flag(data, "calculate_entropy")))
         data[ROW] = torch.arange(len(data))
         data[OLD] = torch.zeros_like(data[OLD])  # replaces NaN, also in rows that are not computed
         tensordict_utils.assign_non_tensor(data, calculate_entropy=True)

@@ -51,6 +51,7 @@ def shown_after(setting: str) -> dict[str, str]:
     return report.collect()["settings of torch"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_the_report_shows_the_precision_of_fp32_products() -> None:
     """However it was set, and without a warning or an error from torch."""

@@ -16,6 +16,7 @@ PARTS = [("quick", "sm_90"), *(
 )]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("part", "arch"), PARTS)
 def test_compiled_kernels(part: str, arch: str) -> None:
     command = f"-m tests.emulator --part {part} --arch {arch} -q -p no:cacheprovider".split()

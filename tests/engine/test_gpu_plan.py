@@ -68,7 +68,14 @@ def main_step() -> Tape:
     return step()
 
 
-@pytest.mark.parametrize("workspace", [1, 16 * MIB, 100 * MIB, 512 * MIB, 2 * GIB])
+@pytest.mark.parametrize(
+    "workspace",
+    [
+        1,
+        100 * MIB,
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (16 * MIB, 512 * MIB, 2 * GIB)),
+    ],
+)
 @pytest.mark.parametrize(("n", "v"), [(1, V), (100, 33), (1025, V), (3000, 262_144), (N, 32_003)])
 def test_a_small_workspace_multiplies_no_work(n: int, v: int, workspace: int) -> None:
     """Rows computed over rows asked, and the budget, which one tile of rows may exceed."""

@@ -26,6 +26,7 @@ from grpo_kernels.backends.interface import (
     LogitTransform,
     RowBackend,
     RowStats,
+    statistic_dtype,
     warn_of_torch,
 )
 from grpo_kernels.base.choices import EXTRAS
@@ -65,7 +66,7 @@ class CppRows(FusedRowBackend):
         new = _columns(chunk.logits)
         found: dict[str, Any] = {name: new() for name in ("logps", "max_logit", "log_sum")}
         entropies = new() if entropy else None
-        more = {name: new(dtype=torch.bool) if name == "is_top1" else new() for name in extras}
+        more = {name: new(dtype=statistic_dtype(name, found["logps"].dtype)) for name in extras}
         torch.ops.grpo_kernels_cpp.stats(
             *_rows(chunk), **found, entropies=entropies, **{x: more.get(x) for x in EXTRAS}
         )

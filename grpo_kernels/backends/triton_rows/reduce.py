@@ -31,11 +31,10 @@ wanted is an arbitrary number.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.interface import Chunk, RowStats, statistic_dtype
 from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, log1p, softplus
 from grpo_kernels.backends.triton_rows.transform import (
@@ -59,7 +58,7 @@ def launch_stats(
     n, new = len(chunk.logits), chunk.logits.new_empty
     logps, max_logit, log_sum = new(n), new(n), new(n)
     entropies = new(n) if entropy else None
-    more = {name: new(n, dtype=torch.bool if name == "is_top1" else None) for name in extras}
+    more = {name: new(n, dtype=statistic_dtype(name, logps.dtype)) for name in extras}
     stats_kernel[(triton.cdiv(n, config.block_n),)](
         **chunk_arguments(chunk),
         logps_ptr=logps, max_logit_ptr=max_logit, log_sum_ptr=log_sum, entropies_ptr=entropies,

@@ -80,6 +80,7 @@ def with_divergence(kernels: CppRows, chunk: Chunk, stats: RowStats) -> RowStats
     return replace(stats, divergence=DivergenceStats(*found, stats.max_logit, stats.log_sum))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), list(enumerate(DTYPES)), ids=str)
 def test_opcheck(
     kind: int, dtype: torch.dtype, calls: list[Call], monkeypatch: pytest.MonkeyPatch

@@ -153,6 +153,7 @@ def assert_all_same(got: dict[str, Tensor], want: dict[str, Tensor], name: objec
         assert same(x, want[field]), f"{name}: {field}"
 
 
+@pytest.mark.slow
 @each_pair
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_instruction_set_gives_the_same_bits(dtype: torch.dtype, beta: float | None) -> None:

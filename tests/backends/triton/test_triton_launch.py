@@ -76,8 +76,8 @@ ODD = "Triton cannot start: IndexError: list index out of range"
     ("change", "env", "reason"),
     [
         (NO_DRIVER_LIBRARY, {"PATH": "/no"}, NO_COMPILER),
-        (NO_DRIVER_LIBRARY, {"CC": "/no/cc"}, NO_FILE),
-        (NO_DRIVER_LIBRARY + NO_HEADERS, {}, NEEDS_HEADERS),
+        pytest.param(NO_DRIVER_LIBRARY, {"CC": "/no/cc"}, NO_FILE, marks=pytest.mark.slow),
+        pytest.param(NO_DRIVER_LIBRARY + NO_HEADERS, {}, NEEDS_HEADERS, marks=pytest.mark.slow),
         ("nvidia.libcuda_dirs = lambda: [][0]\n", {}, ODD),
     ],
 )
