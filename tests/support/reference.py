@@ -192,7 +192,10 @@ def add_metrics(
     share = case.importance_sampling_ratio
     if share is not None:
         of_share = counted if share.shape == counted.shape else sequences
-        result.means["importance_sampling_ratio"] = (by_column(share, dtype), of_share)
+        share = by_column(share, dtype)
+        if of_share is sequences:  # a sequence without tokens has the ratio 1
+            share = torch.where(counted.any(1, keepdim=True), share, torch.ones_like(share))
+        result.means["importance_sampling_ratio"] = (share, of_share)
     if o.loss_type == "cispo":
         capped = (ratio > o.epsilon_high) & (adv > 0) & counted.any(1, keepdim=True)
         result.means["cispo_clip_ratio"] = (capped.to(dtype), either)
