@@ -476,6 +476,11 @@ def _groups(
     ids = ids.to(torch.int64)
     every = ids if process_group is None else gather_uneven(ids, sizes, process_group)
     unique, index = every.unique(return_inverse=True)
+    if fewest > 1 and len(unique) == len(every) > 1:
+        warn_once(
+            "group_ids: each reward has a group of its own, so every advantage is 0; pass the same "
+            "id for all completions of a prompt"
+        )
     return _Groups(index[start : start + rows], len(unique), process_group)
 
 

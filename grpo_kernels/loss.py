@@ -4,7 +4,8 @@
 A, and w one weight per token (the loss type's normalizer, objective/losses.py), the loss is::
 
     R    = logps - old                                                    objective/policy.py
-    l    = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL  backends/formulas.py
+    l    = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A)        backends/formulas.py
+           + beta e^R KL                                                  the same
     loss = sum(w * l) - entropy_coef * mean entropy                       objective/policy.py
     a, b = d loss / d logps, d loss / d entropies                         the same
 
@@ -28,13 +29,15 @@ and its forward and backward are::
     backward: both times d_loss, rounded once to the inputs' dtypes;      engine/autograd.py
     rows of tokens that do not count become 0
 
-This listing leaves out logit scale, soft-cap and rounding (`LogitTransform`). It shows the loop as
-the torch backend runs it (backends/torch_rows.py). For most losses the C++ (csrc/ops.cpp) and
-Triton (backends/triton_rows) backends have a kernel, `fused`, that does the five lines from z to
-d_logits at once and also returns w * l of its rows (on-policy, without the part that is known
-beforehand); `Job.fuses` and `Objective.fused_loss` say when. Without such a kernel, the loss is
-evaluated for a and b of each chunk, and once more at the end for its value. Rows that certainly get
-no gradient, such as rows with A = 0, run through a separate loop without gradients.
+This listing leaves out logit scale, soft-cap and rounding (`LogitTransform`), the importance
+sampling ratio and the masks, which are factors of the policy term, and `use_bias_correction_kl`,
+which decides whether e^R stands before KL. It shows the loop as the torch backend runs it
+(backends/torch_rows.py). For most losses the C++ (csrc/ops.cpp) and Triton (backends/triton_rows)
+backends have a kernel, `fused`, that does the five lines from z to d_logits at once and also
+returns w * l of its rows (on-policy, without the part that is known beforehand); `Job.fuses` and
+`Objective.fused_loss` say when. Without such a kernel, the loss is evaluated for a and b of each
+chunk, and once more at the end for its value. Rows that certainly get no gradient, such as rows
+with A = 0, run through a separate loop without gradients.
 
 Other engines compute the gradient later, or without a and b:
 
@@ -205,7 +208,8 @@ def grpo_loss(
     Args:
         hidden: (B, T, H), or packed (N, H), floating point: hidden states that predict
             `completion_ids`. They must be aligned with the ids; nothing is shifted here.
-        head: a weight (V, H), a `Head`, or the model's head module.
+        head: a weight (V, H), a `Head`, or the model's head module. Only a `Head` states a logit
+            scale or soft-cap; a module does not know its model's.
         completion_ids: (B, T) or (N,) integers, in [0, V) at every counted position.
         completion_mask: (B, T) or (N,), bool, int or float. Every non-zero value counts, including
             negative values; NaN raises an error. The -inf of an additive attention mask draws a
@@ -279,7 +283,8 @@ def grpo_loss(
 
     Returns:
         `LossOutput`: the loss, attached to the graph; each token's log-probability and entropy; and
-        the metrics.
+        the metrics. All but the loss are detached: a term that you add from them has no gradient,
+        so write it as an `objective`.
 
     Raises:
         TypeError, ValueError: a wrong argument. The message names the argument, the expected value
@@ -368,7 +373,8 @@ class GRPOLoss(nn.Module):
         objective, run: as in `grpo_loss`.
 
     Attributes:
-        config: the `LossConfig`. To change it: ``loss_fn.config = replace(loss_fn.config, ...)``.
+        config: the `LossConfig`. Its fields are no attributes of the module. To change them:
+        ``loss_fn.config = replace(loss_fn.config, ...)``.
 
     Raises:
         TypeError, ValueError: an unknown field, or a wrong value. Fields that an `objective`
@@ -394,6 +400,21 @@ class GRPOLoss(nn.Module):
         check_objective(self.config, objective)
         check_run(run)
         self.objective, self.run = objective, run
+
+    if not TYPE_CHECKING:  # else type checkers would accept any name
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in FIELDS:
+                raise AttributeError(
+                    f"GRPOLoss: expected {name} to be changed in the config, which alone is read: "
+                    f"loss_fn.config = dataclasses.replace(loss_fn.config, {name}=...)"
+                )
+            super().__setattr__(name, value)
+
+        def __getattr__(self, name: str) -> Any:
+            if name in FIELDS:
+                raise AttributeError(f"GRPOLoss has no {name}: read loss_fn.config.{name}")
+            return super().__getattr__(name)
 
     @partial(hints_names, name="a call of GRPOLoss")
     def forward(
@@ -605,6 +626,7 @@ def _tokens(
     warn_of_inputs(
         arguments["config"],
         arguments["objective"],
+        advantages=advantages,
         num_items_in_batch=arguments["num_items_in_batch"],
         old_per_token_logps=arguments["old_per_token_logps"],
         sampling_per_token_logps=arguments["sampling_per_token_logps"],

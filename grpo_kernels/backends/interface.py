@@ -193,11 +193,11 @@ class FusedLoss:
         d_entropy = d loss / d entropy_t, the same for every token
 
     On-policy R is 0, and the policy term's derivative, `d_policy`, is known beforehand. Two
-    surrogates
-    exist only for that case: ``"linear"``, with the loss d_logp * logp, and ``"constant"``, which
-    leaves the loss out because it is known too. The loss is NaN where the log-probability is not
-    finite. Where the id is -1, d_logp is NaN as well. `PolicyObjective.fused_loss` makes the
-    record. The record knows no vocabulary, and the kernels know no policy.
+    surrogates exist only for that case: ``"linear"``, with the loss d_logp * logp, and
+    ``"constant"``, which leaves the loss out because it is known too. The loss is NaN where the
+    log-probability is not finite. Where the id is -1, d_logp is NaN as well.
+    `PolicyObjective.fused_loss` makes the record. The record knows no vocabulary, and the kernels
+    know no policy.
     """
 
     surrogate: str  # one of `formulas.SURROGATES`

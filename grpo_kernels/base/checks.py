@@ -54,6 +54,8 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
 # names that other libraries use -> ours; several names if functions of ours call it differently
 _SYNONYMS = {
     "kl_coef": "beta", "kl_beta": "beta", "clip_high": "epsilon_high", "clip_low": "epsilon",
+    "rollout_log_probs": "sampling_per_token_logps", "clip_ratio": "epsilon",
+    "norm_adv_by_std_in_grpo": "scale_rewards", "index": "group_ids", "uid": "group_ids",
     "clip_ratio_high": "epsilon_high", "clip_ratio_low": "epsilon", "eps_clip": "epsilon",
     "softcap": "final_logit_softcapping", "logit_softcap": "final_logit_softcapping",
     "logit_softcapping": "final_logit_softcapping", "group_size": "num_generations",
@@ -133,6 +135,9 @@ def hints_names(function: F, name: str = "") -> F:
         if absent:
             meant = [x for x in unknown if did_you_mean(x, absent[:1])]
             hint = f"; did you mean it by {meant[0]}?" if meant else ""
+            wrong = next((x for x in unknown if did_you_mean(x, needed)), None)
+            if wrong and not hint:
+                hint = f", but {wrong}{did_you_mean(wrong, needed)}"
             hint = hint or f"; it requires {', '.join(needed)}"
             raise TypeError(f"{absent[0]}: expected by {name}, got none{hint}")
         return function(*args, **options)
@@ -239,8 +244,12 @@ def check_head(hidden: Any, weight: Any, bias: Any, *, dims: tuple[int, ...] | N
     check_tensor("hidden", hidden, floating=True)
     if dims is not None and hidden.dim() not in dims:
         wanted = " or ".join({2: "(N, H) with cu_seqlens", 3: "(B, T, H)"}[rank] for rank in dims)
-        swapped = isinstance(weight, Tensor) and weight.dim() in dims
-        hint = "; are hidden and head swapped?" if swapped else ""
+        if hidden.dim() == 3:
+            hint = "; pass the rows of the packed sequences, as in hidden[mask], or no cu_seqlens"
+        elif isinstance(weight, Tensor) and weight.dim() in dims:
+            hint = "; are hidden and head swapped?"
+        else:
+            hint = "; packed rows need cu_seqlens" if hidden.dim() == 2 else ""
         raise ValueError(f"hidden: expected shape {wanted}, got {tuple(hidden.shape)}{hint}")
     if hidden.dim() < 2:
         raise ValueError(

@@ -111,8 +111,7 @@ class Run:
 
     Args:
         engine: ``"auto"`` chooses the cheapest engine that gives the exact gradient. You may also
-            name
-            an engine: ``"one_pass"``; ``"two_pass"``, which computes the logits again in the
+            name an engine: ``"one_pass"``; ``"two_pass"``, which computes the logits again in the
             backward; ``"lean"``, which does the same with less memory; ``"frozen"``, for a head
             that does not train; ``"score"``, which computes no gradient. The call raises an error
             if the engine that you named cannot compute the gradient.
@@ -272,7 +271,7 @@ class Job:
     def result_is_divergence(self) -> bool:
         """True if a row's result is the divergence, False if it is the log-probability.
 
-        Not used for a loss with a reference, which depends on both.
+        A loss with a reference depends on both, so this says nothing about it.
         """
         return self.reference_dtype is not None or isinstance(self.rows.top_k, TopKTeacher)
 

@@ -22,11 +22,10 @@ def split_off(upstream: Coefficients, expected: Coefficients) -> tuple[Tensor, C
 
     A remainder is 0 if it is only rounding, and None if both inputs are None. The median ratio fits
     most rows if any value of s does. A row fits if s times its expectation equals its upstream
-    gradient
-    up to rounding: eight units in the last place of the largest of three numbers: the upstream
-    gradient, s times the expectation, and the upper quartile of the upstream gradients. (A
-    trainer's gradient of a token is a sum of terms that may nearly cancel.) Non-finite values never
-    fit.
+    gradient up to rounding: eight units in the last place of the largest of three numbers, which
+    are the upstream gradient, s times the expectation, and the upper quartile of the upstream
+    gradients. (A trainer's gradient of a token is a sum of terms that may nearly cancel.)
+    Non-finite values never fit.
     """
     pairs = list(zip(upstream, expected, strict=True))
     # nan or inf if y = 0

@@ -15,7 +15,7 @@ from numbers import Integral
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_kernels.base.checks import (
     check_choice,
@@ -593,6 +593,7 @@ def warn_of_inputs(
     config: LossConfig,
     objective: Any,
     *,
+    advantages: Tensor,
     num_items_in_batch: Any,
     old_per_token_logps: Any,
     sampling_per_token_logps: Any,
@@ -612,6 +613,11 @@ def warn_of_inputs(
             "vllm_importance_sampling_correction (not available for loss_type = 'gmpo'), or "
             "leave them out"
         )
+    if advantages.requires_grad:
+        warn_once(
+            "advantages: counted as constants, so they get no gradient; pass advantages.detach(), "
+            "and train a value function by its own loss"
+        )
     if old_per_token_logps is not None and old_per_token_logps.dtype.itemsize < 4:
         warn_once(
             f"old_per_token_logps: rounded to {old_per_token_logps.dtype}, so ratios that "
@@ -623,6 +629,11 @@ def warn_of_inputs(
         elif loss_type_of(config).importance_ratio is None:
             warn_once(f"importance_sampling_ratio: {_UNUSED.format(config.loss_type)}")
         warn_of_loss(config, on_policy=old_per_token_logps is None)
+        if masks_off_policy(config) and old_per_token_logps is sampling_per_token_logps is None:
+            warn_once(
+                "off_policy_mask_threshold: drops nothing without sampling_per_token_logps or "
+                "old_per_token_logps; pass one of them, or leave it out"
+            )
 
 
 def _warn_of_sampling_options(config: LossConfig) -> None:

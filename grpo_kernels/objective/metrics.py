@@ -33,9 +33,8 @@ def loss_metrics(
 
     `num_items` is True if ``num_items_in_batch`` was given. Means are over the counted tokens, or
     over the sequences if there is one value per sequence. A sequence without a counted token has
-    ratio 1.
-    Sums over the tokens are computed together at the end: one sum for all numbers, one for all
-    flags.
+    ratio 1. Sums over the tokens are computed together at the end: one sum for all numbers, one for
+    all flags.
     """
     layout, inputs, n = tokens.layout, evaluation.metric_inputs, len(tokens)
     pairs: dict[str, tuple[Tensor, Tensor]] = {}

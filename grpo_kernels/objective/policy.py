@@ -80,7 +80,7 @@ def stats_of_logps(logps: Tensor, entropies: Tensor) -> RowStats:
 class MetricInputs:
     """Inputs of the metrics; (n,) unless said otherwise, None where the loss has no such term."""
 
-    log_ratio: Tensor  # R, as the surrogate sees it
+    log_ratio: Tensor  # R; the surrogate of "vespo" reads another number
     token_log_ratio: Tensor
     kl: Tensor | None = None
     phi: Tensor | None = None

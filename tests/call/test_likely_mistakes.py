@@ -339,6 +339,39 @@ def test_the_calls_take_fields_as_the_module_does() -> None:
         assert call(loss_type="grpo", **ref, **mask).loss != want
 
 
+def test_fields_are_changed_in_the_config_of_a_module() -> None:
+    module = GRPOLoss(presets.GRPO)
+    with pytest.raises(AttributeError, match=re.escape("replace(loss_fn.config, beta=...)")):
+        module.beta = 0.1
+    with pytest.raises(AttributeError, match=r"read loss_fn\.config\.beta"):
+        _ = module.beta
+    assert module.config == presets.GRPO
+
+
+@pytest.mark.usefixtures("forget_warnings")
+def test_inputs_that_have_no_effect_warn() -> None:
+    advantages_with_graph = BATCH["advantages"].clone().requires_grad_()
+    with pytest.warns(UserWarning, match=r"advantages: counted as constants"):
+        loss(advantages=advantages_with_graph)
+    with pytest.warns(UserWarning, match=r"off_policy_mask_threshold: drops nothing without"):
+        loss(off_policy_mask_threshold=0.1)
+    with pytest.warns(UserWarning, match=r"group_ids: each reward has a group of its own"):
+        group_advantages(torch.tensor([1.0, 2.0, 3.0]), group_ids=[0, 1, 2])
+
+
+def test_a_missing_argument_beside_a_wrong_name_names_both() -> None:
+    with pytest.raises(TypeError, match=r"advantages: .* got none, but mask; did you mean compl"):
+        grpo_loss(HIDDEN, WEIGHT, IDS, BATCH["advantages"], mask=BATCH["completion_mask"])
+
+
+def test_packed_rows_and_their_bounds_belong_together() -> None:
+    rows, mask = HIDDEN.flatten(0, 1), torch.ones(10)
+    with pytest.raises(ValueError, match=r"packed rows need cu_seqlens"):
+        loss(hidden=rows, completion_ids=IDS.flatten(), completion_mask=mask)
+    with pytest.raises(ValueError, match=r"pass the rows of the packed sequences"):
+        loss(cu_seqlens=torch.tensor([0, 5, 10]))
+
+
 def test_swapped_ids_and_mask_are_refused() -> None:
     """On a CPU; elsewhere the mask's values draw a warning at most."""
     ids, mask = IDS.clone(), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])

@@ -71,10 +71,9 @@ def row_pointers(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCA
     Each factor is a number, or (R, 1) if it includes per-row temperatures.
 
     Functions pass a head's rows as one tuple, `source`: (row pointers, bias pointer, inner, outer).
-    Each
-    kernel builds that tuple itself: in Triton 3.6 no function can return a tuple that holds None,
-    and the bias pointer may be None. HAS_SOFTCAP and ROUNDED_TO are separate arguments: Triton
-    turns flags in a tuple into run-time numbers, and a tuple cannot hold a dtype.
+    Each kernel builds that tuple itself: in Triton 3.6 no function can return a tuple that holds
+    None, and the bias pointer may be None. HAS_SOFTCAP and ROUNDED_TO are separate arguments:
+    Triton turns flags in a tuple into run-time numbers, and a tuple cannot hold a dtype.
     """
     inner = tl.cast(inner, tl.float32)
     outer = tl.cast(outer, tl.float32)
