@@ -31,7 +31,7 @@ from grpo_kernels.base.choices import (
     LossTypeName,
     SamplingMode,
 )
-from grpo_kernels.objective.losses import LOSSES, loss_type_of, outside_range
+from grpo_kernels.objective.losses import LOSSES, loss_type_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -661,7 +661,7 @@ _UNUSED = "not used by loss_type = {!r}; leave it out"
 def _unread(config: LossConfig) -> tuple[str, ...]:
     """The fields that are set and that only other loss types read."""
     read = loss_type_of(config).reads
-    if loss_type_of(config).capped_tokens is not None and config.epsilon_high is None:
+    if loss_type_of(config).surrogate == "cispo" and config.epsilon_high is None:
         read = ("epsilon",)  # the cap then
     of_others = {name for x in LOSSES.values() for name in x.reads}.difference(read)
     if not loss_type_of(config).masks:
@@ -688,7 +688,7 @@ def warn_of_loss(config: LossConfig, *, on_policy: bool) -> None:
     for name in unread:
         warn_once(f"{name}: {_UNUSED.format(config.loss_type)}")
     low, high = config.epsilon, config.clip_high
-    if loss_type_of(config).capped_tokens is not None and high < 1.0:
+    if loss_type_of(config).surrogate == "cispo" and high < 1.0:
         warn_once(
             f"epsilon_high: in {config.loss_type!r} it is the cap on the ratio itself, so {high:g} "
             "caps nearly every token; pass 5 (presets.CISPO)"
@@ -698,7 +698,7 @@ def warn_of_loss(config: LossConfig, *, on_policy: bool) -> None:
             f"delta: {config.delta:g} is below the clip range's bound, 1 + epsilon_high = "
             f"{1.0 + high:g}, and lowers ratios within it; INTELLECT-2's is 4"
         )
-    if on_policy or loss_type_of(config).clipped_tokens is not outside_range:  # of a ratio
+    if on_policy or loss_type_of(config).surrogate != "clipped":
         return
     if config.epsilon_high is not None and high >= 1.0:
         warn_once(

@@ -142,6 +142,8 @@ class LossType:
     # the policy term is a constant times logp: its formula's derivative in the log-ratio is 0
     is_linear: bool = False
 
+    # what has one R: as `importance_sampling_level` says, always a token, always a sequence
+    ratio_per: Literal["level", "token", "sequence"] = "level"
     # R of each token: config, tokens, token log-ratios (n,), and the tokens of high entropy
     log_ratio: Callable[[Config, Tokens, Tensor, Tensor | None], LogRatio] = of_level
     # the surrogate's argument in place of R: tokens, token log-ratios -> (n,)
@@ -156,15 +158,10 @@ class LossType:
     capped_tokens: Callable[[Config, Tensor, Tensor], Tensor] | None = None
     phi: Callable[..., Tensor] | None = None  # a formula: argument, advantages, constants -> (n,)
 
-    @property
-    def takes_level(self) -> bool:
-        """True if `importance_sampling_level` decides what R is."""
-        return self.log_ratio is of_level
-
-    @property
-    def shares_ratio(self) -> bool:
-        """True if a sequence's tokens share one ratio, whatever `importance_sampling_level` is."""
-        return not self.takes_level or self.argument is not None
+    def shares_ratio(self, config: Config) -> bool:
+        """True if one R serves all tokens of a sequence."""
+        level = config.importance_sampling_level if self.ratio_per == "level" else self.ratio_per
+        return level == "sequence"
 
 
 def clip_range(config: Config) -> tuple[float, float, float]:
@@ -213,8 +210,8 @@ LOSSES = {
             is_linear=True, argument=sequence_log_weight, importance_ratio="argument", phi=phi,
         ),
         LossType(
-            "gmpo", "unclipped", lambda _: (), CLIP[:2], "sequence_mean", log_ratio=clipped_mean,
-            importance_ratio=None, masks=False, corrects_kl=False,
+            "gmpo", "unclipped", lambda _: (), CLIP[:2], "sequence_mean", ratio_per="sequence",
+            log_ratio=clipped_mean, importance_ratio=None, masks=False, corrects_kl=False,
             clipped_tokens=outside_log_range,
         ),
     )

@@ -96,16 +96,21 @@ def loss_metrics(
 
     if inputs is not None:
         loss_type, ratios = loss_type_of(config), torch.exp(inputs.log_ratio)
-        of_level = loss_type.takes_level
-        by_sequence = config.importance_sampling_level == "sequence"
+        per_sequence = loss_type.shares_ratio(config)
+        mean_of("ratio", ratios, per_sequence, empty=1.0)
         # with one ratio and one advantage per sequence, TRL counts clipped sequences, else tokens
-        counts_sequences = by_sequence and of_level and tokens.advantages_per_sequence
-        mean_of("ratio", ratios, by_sequence or not of_level, empty=1.0)
+        counts_sequences = per_sequence and tokens.advantages_per_sequence
+        counts_sequences = counts_sequences and loss_type.ratio_per == "level"
         if inputs.phi is not None:
-            mean_of("vespo/phi_seq_mean", inputs.phi, tokens.advantages_per_sequence, empty=1.0)
+            mean_of(
+                f"{loss_type.name}/phi_seq_mean",
+                inputs.phi,
+                tokens.advantages_per_sequence,
+                empty=1.0,
+            )
         if loss_type.capped_tokens is not None:
             capped = loss_type.capped_tokens(config, ratios, tokens.advantages)
-            mean_of("cispo_clip_ratio", capped, counts_sequences)
+            mean_of(f"{loss_type.name}_clip_ratio", capped, counts_sequences)
         if loss_type.clipped_tokens is not None:
             both = ratios, inputs.token_log_ratio
             low, high = loss_type.clipped_tokens(config, *both, tokens.advantages)

@@ -210,7 +210,7 @@ class PolicyObjective:
         is_factor = self.loss_type.importance_ratio == "factor"
         if is_factor and tokens.importance_sampling_ratio is not None:
             live &= tokens.importance_sampling_ratio != 0
-        if _shares_ratio(config):
+        if _ratio_couples_tokens(config):
             # a token whose own term is 0 still gets gradient through the shared ratio
             layout = tokens.layout
             live = layout.sequence_sum(live.to(tokens.advantages))[layout.sequence] > 0
@@ -311,7 +311,7 @@ class PolicyObjective:
         Raises:
             ValueError: tokens are coupled, and `alone` says that these may be only some of them.
         """
-        if alone and (self.known == "all_rows" or _shares_ratio(self.config)):
+        if alone and (self.known == "all_rows" or _ratio_couples_tokens(self.config)):
             raise ValueError(
                 "tokens.loss: expected a loss of each token alone in a token_level objective, got "
                 f"{self.config}, whose tokens depend on each other: do not declare it token_level"
@@ -458,9 +458,10 @@ def _corrects_kl(config: LossConfig) -> bool:
     )
 
 
-def _shares_ratio(config: LossConfig) -> bool:
-    """True if one ratio per sequence couples its tokens in the policy term."""
-    return config.importance_sampling_level == "sequence" or loss_type_of(config).shares_ratio
+def _ratio_couples_tokens(config: LossConfig) -> bool:
+    """True if the ratio couples the tokens of a sequence in the policy term."""
+    loss_type = loss_type_of(config)
+    return loss_type.shares_ratio(config) or loss_type.argument is not None
 
 
 def _couples_tokens(config: LossConfig, *, on_policy: bool, sampled: bool) -> bool:
@@ -474,9 +475,9 @@ def _couples_tokens(config: LossConfig, *, on_policy: bool, sampled: bool) -> bo
     if config.top_entropy_quantile < 1.0 or (masks_off_policy(config) and compares):
         return True
     if not on_policy:
-        return _shares_ratio(config)
+        return _ratio_couples_tokens(config)
     reads_sequence = config.vllm_importance_sampling_mode.startswith("sequence_")
-    if config.corrects_sampling and (reads_sequence or _shares_ratio(config)):
+    if config.corrects_sampling and (reads_sequence or _ratio_couples_tokens(config)):
         return True
     return _corrects_kl(config) and config.importance_sampling_level == "sequence"
 

@@ -28,7 +28,11 @@ FIELDS = ("logps", "max_logit", "log_sum", "entropies")
 EXTRAS: tuple[Extra, ...] = get_args(Extra)
 PLAIN = LogitTransform()
 ISAS = ("portable", "avx2", "avx512")  # of the C++ kernels
-FUSED = {loss.surrogate: loss for loss in LOSSES.values() if not loss.shares_ratio}
+FUSED = {
+    loss.surrogate: loss
+    for loss in LOSSES.values()
+    if loss.ratio_per == "level" and not loss.argument
+}
 ON_POLICY = ("constant", "linear")  # surrogates of a derivative that is known
 
 
