@@ -20,8 +20,8 @@
     annotations        typing
 
 ``help(grpo_kernels.grpo_loss)`` and so on describe the arguments; ``python -m grpo_kernels``
-reports the environment and checks results against float64. Everything on the API pages
-(docs/api/core.md, docs/api/trainers.md) is public; everything else may change in any release.
+reports the environment and checks results against float64. Everything on the API
+page (docs/api/core.md) is public; everything else may change in any release.
 """
 
 from __future__ import annotations
