@@ -285,7 +285,7 @@ def gae(
         gamma, lam: discount and trace decay, in [0, 1].
         last_value: (B,), V after a row's last counted token; None means 0, for an episode that has
             ended.
-        whiten_advantages: True: `whiten` the advantages with `std`, over all ranks of
+        whiten_advantages: if True, `whiten` the advantages with `std` over all ranks of
             `process_group`. The returns keep their scale.
         std, process_group: as in `whiten`.
 

@@ -362,8 +362,8 @@ class GRPOLoss(nn.Module):
         out = loss_fn(hidden, model.lm_head, completion_ids, completion_mask, advantages)
         out.loss.backward()
 
-    A call takes the arguments of `grpo_loss` and returns a `LossOutput`. The module already has
-    `config`, `objective`, `run` and the fields, so a call does not take these. ``help(grpo_loss)``
+    A call takes the arguments of `grpo_loss` and returns a `LossOutput`. `config` and its fields,
+    `objective` and `run` are set at construction; a call does not take them. ``help(grpo_loss)``
     describes the arguments, ``help(LossConfig)`` the fields. The module has no parameters and no
     buffers.
 

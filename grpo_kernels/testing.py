@@ -44,8 +44,9 @@ def check_token_level(
             nine sequences, with all optional inputs. Pass your own tokens if the function reads
             other tensors of a fixed size.
         config: the config whose loss the function reads as ``tokens.loss``; default `LossConfig()`.
-        tolerance: largest allowed difference, relative to a number or to the mean size of all
-            numbers. The default is far above float32's rounding; raise it for 16-bit products.
+        tolerance: largest allowed difference, relative to the number or to the mean magnitude of
+            all numbers, whichever is larger. The default is far above float32's rounding; raise it
+            for 16-bit products.
 
     Raises:
         AssertionError: losses or gradients differ; or all gradients are 0, which proves nothing.

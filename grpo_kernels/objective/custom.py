@@ -132,8 +132,11 @@ def token_level(objective: PerTokenLoss) -> PerTokenLoss:
             return tokens.loss + 0.01 * tokens.logps.square()
 
     The function is evaluated in chunks of tokens for the gradient, and on all tokens for the
-    loss. So its result must depend only on its argument, without randomness. The library does not
-    check this; call `grpo_kernels.testing.check_token_level` in a test of your own.
+    loss. So it must be deterministic and use nothing but its argument. The library does not check
+    this; call `grpo_kernels.testing.check_token_level` in a test of your own.
+
+    Args:
+        objective: a function of `TokenInputs` with n tokens that returns their losses, (n,).
 
     Raises:
         TypeError: `objective` is not a function.
