@@ -262,8 +262,10 @@ def completion_logprobs(
     ::
 
         with torch.no_grad():
-            scores = completion_logprobs(model, input_ids, attention_mask, completion_mask)
-        old_logps = scores.logps  # (B, T)
+            scores = completion_logprobs(
+                model, input_ids, attention_mask, completion_mask, loss_fn=loss_fn
+            )
+        old_logps = scores.logps  # (B, T), at the loss's temperature
 
     The head projects only counted tokens, and the full logits are never stored.
 
