@@ -374,7 +374,7 @@ class GRPOLoss(nn.Module):
 
     Attributes:
         config: the `LossConfig`. Its fields are no attributes of the module. To change them:
-        ``loss_fn.config = replace(loss_fn.config, ...)``.
+            ``loss_fn.config = replace(loss_fn.config, ...)``.
 
     Raises:
         TypeError, ValueError: an unknown field, or a wrong value. Fields that an `objective`
