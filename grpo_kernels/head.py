@@ -78,8 +78,8 @@ class LoRA:
 
     Args:
         a: (r, H), PEFT's ``lora_A.weight``.
-        b: (V, r), PEFT's ``lora_B.weight``. With a sharded head, pass the same rows of `b` as of
-            the weight.
+        b: (V, r), PEFT's ``lora_B.weight``. With a sharded head, pass this rank's rows of `b`,
+            matching its shard of the weight.
         scaling: a finite number, PEFT's ``scaling``.
         input: (..., H) tensor that `a` multiplies instead of the hidden states, such as the hidden
             states after dropout.
@@ -123,16 +123,16 @@ class Head:
     Its logits are ``softcap(logit_scale * (hidden @ weight.T + bias))``, where ``softcap(x)`` is
     ``cap * tanh(x / cap)``.
 
-    Instead of a `Head`, these calls also accept a plain weight or the model's own head module, and
-    read it as ``Head(weight)``. Some calls take a second head, for the reference model of a KL
-    term or for a teacher.
+    Calls that take a `Head` also accept a plain weight or the model's own head module, and read it
+    as ``Head(weight)``. Some calls take a second head, for the reference model of a KL term or for
+    a teacher.
 
     Args:
         weight: a tensor (V, H), or the head's module, which is an ``nn.Linear`` or PEFT's LoRA
-            layer around an ``nn.Linear``. From a module, the call reads the weight, bias and active
-            adapters, inside the hooks with which FSDP2 and DeepSpeed ZeRO-3 gather parameters;
-            leave `bias` and `lora` None. Modules with forward or backward hooks are refused, since
-            these hooks expect logits.
+            layer around an ``nn.Linear``. With a module, leave `bias` and `lora` None: the call
+            reads the weight, bias and active adapters from the module. It reads them inside the
+            hooks with which FSDP2 and DeepSpeed ZeRO-3 gather parameters. Modules with other
+            forward or backward hooks are refused, since these hooks expect logits.
         bias: (V,), or None.
         lora: a low-rank adapter on the head, `LoRA`.
         process_group: the group of ranks that shard the head by rows of the vocabulary, in rank

@@ -209,14 +209,14 @@ def grpo_loss(
         hidden: (B, T, H), or packed (N, H), floating point: hidden states that predict
             `completion_ids`. They must be aligned with the ids; nothing is shifted here.
         head: a weight (V, H), a `Head`, or the model's head module. Only a `Head` states a logit
-            scale or soft-cap; a module does not know its model's.
+            scale or soft-cap; a bare module carries neither, even if its model uses them.
         completion_ids: (B, T) or (N,) integers, in [0, V) at every counted position.
         completion_mask: (B, T) or (N,), bool, int or float. Every non-zero value counts, including
-            negative values; NaN raises an error. The -inf of an additive attention mask draws a
+            negative values; NaN raises an error. An additive attention mask (-inf) triggers a
             warning. If None, every position counts, and no host-device sync is needed to count
             them.
-        advantages: (B,), one per sequence, or (B, T) or (N,), one per token. If N = B, the two
-            shapes are the same, and are read as one per sequence.
+        advantages: (B,), one per sequence, or (B, T) or (N,), one per token. (B,) and (N,) coincide
+            if N = B; they are then read as one per sequence.
         config: the loss; default `LossConfig()`.
         objective: your own per-token loss, a function of `TokenInputs`, which replaces the config's
             loss. The function may build on the config's loss, ``tokens.loss``. If it does not, only
@@ -231,8 +231,8 @@ def grpo_loss(
         reference: a pair (hidden states (B, T, H') or (N, H'), head) of the reference model, for
             the KL term over the whole vocabulary; both are constants. Required if ``config.beta``
             is not 0 and ``config.kl_estimator`` is ``"full"``. The head is a weight (V, H'), a
-            `Head` or a module, with the policy's ids; H' may differ from H. The reference costs one
-            more product with a head, and a second chunk of logits within the same workspace.
+            `Head` or a module, with the policy's ids; H' may differ from H. The reference adds one
+            product with a head and one chunk of logits, within the same workspace.
         num_items_in_batch: a number, or a 0-d tensor: the normalizer of ``"dapo"``, ``"cispo"`` and
             ``"vespo"``. Pass the number of counted tokens in the whole batch, over all accumulation
             steps and ranks. If gradients are averaged over ranks, divide this number by the number
@@ -256,8 +256,8 @@ def grpo_loss(
             log-probabilities in the distribution from which it sampled. These log-probabilities are
             over the sampler's whole vocabulary, not over the K ids. An entry of -inf is padding; a
             repeated id counts once, with its first log-probability. The ids center the score
-            (https://arxiv.org/abs/2609.20807): from each token's policy gradient A w grad log p,
-            its expected value under the sampler is subtracted. Outside the K ids, the sampler is
+            (https://arxiv.org/abs/2609.20807): from each token's policy gradient, A w grad log p,
+            its expectation under the sampler is subtracted. Outside the K ids, the sampler is
             assumed to be proportional to the policy. The weight w is the ratio of
             ``vllm_importance_sampling_correction`` in mode ``"token_truncate"`` or
             ``"token_mask"``, or 1 without that option. Available for the loss types ``"grpo"``,
@@ -283,13 +283,13 @@ def grpo_loss(
 
     Returns:
         `LossOutput`: the loss, attached to the graph; each token's log-probability and entropy; and
-        the metrics. All but the loss are detached: a term that you add from them has no gradient,
-        so write it as an `objective`.
+        the metrics. All but the loss are detached: terms built from them get no gradient; use an
+        `objective` instead.
 
     Raises:
         TypeError, ValueError: a wrong argument. The message names the argument, the expected value
             and the actual value. The call raises before it does any work or changes anything. Only
-            what an `objective` reads and returns is checked later, when the objective runs.
+            the inputs and the output of an `objective` are checked later, when it runs.
     """
     arguments = {**locals()}  # by name, as passed, for the helpers below and for other ranks
     arguments["config"] = config = config_with(config, fields, _CALL_ARGUMENTS, "grpo_loss")
@@ -545,11 +545,11 @@ def policy_expectation(
     importance_sampling_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,)
     num_items_in_batch: float | Tensor | None = None,
 ) -> Expectation:
-    """Compute the gradient to expect of a policy loss, for a trainer that computes its own loss.
+    """Predict the gradient of a policy loss, for a trainer that computes its own loss.
 
     With `linear_logprob(..., expected=policy_expectation(...))`, such a trainer needs only one
-    pass. A wrong expectation costs time, but does not change the gradient. The ids have shape (B,
-    T); the arguments are as in `grpo_loss`.
+    pass. A wrong expectation costs time, but does not change the gradient. The arguments are as in
+    `grpo_loss`, in the shapes of a padded batch, such as (B, T); packed input is not accepted.
 
     With ``kl_estimator="full"``, pass the expectation to `linear_divergence`, whose divergences are
     the KL term.
@@ -560,8 +560,8 @@ def policy_expectation(
 
     Returns:
         An `Expectation` whose `live` is (B, T). If a token's gradient depends on other tokens,
-        `coefficients` is None, since a row alone does not determine its gradient; `live` still
-        marks the rows that may have a gradient.
+        `coefficients` is None; see `Expectation`. `live` still marks the tokens that may have a
+        gradient.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it.

@@ -4,9 +4,10 @@ them as ``objective=``::
     out = grpo_loss(..., sampling_per_token_logps=mu, objective=objectives.ipo)
     near = functools.partial(objectives.ipo, eps=0.1)  # another parameter
 
-Parameters and defaults are those of the named trainer. Let p, old and mu be the probabilities of
-the sampled token under the policy, the old policy and the sampler. With r = p / mu, R = log(p /
-old), and sg[x] for an x without gradient, the loss of a token is::
+Parameters and defaults are those of the named trainer. Let A be the token's advantage, and p, old
+and mu the probabilities of the sampled token under the policy, the old policy and the sampler. With
+logp = log(p), r = p / mu, R = log(p / old), and sg[x] for an x without gradient, the loss of a
+token is::
 
     ipo               -A min(r, ratio_max) where |p - mu| <= eps; + kl_tau log(r)^2
     icepop_prime_rl   -A r where ratio_low <= r <= ratio_high
@@ -240,9 +241,10 @@ def cispo_two_sided(
 ) -> Tensor:
     """CISPO as in verl, with a lower bound.
 
-    -sg[clip(e^R)] A logp: every token keeps a gradient, unlike in PPO's clip. The ratio is clipped
-    to [1 - `clip_ratio_low`, 1 + `clip_ratio_high`]. ``loss_type="cispo"`` is TRL's CISPO, which
-    equals this loss with clip_ratio_low=1 and clip_ratio_high=epsilon_high - 1.
+    -sg[clip(e^R)] A logp, in the symbols at the top of this module: every token keeps a gradient,
+    unlike in PPO's clip. The ratio is clipped to [1 - `clip_ratio_low`, 1 + `clip_ratio_high`].
+    ``loss_type="cispo"`` is TRL's CISPO, which equals this loss with clip_ratio_low=1 and
+    clip_ratio_high=epsilon_high - 1.
     Source: https://arxiv.org/abs/2506.13585.
     """
     ratio = _constant_ratio(tokens).clamp(1 - clip_ratio_low, 1 + clip_ratio_high)

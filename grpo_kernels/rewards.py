@@ -76,8 +76,8 @@ def compute_rewards(
         RuntimeError: an async function ended the event loop, or a function raised an error. That
             error is chained, and the message names the function.
         SystemExit, KeyboardInterrupt: a sync function raised this exception, which is passed on
-            unchanged because it may come from a signal to the process. Signals do not reach async
-            functions; there, both exceptions become RuntimeError.
+            unchanged because it may come from a signal to the process. From async functions, both
+            become RuntimeError, since signals do not reach them.
 
     Warns:
         UserWarning: every function returned None for a row; the message names the row.
