@@ -37,8 +37,8 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a GPU is skipped without one; of what every backend runs, two of three are slow in
-    the interpreter."""
+    """What needs a GPU is skipped without one. Slow in the interpreter are two of three of what
+    every backend runs, and what tests/gpu runs there."""
     of_all = [x for x in items if hasattr(x, "callspec") and "every_backend" in x.fixturenames]
     interpreted = [x for x in of_all if x.callspec.params["every_backend"] == "triton"]
     for i, item in enumerate(interpreted):
@@ -48,6 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=NO_GPU))
+            elif item.path.parent.name == "gpu":
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -173,6 +173,7 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_calls_with_tensors(name: str) -> None:
     assert_nothing_is_held(CASES[name])

@@ -138,9 +138,8 @@ def test_a_script_is_alike_and_writes_nothing(tmp_path: Path) -> None:
     assert f"optimizer {theirs:28.3f}{ours:14.3f}{theirs / ours:8.2f}" in said
 
 
-@pytest.mark.parametrize(
-    ("planted", "steps"), [("loss", 2), pytest.param("rate", 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("planted", "steps"), [("loss", 2), ("rate", 1)])
 def test_a_planted_difference_is_reported(planted: str, steps: int, tmp_path: Path) -> None:
     """A loss that depends on the trainer; and a learning rate, which only the parameters show."""
     done, result = compare(TRAINS, tmp_path, planted, steps=steps)

@@ -494,6 +494,7 @@ def rank_task(rank: int, world_size: int) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_groups_that_span_ranks() -> None:
     first, second = run_ranks(rank_task, 2)
     for split in SPLITS:

@@ -116,6 +116,7 @@ def peak_of_backward(leaves: list[Tensor], ids: Tensor, budget: int, **options: 
 
 
 @PRETENDED
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["torch", "cpp", "a GPU"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "h", "v", "budget"), SLICED)

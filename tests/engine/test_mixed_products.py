@@ -58,7 +58,7 @@ def check(case: Case, *engines: str) -> None:
         assert_matches(*run_there(case, engine), reference, case, bounds)
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 2, 3))])
 def test_equals_the_reference(gpu: Tape, part: int) -> None:
     """Every case, of an adapter too, with small budgets and large ones, and engines in turn."""
     assert len(CASES) >= 60 and len(ADAPTED) >= 10

@@ -19,7 +19,7 @@ from tests.support.training_step import assert_same
 from tests.support.trl_ranks import Job, divided_heads, in_bf16, train, train_all
 from tests.support.trl_training import divergence_inputs
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
 TOLERANCE = 1e-5
 LORA = ("q_proj", "lm_head")

@@ -135,6 +135,7 @@ SCORING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", SCORING)
 def test_verl_scores_where_it_has_to(reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     """All is as without the option, operations too, and one line says why."""

@@ -165,6 +165,7 @@ def test_every_instruction_set_gives_the_same_bits(dtype: torch.dtype, beta: flo
                 assert_all_same(outcomes(chunk, kind), want, f"{kind} {vocab} {isa}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "beta"),
     [*((dtype, None) for dtype in DTYPES), *((torch.float32, beta) for beta in BETAS)],
