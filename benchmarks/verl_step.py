@@ -136,7 +136,7 @@ def step(made: Any, data: Any, loss: Any, *, scored: bool) -> tuple[float, float
         data["old_log_probs"] = verl("workers.utils.padding").no_padding_2_padding(found, data)
         tensordict_utils.assign_non_tensor(data, calculate_entropy=False)
     else:  # as the worker asks for it
-        loss = trainers.FirstPass(loss, [None] * len(data), entropy=False)
+        loss = trainers.ScoreKeepingLoss(loss, [None] * len(data), entropy=False)
         data[trainers.ROW] = torch.arange(len(data))
         data["old_log_probs"] = torch.zeros_like(data["advantages"])
         tensordict_utils.assign_non_tensor(data, calculate_entropy=True)
