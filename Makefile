@@ -103,10 +103,10 @@ $(DOCS_PATH)/.installed: $(STAMP) $(DOCS)
 	@touch $@
 
 test: $(STAMP)  ## the tests (PYTEST_ARGS="tests/engine -k name" for some of them)
-	@$(if $(PYTEST_ARGS),,echo "all tests take six to twelve minutes on two cores; PYTEST_ARGS=\"tests/call\" runs some of them")
+	@$(if $(PYTEST_ARGS),,echo "all tests take about eight minutes on two idle cores; PYTEST_ARGS=\"tests/call\" runs some of them")
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS) </dev/null
 
-test-slow: $(STAMP)  ## the tests that compile for every target, run whole commands, or repeat others in Triton's interpreter
+test-slow: $(STAMP)  ## the longest tests: for every target, of whole commands, of cases repeated in Triton's interpreter
 	$(PYTEST) -m slow $(PYTEST_ARGS) </dev/null
 
 test-torch:  ## the tests with another release of torch and the Triton it brings (TORCH=2.15.0 PYTEST_ARGS="tests/call")
