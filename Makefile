@@ -106,7 +106,7 @@ test: $(STAMP)  ## the tests (PYTEST_ARGS="tests/engine -k name" for some of the
 	@$(if $(PYTEST_ARGS),,echo "all tests take about eight minutes on two idle cores; PYTEST_ARGS=\"tests/call\" runs some of them")
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS) </dev/null
 
-test-slow: $(STAMP)  ## the longest tests: for every target, of whole commands, of cases repeated in Triton's interpreter
+test-slow: $(STAMP)  ## the longest tests, which also repeat others in Triton's interpreter, compile for every target, run whole commands
 	$(PYTEST) -m slow $(PYTEST_ARGS) </dev/null
 
 test-torch:  ## the tests with another release of torch and the Triton it brings (TORCH=2.15.0 PYTEST_ARGS="tests/call")

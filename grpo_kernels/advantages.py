@@ -476,7 +476,7 @@ def _groups(
     ids = ids.to(torch.int64)
     every = ids if process_group is None else gather_uneven(ids, sizes, process_group)
     unique, index = every.unique(return_inverse=True)
-    if fewest > 1 and len(unique) == len(every) > 1:
+    if fewest > 1 and 0 < len(unique) == len(every):
         warn_once(
             "group_ids: each reward has a group of its own, so every advantage is 0; pass the same "
             "id for all completions of a prompt"

@@ -99,8 +99,8 @@ def loss_metrics(
         per_sequence = loss_type.shares_ratio(config)
         mean_of("ratio", ratios, per_sequence, empty=1.0)
         # with one ratio and one advantage per sequence, TRL counts clipped sequences, else tokens
-        counts_sequences = per_sequence and tokens.advantages_per_sequence
-        counts_sequences = counts_sequences and loss_type.ratio_per == "level"
+        follows_level = loss_type.ratio_per == "level"
+        counts_sequences = follows_level and per_sequence and tokens.advantages_per_sequence
         if inputs.phi is not None:
             mean_of(
                 f"{loss_type.name}/phi_seq_mean",

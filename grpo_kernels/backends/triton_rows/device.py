@@ -44,9 +44,8 @@ class RowConfig:
         """The same tile, hence the same bits, with twice the threads if V is no multiple of 16.
 
         Elements are then read one by one, and two rows take more registers than a thread has. A
-        tile of a
-        small vocabulary has at most one column per thread: with more threads, several would hold
-        the same column, and one would overwrite in place what another still reads.
+        tile of a small vocabulary has at most one column per thread: with more threads, several
+        would hold the same column, and one would overwrite in place what another still reads.
         """
         has_columns = self.block_v >= 2 * COLUMNS_OF_WARP * self.num_warps
         return replace(self, num_warps=2 * self.num_warps) if vocab % 16 and has_columns else self
