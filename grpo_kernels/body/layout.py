@@ -25,8 +25,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from grpo_kernels.body import attention, states
-from grpo_kernels.body.attention import NotAlongPaths, Paths, Segments
+from grpo_kernels.body.paths import (
+    ENDS,
+    LONGEST,
+    NotAlongPaths,
+    Paths,
+    Segments,
+    follow_paths,
+    is_flash,
+)
 
 _RETURNED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
@@ -161,8 +168,8 @@ def read_inputs(
         return "attention_mask is not (B, L)"
     ends: list[Tensor] = []  # ends of the sequences in packed rows, as indices of flat cells
     if mask is None and "position_ids" in given:
-        ends = [given.pop(name) for name in attention.ENDS if name in given]
-        given = {name: x for name, x in given.items() if name not in attention.LONGEST}
+        ends = [given.pop(name) for name in ENDS if name in given]
+        given = {name: x for name, x in given.items() if name not in LONGEST}
     of_tokens = {
         name: x for name, x in given.items() if isinstance(x, Tensor) and x.shape == ids.shape
     }
@@ -176,7 +183,7 @@ def read_inputs(
         return "its forward is called with a part of the batch, which runs as given"
     inputs = TrunkInputs.of(of_tokens, mask, constants, needed.to(ids.device))
     is_padded = mask is not None or "position_ids" not in of_tokens
-    return inputs if is_padded else _apart(inputs, ends, attention.is_flash(attention_of(trunk)))
+    return inputs if is_padded else _apart(inputs, ends, is_flash(attention_of(trunk)))
 
 
 def _apart(inputs: TrunkInputs, ends_given: list[Tensor], flash: bool) -> TrunkInputs | str:
@@ -336,8 +343,7 @@ def run_layout(
         if inputs.mask is not None or not bool(layout.attended.all()):
             found["attention_mask"] = layout.attended.to(ids.device, torch.int64, non_blocking=True)
         return forward(**found, **inputs.constants), way
-    attention.install(attention_of(trunk), trunk)
-    states.install(trunk)
+    follow_paths(trunk, attention_of(trunk))
     segments = Segments(layout.paths, varlen=way.varlen)
     # A mask of four dimensions keeps transformers from making one; attention refuses other masks.
     found |= {"segments": segments, "attention_mask": torch.zeros(1, 1, 1, 1, device=ids.device)}

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from grpo_kernels.base.choices import BatchLayout, choices
 from grpo_kernels.base.distributed import rank_groups
 from grpo_kernels.base.modes import facts_of, guest, random_state
-from grpo_kernels.body import states
-from grpo_kernels.body.attention import NotAlongPaths, has_varlen
+from grpo_kernels.body import paths
 from grpo_kernels.body.layout import (
     TrunkInputs,
     Way,
@@ -98,7 +97,7 @@ class Exactness:
         if mode == "tree" and (begun & goes_on & ~attended).any():
             if isinstance(setting(self.trunk, "sliding_window"), int):
                 return "a sequence has padding inside, which its sliding window counts"
-            if states.with_a_state(self.trunk.modules()):
+            if paths.with_a_state(self.trunk.modules()):
                 return "a sequence has padding inside, which its layers with a state count"
         types = self.inputs.values.keys() - {"input_ids", "position_ids"}
         for name in types if mode == "tree" else ():
@@ -165,7 +164,7 @@ def fits_trees(trunk: nn.Module) -> bool | None:
 
 def described(error: Exception) -> str:
     """Describe `error` for a warning, in one short line."""
-    if isinstance(error, NotAlongPaths):
+    if isinstance(error, paths.NotAlongPaths):
         return str(error)
     return f"it raised {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
 
@@ -198,7 +197,7 @@ def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> s
     # encoders of images and sound, to leave out
     others = [x for x in modules if "text" not in getattr(x, "input_modalities", "text")]
     elsewhere = {y for x in others for y in x.modules()}
-    reason = states.reason_against([x for x in modules if x not in elsewhere])
+    reason = paths.reason_against([x for x in modules if x not in elsewhere])
     if reason is not None:
         return reason
     if not _takes_positions(trunk, forward) or not takes(forward, "segments"):
@@ -286,7 +285,7 @@ class _Trial:
             found = [Way("none")]
         else:
             found = [Way("column"), Way("depth"), *([] if mode == "tree" else [Way("none")])]
-        fits = has_varlen(attention_of(self.trunk), self.device, self.dtype)
+        fits = paths.has_varlen(attention_of(self.trunk), self.device, self.dtype)
         return [replace(way, varlen=True) for way in found if mode == "tree" and fits] + found
 
     def _against(self, mode: str, got: _Found, want: _Found) -> str | None:

@@ -32,7 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import BatchLayout
 from grpo_kernels.base.distributed import most_of_ranks, rank_groups
-from grpo_kernels.body import states
+from grpo_kernels.body import paths
 from grpo_kernels.body.layout import (
     TrunkInputs,
     TrunkLayout,
@@ -266,7 +266,7 @@ class TrunkCall:
         device = inputs.given["input_ids"].device
 
         def cost(layouts: list[TrunkLayout]) -> float:
-            return sum(states.cost(x.sources, x.paths, way.chunk, device) for x in layouts)
+            return sum(paths.cost(x.sources, x.paths, way.chunk, device) for x in layouts)
 
         return cost(planned) > cost(self._planned(inputs, "trim", way))
 

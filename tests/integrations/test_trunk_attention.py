@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from grpo_kernels.base.checks import WARNED
 from grpo_kernels.base.tensors import cut
-from grpo_kernels.body import attention, trial
+from grpo_kernels.body import paths
 from grpo_kernels.body.trunk import ordinary_id
 from tests.support import tiny_architectures as tiny
 from tests.support.flash_attention import HUB, flash_attention, ragged_varlen, set_attention
@@ -98,7 +98,7 @@ def test_families(kind: str, name: str, reentrant: bool) -> None:
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2"])
 def test_whatever_rows_share(name: str, cells: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a call for each segment, some, or one for all; with a window, and without."""
-    monkeypatch.setattr("grpo_kernels.body.attention.call_cells", lambda *_: cells)
+    monkeypatch.setattr("grpo_kernels.body.paths.call_cells", lambda *_: cells)
     kind = "qwen3" if cells == 30.0 else "mistral"
     assert not said_by(lambda: assert_any_rows(model_of(kind, name)))
 
@@ -112,7 +112,7 @@ def test_torchs_attention_for_ragged_batches(monkeypatch: pytest.MonkeyPatch) ->
         return ragged_varlen(*args, **kwargs)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    monkeypatch.setattr(trial, "has_varlen", lambda *_: True)
+    monkeypatch.setattr(paths, "has_varlen", lambda *_: True)
     given = batch()
     for kind, expected in (("qwen3", 4), ("mistral", 0)):
         model = model_of(kind, "sdpa")
@@ -128,7 +128,7 @@ def test_torchs_attention_that_is_not_exact_is_not_taken(monkeypatch: pytest.Mon
     def wrong(*args: Any, **kwargs: Any) -> Any:
         return 1.01 * ragged_varlen(*args, **kwargs)
 
-    monkeypatch.setattr(trial, "has_varlen", lambda *_: True)
+    monkeypatch.setattr(paths, "has_varlen", lambda *_: True)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", wrong)
     out = assert_right(model_of("qwen3", "sdpa"), batch(), modes=[{}, {}])
     assert out.metrics["tokens/computed"] < 0.6
@@ -140,9 +140,9 @@ def test_the_installed_torch_has_the_signature_that_is_known() -> None:
     known = {*inspect.signature(ragged_varlen).parameters}
     assert known <= {*inspect.signature(varlen_attn).parameters}
     cuda, cpu, bf16 = torch.device("cuda"), torch.device("cpu"), torch.bfloat16
-    assert attention.has_varlen("sdpa", cuda, bf16)
+    assert paths.has_varlen("sdpa", cuda, bf16)
     for given in (("eager", cuda, bf16), ("sdpa", cpu, bf16), ("sdpa", cuda, torch.float32)):
-        assert not attention.has_varlen(*given)
+        assert not paths.has_varlen(*given)
 
 
 def test_attention_that_is_replaced_later_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:

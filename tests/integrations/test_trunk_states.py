@@ -13,9 +13,9 @@ from torch import Tensor
 pytest.importorskip("transformers")
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from grpo_kernels.body import states
-from grpo_kernels.body.attention import Paths, Segments
+from grpo_kernels.body import paths as along
 from grpo_kernels.body.layout import _worth_sharing
+from grpo_kernels.body.paths import Paths, Segments
 from tests.support import all_architectures as every
 from tests.support.training_step import (
     PADDED,
@@ -37,8 +37,8 @@ KINDS = ("qwen3_5_text", "kimi_linear", "bamba", "lfm2")
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_rows_share(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of two ids part anywhere, as if a chunk were one token and branches cost nothing."""
-    monkeypatch.setattr(states, "_CHUNK", 1)
-    monkeypatch.setattr(states, "cost", lambda *_: 0.0)
+    monkeypatch.setattr(along, "_CHUNK", 1)
+    monkeypatch.setattr(along, "cost", lambda *_: 0.0)
     model = every.build(kind).train()
     assert not said_by(lambda: assert_any_rows(model, counts=kind != "bamba"))
 
@@ -46,10 +46,10 @@ def test_whatever_rows_share(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_argument_that_may_be_of_each_token_is_not_dropped() -> None:
     paths = Paths(torch.arange(3)[None], torch.tensor([3]), torch.tensor([3]))
     x, name = torch.randn(1, 3, 2, 4), "torch_chunk_gated_delta_rule"
-    inner, recurrence = getattr(modeling_qwen3_5, name), states.RECURRENCES[name]
+    inner, recurrence = getattr(modeling_qwen3_5, name), along.RECURRENCES[name]
     named = {"g": x[..., 0], "beta": x[..., 0], "gate": x}
-    with pytest.raises(states.NotAlongPaths, match="'gate' that may be of each token"):
-        states._recur(Segments(paths, varlen=False), inner, recurrence, (x, x, x), named)
+    with pytest.raises(along.NotAlongPaths, match="'gate' that may be of each token"):
+        along._recur(Segments(paths, varlen=False), inner, recurrence, (x, x, x), named)
 
 
 @pytest.mark.parametrize(
@@ -151,11 +151,11 @@ def from_zeros(segments: Any, inner: Callable[..., Any], recurrence: Any, *given
     return RECUR(segments, forgetful, recurrence, *given)
 
 
-RECUR = states._recur
+RECUR = along._recur
 
 
 def test_the_trial_sees_a_wrong_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "_recur", from_zeros)
+    monkeypatch.setattr(along, "_recur", from_zeros)
     assert_right(every.build("qwen3_5_text"), large(), "states are off by", "'trim' is used")
 
 

@@ -1,0 +1,504 @@
+"""The layers of a trunk along the paths of a prefix tree.
+
+A wrapper replaces each function that these layers call: attention in transformers' table, others in
+the file of their model. It does nothing without the keyword argument ``segments``. That argument
+reaches the layers through the model's ``**kwargs``, so it is also present when activation
+checkpointing recomputes a layer after the model's call has ended.
+
+**Attention.** Queries of a segment see the keys of its path, up to themselves. Keys and values are
+gathered along the paths, and the model's own implementation computes the rest, with its windows,
+soft-caps, sinks, groups of heads and dropout.
+
+    flash          one call per layer, with ``cu_seq_lens_q`` and ``cu_seq_lens_k``
+    sdpa on CUDA   `torch.nn.attention.varlen`, one call per layer, in 16 bits, without dropout
+    sdpa, eager    one call for several segments at a time (`group`)
+
+**Layers with a state that passes from token to token.** A causal convolution of K taps starts from
+the last K - 1 tokens of the path before a segment. A recurrence starts from its parent's final
+state: segments are cut into *runs* where a child branches off, and runs with the same number of
+runs before them on their path (their *depth*) are computed together. A group of completions has two
+depths, its prompt and the rest.
+
+    convolution    one call per layer, and one for the first K - 1 tokens of the segments
+    recurrence     for each depth, one call for several runs at a time, padded on the right
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils import _pytree as pytree
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from grpo_kernels.base.tensors import cut, places
+
+# Floating-point operations of attention that a device computes in the time of one more call,
+# forward and backward. A CPU core: 120 us at 20 GFLOP/s (measured with AVX2). A GPU: five launches
+# of 5 us at 100 TFLOP/s (estimated).
+_CALL_FLOPS = {"cpu": 2.5e6}
+_CALL_FLOPS_ON_A_GPU = 2.5e9
+_VARLEN_ROWS = ("cu_seq_q", "cu_seq_k", "max_q", "max_k")
+_VARLEN_PARAMETERS = {
+    *("query", "key", "value", "scale", "window_size", "enable_gqa", *_VARLEN_ROWS)
+}
+ENDS, LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
+_EAGER = "eager_attention_forward"
+# Arguments of attention that stay valid along a path: positions (unused here) and sinks.
+_OF_PATHS = {"position_ids", "s_aux", "sinks"}
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The S segments of a tree in token order. A token sees its path up to itself."""
+
+    tokens: Tensor  # (S, k), tokens of each path, with arbitrary padding on the right
+    lengths: Tensor  # (S,), number of tokens in each path
+    new: Tensor  # (S,), number of tokens at the end of each path that form the segment
+
+    @property
+    def contexts(self) -> Tensor:
+        """(S,): number of tokens before each segment on its path."""
+        return self.lengths - self.new
+
+    @property
+    def starts(self) -> Tensor:
+        """(S,): each segment's first token."""
+        return self.new.cumsum(0) - self.new
+
+
+class NotAlongPaths(Exception):
+    """A model passes something to its attention that cannot follow the paths of a tree."""
+
+
+def group(paths: Paths, call_cells: float) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """The cheapest calls that cover all segments, and each token's place in their queries.
+
+    A causal call with all queries of n paths of at most k tokens computes n k^2 / 2 cells (query
+    times key). With only the last q queries of each path, a call needs a mask and computes n q k
+    cells; all its paths have the same number of tokens before the q. So a segment is computed with
+    its whole path if its context is not longer than the segment. Each call costs `call_cells` more.
+
+    A call is (queries (n, q), keys (n, k)): tokens of the layout, padded on the right.
+    """
+    contexts = torch.where(paths.contexts <= paths.new, 0, paths.contexts)
+    order = paths.lengths.argsort(stable=True)
+    calls, owned = [], []
+    for context in contexts.unique().tolist():
+        members = order[contexts[order] == context]
+        lengths = paths.lengths[members].tolist()
+        cells = [k * k / 2 if context == 0 else (k - context) * k for k in lengths]
+        for first, end in cut(cells, call_cells):
+            part = members[first:end]
+            length = paths.lengths[part, None]
+            columns = torch.arange(int(length.amax()), device="cpu")
+            keys = paths.tokens[part].gather(1, columns.minimum(length - 1))
+            calls.append((keys[:, context:], keys))
+            own = (columns >= paths.contexts[part, None]) & (columns < length)  # the segments'
+            owned.append((keys[:, context:], own[:, context:]))
+    return calls, places(owned)
+
+
+class Segments:
+    """Value of the keyword argument ``segments``: the paths of one forward's tokens.
+
+    With `varlen`, `torch.nn.attention.varlen` computes attention without dropout and without a
+    window shorter than a path.
+    """
+
+    def __init__(self, paths: Paths, *, varlen: bool) -> None:
+        self.paths, self.varlen = paths, varlen
+        self.consumed = 0  # calls along the paths so far, of attention and of layers with a state
+        self.chunk = 0  # tokens that a recurrence computes at a time; 0: none called yet
+        self._kept: dict[Any, Any] = {}
+
+    def kept(self, key: Any, make: Callable[[], Any], device: torch.device) -> Any:
+        """The result of `make`, with tensors moved to `device`; computed once for all layers."""
+        if (key, device) not in self._kept:
+            moved = functools.partial(torch.Tensor.to, device=device, non_blocking=True)
+            self._kept[key, device] = pytree.tree_map_only(Tensor, moved, make())
+        return self._kept[key, device]
+
+    @torch.compiler.disable
+    def attend(
+        self,
+        inner: Callable[..., Any],
+        name: str,
+        module: nn.Module,
+        query: Tensor,  # (1, heads, n, d), like key and value
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,  # some layers pass it by this name
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Compute attention (1, n, heads, d) along the paths, using `inner`, named `name`."""
+        _, heads, tokens, size = query.shape
+        if not isinstance(attention_mask, Tensor) or (attention_mask.numel() != 1 and tokens > 1):
+            is_tensor = isinstance(attention_mask, Tensor)
+            found = tuple(attention_mask.shape) if is_tensor else attention_mask
+            raise NotAlongPaths(f"its attention has a mask of its own ({found})")
+        for argument, x in [*enumerate(args), *kwargs.items()]:
+            is_number = x is None or isinstance(x, bool | int | float | str)
+            is_of_heads = isinstance(x, Tensor) and tokens not in x.shape
+            if not (is_number or is_of_heads or argument in _OF_PATHS):
+                raise NotAlongPaths(
+                    f"its attention gets an argument {argument!r} that may be of each token"
+                )
+        self.consumed += 1
+        window, device = kwargs.get("sliding_window"), query.device
+        longest = int(self.paths.lengths.amax())
+        is_plain = not args and not kwargs.get("dropout") and (window or longest) >= longest
+        if is_flash(name):
+            paths, *lengths = self.kept("lengths", self._lengths, device)
+            named = dict(zip((*ENDS, *LONGEST), lengths, strict=True))
+            along = [x.index_select(2, paths) for x in (key, value)]
+            return inner(module, query, *along, None, *args, **{**kwargs, **named})[0], None
+        rows = [x.transpose(1, 2)[0] for x in (query, key, value)]
+        if self.varlen and is_plain:
+            from torch.nn.attention.varlen import varlen_attn
+
+            paths, *lengths = self.kept("lengths", self._lengths, device)
+            of_rows: dict[str, Any] = dict(zip(_VARLEN_ROWS, lengths, strict=True))
+            of_rows |= {"scale": kwargs.get("scaling"), "window_size": (-1, 0)}
+            of_rows |= {"enable_gqa": heads != key.shape[1]}
+            keys, values = (x.index_select(0, paths) for x in rows[1:])
+            of_varlen: Any = varlen_attn(rows[0], keys, values, **of_rows)
+            return of_varlen[None], None
+        groups, back = self.kept(
+            "groups", lambda: group(self.paths, call_cells(heads * size, device)), device
+        )
+        results = []
+        for queries, keys in groups:
+            parts = [
+                x.index_select(0, i.reshape(-1)).unflatten(0, i.shape)
+                for x, i in zip(rows, (queries, keys, keys), strict=True)
+            ]
+            own_mask = self._mask(queries.shape[1], keys.shape[1], window, parts[0], name)
+            output = inner(module, *(x.transpose(1, 2) for x in parts), own_mask, *args, **kwargs)
+            results.append(output[0].flatten(0, 1))
+        return torch.cat(results).index_select(0, back)[None], None
+
+    def _lengths(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
+        """(all paths concatenated, segment ends, path ends, longest segment, longest path)."""
+        counts = torch.stack([self.paths.new, self.paths.lengths])
+        of_segments, of_paths = nn.functional.pad(counts.cumsum(1), (1, 0)).to(torch.int32)
+        columns = torch.arange(self.paths.tokens.shape[1], device="cpu")
+        paths = self.paths.tokens[columns < self.paths.lengths[:, None]]
+        new, length = counts.amax(1).tolist()
+        return paths, of_segments, of_paths, new, length
+
+    def _mask(self, queries: int, keys: int, window: int | None, like: Tensor, name: str) -> Any:
+        """Mask for the last `queries` of `keys` tokens; None means plain causal attention."""
+        cut = keys if window is None else min(window, keys)
+        if name != _EAGER and cut == keys:
+            if queries in (1, keys):  # a single query sees all keys
+                return None
+            if like.is_cuda:
+                return causal_lower_right(queries, keys)
+
+        def make() -> Tensor:  # in the dtype of the hidden states, shared by all layers
+            columns = torch.arange(keys, device=like.device)
+            ahead = columns[keys - queries :, None] - columns
+            blank = torch.zeros(1, 1, queries, keys, dtype=like.dtype, device=like.device)
+            return blank.masked_fill((ahead < 0) | (ahead >= cut), torch.finfo(like.dtype).min)
+
+        return self.kept((queries, keys, cut, like.dtype), make, like.device)
+
+
+def has_varlen(implementation: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """True if `torch.nn.attention.varlen` can replace `implementation`.
+
+    It needs sdpa, CUDA, a 16-bit dtype and the parameters that this module passes.
+    """
+    if implementation != "sdpa" or device.type != "cuda" or dtype.itemsize != 2:
+        return False
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return {*inspect.signature(varlen_attn).parameters} >= _VARLEN_PARAMETERS
+
+
+def call_cells(width: int, device: torch.device) -> float:
+    """Cells (query times key) that heads of total `width` compute in the time of one more call."""
+    return _CALL_FLOPS.get(device.type, _CALL_FLOPS_ON_A_GPU) / (4 * width)
+
+
+def is_flash(implementation: str) -> bool:
+    """True for flash attention, from a package or a kernel repository ("org/kernel")."""
+    return "flash" in implementation or "/" in implementation
+
+
+_CHUNK = 64  # tokens that a recurrence computes at a time, unless its call says otherwise
+# Chunks of one run that a device computes in the time of one more call, forward and backward.
+# A CPU core computes half a chunk to two (measured with AVX-512 on the gated delta rule, 4 heads of
+# size 128 and of size 32). A GPU launches some thirty kernels in 5 us each, and computes a chunk in
+# 3 us (estimated).
+_CALL_CHUNKS = {"cpu": 1.0}
+_CALL_CHUNKS_ON_A_GPU = 50.0
+# A recurrence's time per token, relative to the token's matrix products: 0.15, measured on a CPU
+# with 4 heads of size 128 and width 512, and with 16 heads and width 1024. And the factor by which
+# gathering tokens lengthens a tree's forward.
+_SHARE, _GATHERED = 0.15, 1.08
+
+
+class Recurrence(NamedTuple):
+    """How transformers' layers call a recurrence."""
+
+    of_tokens: tuple[int | str, ...]  # arguments (1, n, ...), by position or name
+    first: str  # argument for the initial state
+    wants_last: str  # argument that requests the last state
+
+
+_DELTA_RULE = Recurrence((0, 1, 2, "g", "beta"), "initial_state", "output_final_state")
+RECURRENCES = {
+    "torch_chunk_gated_delta_rule": _DELTA_RULE,
+    "chunk_kimi_delta_attention": _DELTA_RULE,
+    "mamba2_chunk_scan": Recurrence((0, 1, 3, 4), "initial_states", "return_final_states"),
+}
+_CONVOLUTION = "causal_conv1d_fn"
+# This computes a whole Mamba-2 layer. If it returns None, the layer calls the functions above.
+_WHOLE = "mamba2_split_conv1d_scan_combined"
+_OF_A_CACHE = {
+    *("causal_conv1d_update", "torch_recurrent_gated_delta_rule"),
+    *("recurrent_kimi_delta_attention", "mamba2_selective_state_update"),
+}
+_KNOWN = {*RECURRENCES, *_OF_A_CACHE, _CONVOLUTION, _WHOLE}
+
+
+def with_a_state(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Select the layers that have a state; they are recognized by their convolution."""
+    return [x for x in layers if any(isinstance(y, nn.Conv1d) for y in x.children())]
+
+
+def reason_against(layers: Iterable[nn.Module]) -> str | None:
+    """Say why the state of one of `layers` cannot follow paths; None if all can."""
+    for layer in with_a_state(layers):
+        names = inspect.unwrap(type(layer).forward).__code__.co_names
+        file = vars(sys.modules[type(layer).__module__])
+        others = [x for x in names if hasattr(file.get(x), "__wrapped__") and x not in _KNOWN]
+        if _CONVOLUTION not in names or others:
+            what = f" ({', '.join(others)})" if others else ""
+            return f"{type(layer).__name__} has a state that is not known along paths{what}"
+    return None
+
+
+def _pass_state(
+    segments: Segments, inner: Callable[..., Any], name: str, *args: Any, **kwargs: Any
+) -> Any:
+    if name == _WHOLE:
+        return None
+    if name == _CONVOLUTION:
+        return _convolve(segments, inner, *args, **kwargs)
+    return _recur(segments, inner, RECURRENCES[name], args, kwargs)
+
+
+@torch.compiler.disable
+def _convolve(
+    segments: Segments,
+    inner: Callable[..., Any],
+    states: Tensor,  # (1, c, n)
+    weight: Tensor,  # (c, K)
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """The output (1, c, n) for the row as given, recomputed where a segment begins."""
+    segments.consumed += 1
+    taps, found = weight.shape[-1], inner(states, weight, *args, **kwargs)
+    tokens, windows = segments.kept(
+        ("windows", taps), lambda: _windows(segments.paths, taps), states.device
+    )
+    if not len(tokens):
+        return found
+    # the row of zeros at the end stands for tokens before a root
+    rows = nn.functional.pad(states.transpose(1, 2)[0], (0, 0, 0, 1))
+    anew = inner(rows.index_select(0, windows)[None].transpose(1, 2), weight, *args, **kwargs)
+    return found.index_copy(2, tokens, anew[:, :, taps - 1 :: taps])
+
+
+def _windows(paths: Paths, taps: int) -> tuple[Tensor, Tensor]:
+    """(f tokens whose window reaches into another segment, the last `taps` tokens of their paths).
+
+    The second is (f taps,). In it, the index after the last token stands for tokens before a root.
+    """
+    starts, total = paths.starts, int(paths.new.sum())
+    offsets = torch.arange(taps - 1, device="cpu")
+    sees = (offsets < paths.new[:, None]) & (starts[:, None] > 0)
+    depths = (paths.contexts[:, None] + offsets)[sees]
+    of_segment = torch.arange(len(starts), device="cpu")[:, None].expand_as(sees)[sees]
+    back = depths[:, None] + torch.arange(1 - taps, 1, device="cpu")
+    windows = torch.where(back < 0, total, paths.tokens[of_segment[:, None], back.clamp(min=0)])
+    return (starts[:, None] + offsets)[sees], windows.flatten()
+
+
+class Runs(NamedTuple):
+    """The R runs of a tree, in token order."""
+
+    begins: Tensor  # (R,), first token
+    lengths: Tensor  # (R,)
+    parents: Tensor  # (R,), previous run on the path; -1 for a root
+    depths: Tensor  # (R,), number of previous runs on the path
+    is_parent: Tensor  # (R,) bool
+
+    @classmethod
+    def of(cls, paths: Paths) -> Runs:
+        starts, total = paths.starts, int(paths.new.sum())
+        last = paths.tokens.gather(1, (paths.contexts - 1).clamp(min=0)[:, None]).squeeze(1)
+        last = torch.where(paths.contexts > 0, last, -1)  # the token before each segment
+        begins = torch.cat([starts, last + 1]).unique()
+        begins = begins[begins < total]
+        before = begins - 1
+        before[torch.searchsorted(begins, starts)] = last
+        parents = torch.searchsorted(begins, before, right=True) - 1  # -1 for a root
+        depths: list[int] = []
+        for parent in parents.tolist():
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        lengths = torch.cat([begins, torch.tensor([total], device="cpu")]).diff()
+        is_parent = torch.isin(torch.arange(len(begins), device="cpu"), parents)
+        return cls(begins, lengths, parents, torch.tensor(depths, device="cpu"), is_parent)
+
+    def calls(self, chunk: int, device: torch.device) -> Iterator[list[Tensor]]:
+        """Yield the runs of each call of a recurrence, depth by depth.
+
+        Runs of a call are padded to the longest, unless their last state is needed.
+        """
+        order = self.lengths.argsort(stable=True)
+        for depth in range(int(self.depths.amax()) + 1):
+            runs = order[self.depths[order] == depth]
+            parents, leaves = runs[self.is_parent[runs]], runs[~self.is_parent[runs]]
+            lengths = self.lengths[parents]
+            chunks = (-(-self.lengths[leaves] // chunk)).tolist()
+            parts = [leaves[first:end] for first, end in cut(chunks, _call_chunks(device))]
+            yield [*(parents[lengths == x] for x in lengths.unique()), *parts]
+
+
+def _calls(
+    paths: Paths, chunk: int, device: torch.device
+) -> tuple[list[list[tuple[Tensor, Tensor, bool]]], Tensor]:
+    """A recurrence's calls at each depth, and each token's place among the tokens of all calls.
+
+    A call is (tokens (r, w) of r runs, padded on the right; (r,) places of their parents among the
+    last states kept at the previous depth; True if its own last states are kept).
+    """
+    runs, depths, owned = Runs.of(paths), [], []
+    place = torch.full_like(runs.parents, -1)
+    for parts in runs.calls(chunk, device):
+        calls, kept = [], 0
+        for chosen in parts:
+            lengths = runs.lengths[chosen, None]
+            columns = torch.arange(int(lengths.amax()), device="cpu")
+            tokens = runs.begins[chosen, None] + columns.minimum(lengths - 1)
+            owned.append((tokens, columns < lengths))
+            keeps = bool(runs.is_parent[chosen].any())
+            calls.append((tokens, place[runs.parents[chosen]], keeps))
+            if keeps:
+                place[chosen] = kept + torch.arange(len(chosen), device="cpu")
+                kept += len(chosen)
+        depths.append(calls)
+    return depths, places(owned)
+
+
+def cost(tokens: Tensor, paths: Paths | None, chunk: int, device: torch.device) -> float:
+    """Estimate the time of a forward of `tokens` (b, w), in matrix products of one token."""
+    rows, width = tokens.shape
+    if paths is None:
+        return rows * (width + _SHARE * chunk * -(-width // chunk))
+    runs = Runs.of(paths)
+    chunks = [
+        len(x) * -(-int(runs.lengths[x].amax()) // chunk) + _call_chunks(device)
+        for parts in runs.calls(chunk, device)
+        for x in parts
+    ]
+    return _GATHERED * (width + _SHARE * chunk * sum(chunks))
+
+
+def _call_chunks(device: torch.device) -> float:
+    return _CALL_CHUNKS.get(device.type, _CALL_CHUNKS_ON_A_GPU)
+
+
+@torch.compiler.disable
+def _recur(
+    segments: Segments,
+    inner: Callable[..., Any],
+    recurrence: Recurrence,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """The recurrence's output (1, n, ...), without a last state."""
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    like, chunk = given[0], int(given.get("chunk_size", _CHUNK))
+    for name, x in given.items():
+        is_of_tokens = isinstance(x, Tensor) and x.dim() > 1 and 1 < like.shape[1] == x.shape[1]
+        if is_of_tokens and name not in recurrence.of_tokens:
+            raise NotAlongPaths(f"a recurrence gets an argument {name!r} that may be of each token")
+    segments.consumed += 1
+    segments.chunk = max(segments.chunk, chunk)
+    depths, back = segments.kept(
+        ("runs", chunk), lambda: _calls(segments.paths, chunk, like.device), like.device
+    )
+    outputs, states = list[Tensor](), list[Tensor]()
+    for calls in depths:
+        before, states = torch.cat(states) if states else None, []
+        for tokens, parents, keeps in calls:
+            own = given | {
+                name: given[name][0].index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
+                for name in recurrence.of_tokens
+            }
+            own[recurrence.first] = None if before is None else before.index_select(0, parents)
+            own[recurrence.wants_last] = keeps
+            placed = [own.pop(i) for i in range(len(args))]
+            found = inner(*placed, **own)
+            output, last = found if isinstance(found, tuple) else (found, None)
+            outputs.append(output.flatten(0, 1))
+            if keeps and last is None:
+                raise NotAlongPaths("a recurrence gives back no last state")
+            if keeps:
+                states.append(last)
+    whole = torch.cat(outputs).index_select(0, back)[None]
+    # The last call keeps no state, so its result has the form that the layer expects: a pair or a
+    # tensor.
+    return (whole, None) if isinstance(found, tuple) else whole
+
+
+def follow_paths(trunk: nn.Module, implementation: str) -> None:
+    """Make attention (`implementation`) and layers with a state follow the paths of ``segments``.
+
+    Transformers' table has one function per implementation of attention. The exception is "eager",
+    a function in the file of each model, like those of the layers with a state.
+    """
+    in_files: dict[str, Callable[..., Any]] = {
+        **dict.fromkeys((*RECURRENCES, _CONVOLUTION, _WHOLE), _pass_state),
+        **({_EAGER: Segments.attend} if implementation == "eager" else {}),
+    }
+    for file in {sys.modules[cls.__module__] for x in trunk.modules() for cls in type(x).__mro__}:
+        for name, along in in_files.items():
+            inner = vars(file).get(name)
+            if inner is not None and not hasattr(inner, "_takes_segments"):
+                setattr(file, name, _taking_segments(inner, name, along))
+    inner = ALL_ATTENTION_FUNCTIONS.get(implementation, None)
+    if implementation != "eager" and inner is not None and not hasattr(inner, "_takes_segments"):
+        wrapped = _taking_segments(inner, implementation, Segments.attend)
+        AttentionInterface.register(implementation, wrapped)
+
+
+def _taking_segments(
+    inner: Callable[..., Any], name: str, along: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Wrap `inner` to call `along`(segments, inner, name, ...) if it is passed ``segments``."""
+
+    @functools.wraps(inner)
+    def function(*args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
+        if segments is None:
+            return inner(*args, **kwargs)
+        return along(segments, inner, name, *args, **kwargs)
+
+    function._takes_segments = True  # type: ignore[attr-defined]
+    return function
