@@ -22,12 +22,12 @@ from torch.nn.functional import pad
 
 from grpo_kernels.base.checks import (
     check_choice,
-    check_mask_values,
     check_number,
     check_shape,
     check_tensor,
     hints_names,
     only_public,
+    read_mask,
     warn_once,
 )
 from grpo_kernels.base.choices import AdvantageScale, AdvantageStd, RewardAggregation, choices
@@ -247,7 +247,8 @@ def process_advantages(
     groups = _groups(x, num_generations, group_ids, process_group, fewest=1)
     by_step = groups._replace(of_row=groups.of_row.repeat_interleave(steps))
     centered, spread, _ = _moments(x.reshape(-1, 1), by_step, correction)
-    rounding = max(torch.finfo(x.dtype).eps, min(_eps_of(table), torch.finfo(torch.float32).eps))
+    is_float64 = not table.is_floating_point() or table.dtype == torch.float64  # integers are exact
+    rounding = torch.finfo(x.dtype if is_float64 else torch.float32).eps
     centered = _unless_rounding(centered, rounding * spread)
     normalized = _divide(centered, spread + eps).nan_to_num(nan=0.0).view(batch_size, steps)
     at_ends = x.new_zeros(batch_size, columns + 1).scatter(1, places, normalized)[:, :-1]
@@ -297,8 +298,8 @@ def gae(
 
     Source: https://arxiv.org/abs/1506.02438
     """
-    _check_share("gamma", gamma)
-    _check_share("lam", lam)
+    check_number("gamma", gamma, lowest=0, inclusive=True, highest=1)
+    check_number("lam", lam, lowest=0, inclusive=True, highest=1)
     _correction(std, "whiten_advantages=False")
     mask = _bool_mask(completion_mask)
     check_tensor("rewards", rewards)
@@ -367,7 +368,7 @@ def reinforce_plus_plus(
 
     Source: https://arxiv.org/abs/2501.03262
     """
-    _check_share("gamma", gamma)
+    check_number("gamma", gamma, lowest=0, inclusive=True, highest=1)
     check_number("eps", eps, lowest=0, inclusive=True)
     check_number("beta", beta)
     mask = _bool_mask(completion_mask)
@@ -623,17 +624,11 @@ def _padded(rows: Any, fill: float, dtype: torch.dtype) -> Tensor:
 
 
 def _bool_mask(mask: Any) -> Tensor:
-    """``completion_mask`` as (B, T) bool; warn once if it holds values other than 0 and 1.
-
-    Integer masks on a GPU are not checked: that would synchronize with the device.
-    """
+    """``completion_mask`` as (B, T) bool."""
     check_tensor("completion_mask", mask)
     if mask.dim() != 2:
         raise ValueError(f"completion_mask: expected shape (B, T), got {tuple(mask.shape)}")
-    counts = mask != 0
-    if (mask.is_floating_point() or mask.device.type == "cpu") and bool(mask.ne(counts).any()):
-        check_mask_values(has_nan=bool(mask.isnan().any()))
-    return counts
+    return read_mask(mask)
 
 
 def _counted_values(name: str, x: Tensor, mask: Tensor) -> Tensor:
@@ -669,12 +664,6 @@ def _check_int(name: str, value: Any, lowest: int, why: str = "", hint: str = ""
         raise ValueError(f"{name}: expected at least {lowest}{why}, got {value}")
 
 
-def _check_share(name: str, value: float) -> None:
-    check_number(name, value, lowest=0, inclusive=True)
-    if value > 1:
-        raise ValueError(f"{name}: expected a number in [0, 1], got {value}")
-
-
 def _correction(std: str, off: str = "") -> int:
     """The correction c of `std`, which divides by n - c.
 
@@ -683,10 +672,6 @@ def _correction(std: str, off: str = "") -> int:
     hint = f"; {off} turns the division off" if off and not std else ""
     check_choice("std", std, choices(AdvantageStd), hint)
     return 1 if std == "sample" else 0
-
-
-def _eps_of(x: Tensor) -> float:
-    return torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
 
 
 def _float_dtype(x: Tensor) -> torch.dtype:

@@ -48,6 +48,7 @@ from grpo_kernels.base.checks import (
     check_shape,
     check_tensor,
     only_public,
+    read_mask,
 )
 from grpo_kernels.base.tensors import discounted_sums, scored_difference, sequence_means
 from grpo_kernels.objective.config import preset_hint
@@ -347,8 +348,7 @@ def kl_cov(
     penalty.
     Source: https://arxiv.org/abs/2505.22617.
     """
-    if kl_cov_ratio > 1:
-        raise ValueError(f"kl_cov_ratio: expected a number in (0, 1], got {kl_cov_ratio!r}")
+    check_number("kl_cov_ratio", kl_cov_ratio, 0.0, highest=1.0)
     log_ratio = tokens.logps - tokens.old_per_token_logps
     places = tokens.mask.flatten().nonzero()[:, 0]
     number = min(max(1, int(len(places) * kl_cov_ratio)), len(places))
@@ -399,7 +399,7 @@ def m2po_mask(
     for name, x in (("old_per_token_logps", old), ("sampling_per_token_logps", sampling)):
         check_tensor(name, x, like=completion_mask, floating=True)
         check_shape(name, x, ("completion_mask.shape", tuple(completion_mask.shape)))
-    counts = completion_mask != 0
+    counts = read_mask(completion_mask)
     check_logps("old_per_token_logps", old[counts])
     check_logps("sampling_per_token_logps", sampling[counts])
     wide = old.to(torch.promote_types(old.dtype, torch.float32))

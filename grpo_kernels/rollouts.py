@@ -15,14 +15,15 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import (
     check_choice,
+    check_finite,
     check_logps,
-    check_mask_values,
     check_number,
     check_shape,
     check_tensor,
     did_you_mean,
     hints_names,
     only_public,
+    read_mask,
 )
 from grpo_kernels.base.choices import CorrectionLevel, CorrectionMode, choices
 from grpo_kernels.base.distributed import all_reduce, check_group
@@ -280,16 +281,11 @@ def _counted(old: Any, sampling: Any, completion_mask: Any, packed: bool) -> Ten
     for name, x in others.items():
         check_tensor(name, x, like=old, floating=x is sampling)
         check_shape(name, x, ("that of old_per_token_logps", tuple(old.shape)))
-    counts = completion_mask != 0
-    if bool(completion_mask.ne(counts).any()):
-        check_mask_values(has_nan=bool(completion_mask.isnan().any()))
-    rows = old[counts]
-    if not bool(rows.isfinite().all()):
-        bad = rows[~rows.isfinite()][0].item()
-        expected = "finite numbers where the mask counts"
-        raise ValueError(f"old_per_token_logps: expected {expected}, got {bad}")
+    counts = read_mask(completion_mask)
+    rows = old[counts].cpu()  # checks read numbers on a CPU
+    check_finite("old_per_token_logps", rows)
     check_logps("old_per_token_logps", rows)
-    check_logps("sampling_per_token_logps", sampling[counts])
+    check_logps("sampling_per_token_logps", sampling[counts].cpu())
     return counts
 
 

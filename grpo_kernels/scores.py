@@ -482,9 +482,7 @@ def _beta_of(divergence: Any, beta: Any) -> float:
             )
         return 1.0 if divergence == "reverse_kl" else 0.0
     beta = 0.5 if beta is None else beta
-    check_number("beta", beta, 0.0, inclusive=True)
-    if beta > 1.0:
-        raise ValueError(f"beta: expected a number in [0, 1], got {beta!r}")
+    check_number("beta", beta, 0.0, inclusive=True, highest=1.0)
     return float(beta)
 
 

@@ -173,8 +173,14 @@ def only_public(module: str, hint: Callable[[str], str] = lambda name: "") -> No
     own.__dir__, own.__getattr__ = lambda: [*own.__all__], missing
 
 
-def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bool = False) -> None:
-    """Require a finite number above `lowest`, or equal to it if `inclusive`."""
+def check_number(
+    name: str,
+    value: Any,
+    lowest: float = -math.inf,
+    inclusive: bool = False,
+    highest: float = math.inf,
+) -> None:
+    """Require a finite number above `lowest`, or equal to it if `inclusive`; at most `highest`."""
     if isinstance(value, Tensor):
         got = f"a tensor of shape {tuple(value.shape)}"
         if value.numel() == 1:
@@ -185,6 +191,9 @@ def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bo
     if not math.isfinite(value) or value < lowest or (value == lowest and not inclusive):
         limit = "" if lowest == -math.inf else f" {'>=' if inclusive else '>'} {lowest:g}"
         raise ValueError(f"{name}: expected a finite number{limit}, got {value!r}")
+    if not value <= highest:
+        interval = f"{'[' if inclusive else '('}{lowest:g}, {highest:g}]"
+        raise ValueError(f"{name}: expected a number in {interval}, got {value!r}")
 
 
 def check_choice(name: str, value: Any, allowed: Iterable[str], hint: str = "") -> None:
@@ -346,6 +355,17 @@ def check_mask(name: str, mask: Any, ids: Tensor) -> None:
         elif len(got) == 2 and got[1] > shape[1]:
             hint = f"; take the columns of these tokens, such as {name}[:, -T:]"
     raise ValueError(f"{name}: expected shape of the tokens = {shape}, got {got}{hint}")
+
+
+def read_mask(mask: Tensor) -> Tensor:
+    """Mark the positions that a completion mask counts, as bool, and check the mask's values.
+
+    For a mask other than bool, this waits for the device.
+    """
+    counts = mask != 0
+    if mask.dtype != torch.bool and bool(mask.ne(counts).any()):
+        check_mask_values(has_nan=bool(mask.isnan().any()))
+    return counts
 
 
 def check_mask_values(*, has_nan: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
@@ -44,8 +45,8 @@ def _above(lowest: float) -> dict[str, Any]:
     return {"range": (lowest, False)}
 
 
-def _at_least(lowest: float) -> dict[str, Any]:
-    return {"range": (lowest, True)}
+def _at_least(lowest: float, highest: float = math.inf) -> dict[str, Any]:
+    return {"range": (lowest, True, highest)}
 
 
 # name -> (the value that turns it off, what to do instead)
@@ -181,7 +182,7 @@ class LossConfig:
     use_bias_correction_kl: bool = True
     kl_estimator: KLEstimator = "k3"
     temperature: float = field(default=1.0, metadata=_above(0.0))
-    top_entropy_quantile: float = field(default=1.0, metadata=_at_least(0.0))
+    top_entropy_quantile: float = field(default=1.0, metadata=_at_least(0.0, 1.0))
     entropy_coef: float = 0.0
     off_policy_mask_threshold: float | None = None
     vllm_importance_sampling_correction: bool = False
@@ -201,9 +202,6 @@ class LossConfig:
             if option.name in FIELDS:  # a subclass may have more
                 value = _checked(option.name, getattr(self, option.name), option.metadata)
                 object.__setattr__(self, option.name, value)
-        if self.top_entropy_quantile > 1.0:
-            got = repr(self.top_entropy_quantile)
-            raise ValueError(f"top_entropy_quantile: expected a number in [0, 1], got {got}")
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
             raise ValueError(

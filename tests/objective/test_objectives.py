@@ -521,3 +521,7 @@ def test_m2po_drops_the_largest_until_the_mean_is_below() -> None:
         flat = old.flatten(), sampling.flatten(), mask.flatten().long()
         assert torch.equal(objectives.m2po_mask(*flat, threshold).view(B, T), found)
     assert not objectives.m2po_mask(old, sampling, torch.zeros(B, T)).any()
+    with pytest.raises(ValueError, match=r"^completion_mask: .* without NaN"):
+        objectives.m2po_mask(old, sampling, torch.full((B, T), torch.nan))
+    with pytest.warns(UserWarning, match="completion_mask: it holds values other than 0 and 1"):
+        objectives.m2po_mask(old, sampling, torch.full((B, T), 2))
