@@ -341,8 +341,9 @@ def grpo_loss(
         metrics = _metrics(config, tokens, *results, evaluation, count, num_items_in_batch)
         logps, entropies = map(tokens.layout.scatter, results)
     # a backward reads the coefficients only if `first` does not have their gradient
-    of_loss = evaluation.loss, first, evaluation.coefficients
-    loss = LossWithGradient.apply(job, *of_loss, reference_tensors, *head_tensors)
+    loss = LossWithGradient.apply(
+        job, evaluation.loss, first, evaluation.coefficients, reference_tensors, *head_tensors
+    )
     return LossOutput(loss, logps, entropies, metrics, job.engine, job.backend.name)
 
 
@@ -724,8 +725,8 @@ def _loss_over_sets(
         others={name: arguments[name] for name in LOGPS},
     )  # fmt: skip
     config, items = arguments["config"], arguments["num_items_in_batch"]
-    of_tokens = scores.logps, scores.entropies
-    out = _loss_of_logps(config, row_objective, tokens, *of_tokens, items, job.engine)
+    logps, entropies = scores.logps, scores.entropies
+    out = _loss_of_logps(config, row_objective, tokens, logps, entropies, items, job.engine)
     return replace(out, metrics=out.metrics.joined(metrics))
 
 

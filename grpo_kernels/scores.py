@@ -231,8 +231,9 @@ def linear_logprob(
         )  # fmt: skip
     if sets is None:
         return scored(job, tensors, None, gradient, completion_ids.shape)
-    of_sets = sets, completion_ids, on_missing_set, expected_at
-    return score_kept(job, tensors, run, *of_sets, entropy=entropy)[0]
+    return score_kept(
+        job, tensors, run, sets, completion_ids, on_missing_set, expected_at, entropy=entropy
+    )[0]
 
 
 @takes_heads(within_module)

@@ -188,8 +188,9 @@ class LinearScores(torch.autograd.Function):
             d_topk = dict(zip(ctx.job.extras, d_extras, strict=True)).get(TOPK_LOGPS)
             upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk)
             tensors, reference, first, expected = _saved(ctx)
-            of_call = ctx.job, ctx.shapes_and_dtypes, tensors, reference, first, expected
-            grads = _gradient(*of_call, upstream)
+            grads = _gradient(
+                ctx.job, ctx.shapes_and_dtypes, tensors, reference, first, expected, upstream
+            )
             return None, None, None, None, *grads
 
 
@@ -222,8 +223,9 @@ def scored(
             expected = objective.coefficients_at(every, first.stats)
         if job.d_result(expected) is None:
             expected = job.with_d_result(first.stats.logps.new_zeros(n), expected)
-    of_head = job, first, expected, reference
-    logps, entropies, divergence, *extras = LinearScores.apply(*of_head, *tensors)
+    logps, entropies, divergence, *extras = LinearScores.apply(
+        job, first, expected, reference, *tensors
+    )
     results = {
         "logps": logps if has_ids else None,
         "entropies": entropies,

@@ -90,10 +90,9 @@ ENGINES: dict[str, tuple[Literal["never", "now", "later"], Literal["rows", "slic
 }
 NAMES = choices(EngineName)  # valid values of `engine=`: "auto" and these
 # when a row's coefficients are known; `_KNOWN` has the words for errors
-Known = Literal["before", "own_row", "all_rows", "backward"]
+Known = Literal["own_row", "all_rows", "backward"]
 _KNOWN = {
-    "before": "before the forward",
-    "own_row": "from the row's own log-probability and entropy",
+    "own_row": "from the row's own log-probability and entropy, or before",
     "all_rows": "only after other rows are done",
     "backward": "only in the backward, since no expected= was given",
 }
@@ -475,7 +474,7 @@ def choose_engine(name: str, job: Job, objective: Objective) -> str:
             # without a gradient, this does not evaluate a user's function
             and ((no_gradient and job.reference_dtype is None) or objective.one_coefficient)
         ),
-        "one_pass": lambda: known in ("before", "own_row"),
+        "one_pass": lambda: known == "own_row",
         "two_pass": lambda: True,
         "lean": lambda: True,
     }

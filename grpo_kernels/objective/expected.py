@@ -100,13 +100,9 @@ class ExpectedGradient:
             compute = lambda index, _: take(coefficients, index)  # noqa: E731
         self.compute, self.live, self.one_coefficient = compute, live, one_coefficient
         self.coefficients = coefficients
-        self.known: Literal["before", "own_row", "all_rows", "backward"] = "own_row"
-        if compute is None and live is None:
-            self.known = "backward"
-        elif compute is None:
-            self.known = "all_rows"
-        elif coefficients is not None:
-            self.known = "before"
+        self.known: Literal["own_row", "all_rows", "backward"] = "own_row"
+        if compute is None:
+            self.known = "backward" if live is None else "all_rows"
 
     def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
         assert self.compute is not None

@@ -151,8 +151,9 @@ class PolicyObjective:
         is_centered: True with a sampler's candidates.
         lacks_sampling_ratio: True if the importance sampling ratio must be computed from this
             call's log-probabilities.
-        known: when a token's gradient is known: ``"before"`` any log-probability, from the token's
-            own numbers (``"own_row"``), or only with other tokens' numbers (``"all_rows"``).
+        known: when a token's gradient is known: with the token's own numbers, or before
+            (``"own_row"``), or only with other tokens' numbers (``"all_rows"``).
+        known_before: True if no token's gradient depends on any log-probability.
         has_entropy_gradient: True if the loss depends on the entropies.
     """
 
@@ -168,13 +169,10 @@ class PolicyObjective:
         self.config, self.tokens, self.token_weights = config, tokens, token_weights
         self.loss_type = loss_type_of(config)
         self.is_centered = tokens.sampling_topk_logps is not None
-        self.known: Literal["before", "own_row", "all_rows"] = "own_row"
-        if _couples_tokens(config, on_policy=self.on_policy, sampled=sampled):
-            self.known = "all_rows"
-        elif self.on_policy and not (
-            self.is_centered or config.estimates_kl or config.corrects_sampling
-        ):
-            self.known = "before"
+        couples = _couples_tokens(config, on_policy=self.on_policy, sampled=sampled)
+        self.known: Literal["own_row", "all_rows"] = "all_rows" if couples else "own_row"
+        reads_logps = self.is_centered or config.estimates_kl or config.corrects_sampling
+        self.known_before = self.on_policy and not (couples or reads_logps)
         self.has_entropy_gradient = config.entropy_coef != 0.0
 
     @cached_property
@@ -204,7 +202,7 @@ class PolicyObjective:
         config, tokens = self.config, self.tokens
         if config.beta != 0.0 or self.has_entropy_gradient:
             return None
-        if self.known == "before":
+        if self.known_before:
             return self._at_ratio_one.d_logp != 0
         live = tokens.advantages != 0
         is_factor = self.loss_type.importance_ratio == "factor"
