@@ -1,7 +1,7 @@
 """Losses and log-probabilities of transformers' causal language models, in one forward.
 
 The functions accept text and vision-language models, wrapped or not, and never store all logits.
-`transformers.call` describes how the forward runs.
+`transformers.head` describes how the forward runs.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from grpo_kernels.patching import replaced
 from grpo_kernels.results import LossOutput, Scores
 from grpo_kernels.scores import linear_divergence, linear_logprob
 from grpo_kernels.transformers import head as heads
-from grpo_kernels.transformers.call import RESULTS, Batch, HeadCall, Results, run_scored
-from grpo_kernels.transformers.head import HeadCheck
+from grpo_kernels.transformers.batch import Batch, run_scored
+from grpo_kernels.transformers.head import RESULTS, HeadCall, HeadCheck, Results
 
 # Arguments of `grpo_loss` that `causal_lm_loss` does not accept, and what to do instead
 _INSTEAD = {
@@ -529,7 +529,7 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
     """
     base = heads.causal_lm(model)
     head, facts, is_checked = heads.known_head(model, {})
-    check = None if is_checked else HeadCheck(head, lambda hidden: hidden[0, 0])
+    check = None if is_checked else HeadCheck(head, None)
     found, model_forward = HeadInputs(), base.forward
     call = HeadCall(head, lambda hidden, _: {"hidden": hidden}, check)
 

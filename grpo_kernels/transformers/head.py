@@ -1,32 +1,67 @@
-"""Describe the head of a transformers model, and what the model applies to its output.
+"""A transformers model's head: describe it, and let it score tokens instead of projecting them.
 
-Models differ in what they do to logits after the projection. They scale them (Cohere, Falcon-H1,
-Granite), soft-cap them (the Gemma family), or cut off padding rows (Inkling). Their configs have a
-dozen names for these numbers. One name means a factor in one model, a divisor in a second, and a
-divisor of the hidden states in a third. So the config is only a first guess: in the first forward,
-`HeadCheck` measures what the model's own code does.
+**One forward.** The model's own forward runs with its head replaced during the call: the head
+receives the hidden states and scores the completion tokens. This is exact for more architectures
+than running the body and reading the head afterwards. It includes whatever the model applies before
+its head (a multiplier, a dense layer and a norm, a cast), and needs no names of inner modules.
+Hooks on the model, its head and its parts run as usual. FSDP2 gathers the weight there, and again
+for the backward, whether the head is in the root's unit or in a separate one; so does DeepSpeed
+ZeRO-3. DDP, PEFT and accelerate see one call of the model. Results leave through the outputs of
+head and model, where these engines hook the backward.
+
+**The logits.** Models differ in what they do to logits after the projection. They scale them
+(Cohere, Falcon-H1, Granite), soft-cap them (the Gemma family), or cut off padding rows (Inkling).
+Their configs have a dozen names for these numbers. One name means a factor in one model, a divisor
+in a second, and a divisor of the hidden states in a third. So the config is only a first guess: in
+the first forward, `HeadCheck` measures what the model's own code does, at the cost of one row of
+the head, without random numbers or collectives. If the config was wrong, the model runs a second
+time with the measured constants.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
-from grpo_kernels.base.choices import LogitsDtype
-from grpo_kernels.base.modes import evaluating, identity
-from grpo_kernels.body.trunk import unwrapped
+from grpo_kernels.base.choices import BatchLayout, LogitsDtype
+from grpo_kernels.base.distributed import most_of_ranks, rank_groups
+from grpo_kernels.base.modes import evaluating, guest, identity
+from grpo_kernels.body.trunk import live_trunk, ordinary_id, trunk_of, unwrapped
 from grpo_kernels.engine.plan import Run
 from grpo_kernels.head import Head
-from grpo_kernels.module import gather_of, linear_of, parameters_of
+from grpo_kernels.module import (
+    divided_modules,
+    foreign_hooks,
+    gather_of,
+    is_fsdp_unit,
+    linear_of,
+    parameters_of,
+    within_forwards,
+)
+from grpo_kernels.patching import Shares, forward_name, replaced
 from grpo_kernels.scores import linear_logprob
 
+RESULTS, FIELDS = "results", "others"  # keys of the dict that the model returns to its wrappers
+# Maximum number of runs per call: a second run may use measured constants, or the whole batch, if
+# the output has a scalar.
+_MOST_RUNS = 4
+Results = dict[str, Tensor]
+Score = Callable[[Tensor, Head], Results]  # (the head's input (B, L, H), head) -> results
+# models with a scalar output, which may need the whole batch
+_models_with_scalars: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# head -> factor by which the model multiplies the body's output before the head
+_factors: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
 # Names of the scale and the soft-cap in the configs of transformers' models
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
@@ -149,6 +184,234 @@ def _from_config(base: PreTrainedModel) -> Constants:
     return scale, first(_CAPS), None
 
 
+def run_in_head(
+    model: nn.Module,
+    run: Callable[[HeadCall], dict[str, Any]],
+    score: Score,
+    inputs: dict[str, Any],
+    layout: BatchLayout,
+    needed: Tensor,  # (B, L) bool, cells whose hidden states are read
+    live: Tensor | None,  # (B,) bool, as in `live_trunk`
+) -> tuple[Results, ModelOutput, Shares]:
+    """Run a model with `score` in its head: (results, output without logits, shares).
+
+    `run` runs the model on `inputs` inside the call that it gets. The first time, the model's
+    logits are checked. If the config was wrong, the model runs once more, with the measured
+    constants.
+    """
+    base = causal_lm(model)
+    if "adapter_names" in inputs:  # PEFT expects one per sequence of the padded batch
+        layout, live = "padded", None
+    head, facts, is_checked = known_head(model, inputs)
+
+    def score_whole(hidden: Tensor, head: Head) -> Results:
+        # accelerate makes FSDP2 cast logits to 16 bits, where log-probabilities keep only 8 bits
+        unit: Any = next((x for x in base.modules() if is_fsdp_unit(x)), None)
+        root = None if unit is None else unit._get_fsdp_state()._state_ctx.iter_forward_root
+        if root is not None and root._mp_policy.output_dtype is not None:
+            root._mp_policy = replace(root._mp_policy, output_dtype=None)
+        return score(hidden, head)
+
+    groups = rank_groups(trunk_of(model))
+    for _ in range(_MOST_RUNS):
+        is_whole = base in _models_with_scalars
+        check = None if is_checked else HeadCheck(head, needed)
+        call = HeadCall(head, score_whole, check)
+        runs = ("padded", None) if is_whole else (layout, live)
+        with live_trunk(model, *runs, needed) as of_trunk:
+            returned = run(call)
+        fields: dict[str, Any] = returned[FIELDS]
+        has_scalar = any(isinstance(x, Tensor) and x.dim() == 0 for x in pytree.tree_leaves(fields))
+        part = of_trunk.computed
+        if has_scalar and not is_whole and most_of_ranks(groups, [int(part is not None)])[0]:
+            _models_with_scalars.add(base)  # such as an aux_loss, which may need all hidden states
+            continue
+        used, head = head, head if check is None else check.verified(base, facts)
+        if constants_of(head) != constants_of(used):  # equal on all ranks, so all run again
+            continue
+        if part is not None:
+            fields = pytree.tree_map(functools.partial(_nan_but_at, part), fields)
+        return returned[RESULTS], call.output_type(**fields), of_trunk.shares()
+    raise _differing_constants(head)
+
+
+def _differing_constants(head: Head) -> ValueError:
+    return ValueError(
+        "model: expected one scale, soft-cap or cut of the logits, got another in each run: "
+        f"{constants_of(head)}"
+    )
+
+
+def _nan_but_at(computed: Tensor, x: Any) -> Any:
+    """Set `x`, a tensor (B, L, ...) of an output, to NaN outside the cells `computed` (B, L)."""
+    if not isinstance(x, Tensor) or x.shape[:2] != computed.shape or not x.is_floating_point():
+        return x
+    cells = computed.to(x.device).reshape(*computed.shape, *(1,) * (x.dim() - 2))
+    return x.masked_fill(~cells, float("nan"))
+
+
+def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
+    """The head of `base`, with constants that map the body's output to the model's logits.
+
+    It is for callers that run body and head themselves, without the model's own `forward`. On first
+    use, `forward` runs on two tokens as a guest. It runs inside the caller's own call of `base`, so
+    FSDP2 and ZeRO-3 have gathered what it reads.
+    """
+    head, facts, is_checked = known_head(base, {})
+    # `states` gets the body's output, then the head's input
+    linear, states = linear_of(head.weight), list[Tensor]()
+    ids = torch.full((1, 2), ordinary_id(base), device=linear.weight.device)
+
+    def keep(hidden: Tensor, _: Head) -> Results:
+        states.append(hidden)
+        return {"none": hidden.new_zeros(1)}
+
+    def look(*args: Any) -> None:
+        output = args[-1]
+        states.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
+
+    if not is_checked or head.weight not in _factors:
+        for _ in range(_MOST_RUNS):
+            check, used = HeadCheck(head, None), head
+            call = HeadCall(head, keep, check)
+            with torch.no_grad(), guest(base, ids.device), evaluating(base), call.in_head():
+                looking = trunk_of(base).register_forward_hook(look)
+                try:
+                    call.pack_output(forward(input_ids=ids))
+                finally:
+                    looking.remove()
+            head = check.verified(base, facts)
+            if constants_of(head) == constants_of(used):
+                break
+        else:
+            raise _differing_constants(head)
+        of_body, made = (x[0, -1].double() for x in states[-2:])
+        factor = ((made @ of_body) / (of_body @ of_body)).item()
+        factor = 1.0 if abs(factor - 1.0) < 1e-3 else factor
+        if (made - factor * of_body).norm() > 1e-2 * made.norm():
+            raise ValueError(
+                "model: expected a head that reads the output of its body, but "
+                f"{type(base).__name__} changes it in between; use causal_lm_loss and "
+                "completion_logprobs, which are exact for it"
+            )
+        _factors[head.weight] = factor
+    factor = _factors[head.weight]
+    if factor != 1.0 and linear.bias is not None:
+        raise ValueError(
+            "model: expected a head without bias, since its hidden states are scaled by "
+            f"{factor:g}, got one with bias"
+        )
+    return replace(head, logit_scale=head.logit_scale * factor)
+
+
+class HeadCall:
+    """Replacement for a head during one forward; it returns scores instead of logits.
+
+    Scores are laid out in a (1, R, V) tensor, so that the model can treat them as logits. With a
+    `check`, the two rows of the check come first.
+    """
+
+    def __init__(self, head: Head, score: Score, check: HeadCheck | None) -> None:
+        self.head, self.score, self.check = head, score, check
+        self.project: Callable[..., Tensor] = head.weight.forward
+        # the head's forward sets these
+        self.result_specs: dict[str, tuple[torch.Size, torch.dtype]] = {}  # name -> shape, dtype
+        self.output = self.rows = torch.empty(0)  # output (1, R, V); rows (R, V), detached
+        self.results: Results = {}
+        self.output_type = ModelOutput
+
+    @contextmanager
+    def in_head(self) -> Iterator[None]:
+        """Replace the head inside the context. Then pass the model's output to `pack_output`."""
+        head, name = self.head.weight, forward_name(self.head.weight)
+        self.project = getattr(head, name)
+        if isinstance(getattr(self.project, "__self__", None), HeadCall):
+            raise RuntimeError(
+                "model: expected one whose head is not in use, got one inside head_inputs or "
+                "another call of it"
+            )
+        with replaced(head, name, self._head_forward):
+            unpacking = head.register_forward_hook(self._unpack)
+            try:
+                yield
+            finally:
+                unpacking.remove()
+
+    def _head_forward(self, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
+        """Score `hidden` (B, L, H) instead of projecting it; the scores are (1, R, V)."""
+        if self.result_specs:
+            raise RuntimeError(
+                "model: expected a forward that calls its head once, but "
+                f"{type(self.head.weight).__name__} is called again"
+            )
+        if others or named:  # for example PEFT's adapter_names, one adapter per row
+            given = ", ".join([*(type(x).__name__ for x in others), *named])
+            raise ValueError(
+                f"model: expected its head to get only hidden states, got {given} as well"
+            )
+        if self.check:
+            self.check.project(hidden, self.project)
+
+        def compute(hidden: Tensor) -> tuple[Tensor, ...]:
+            if self.check:
+                self.check.score()
+            found = self.score(hidden, self.head)
+            self.result_specs = {name: (x.shape, x.dtype) for name, x in found.items()}
+            return tuple(found.values())
+
+        # under ZeRO-3, these are the adapters
+        inner = [x for x in divided_modules(self.head.weight) if x is not self.head.weight]
+        results = within_forwards(inner, compute, hidden)
+        flat = torch.cat([x.reshape(-1) for x in results])
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))  # like the check's rows
+        vocab = linear_of(self.head.weight).weight.shape[0]
+        rows = nn.functional.pad(flat, (0, -flat.numel() % vocab)).view(-1, vocab)
+        if self.check:
+            rows = torch.cat([self.check.rows.to(rows.dtype), rows])
+        self.rows = rows.detach()
+        # a copy: if it were a view, a model that writes into its logits would remove FSDP2's hook
+        self.output = rows[None].clone()
+        return self.output
+
+    def _unpack(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        """Read the results from the head's `output`, after all other hooks."""
+        if is_fsdp_unit(module) and output.dtype != self.output.dtype:
+            output = self.output  # FSDP2's mixed precision hooks it, and passes on a rounded copy
+        hooks = foreign_hooks(module)
+        if hooks and not torch.allclose(
+            output[0].detach().to(self.rows), self.rows, rtol=0, atol=0, equal_nan=True
+        ):
+            raise TypeError(
+                "model: expected forward hooks on its head that change nothing, got "
+                f"{', '.join(hooks)}"
+            )
+        flat = output[0, 2 if self.check else 0 :].reshape(-1)
+        sizes = [shape.numel() for shape, _ in self.result_specs.values()]
+        pieces = flat[: sum(sizes)].split(sizes)
+        for x, (name, (shape, dtype)) in zip(pieces, self.result_specs.items(), strict=True):
+            # a copy, because the model may write into its logits
+            self.results[name] = x.view(shape).to(dtype, copy=True)
+
+    def pack_output(self, output: Any) -> Any:
+        """Make a dict to return instead of the model's `output`: results, and other fields."""
+        if not self.results:
+            name = type(self.head.weight).__name__
+            raise RuntimeError(
+                f"model: expected a forward that calls its head, but {name} was not called"
+            )
+        logits = getattr(output, "logits", None)
+        is_of_rows = isinstance(logits, Tensor) and logits.dim() == 3 and logits.shape[1] > 1
+        if not isinstance(output, ModelOutput) or (self.check and not is_of_rows):
+            raise ValueError(
+                f"model: expected an output with logits (B, T, V), got {type(output).__name__}"
+            )
+        if self.check:
+            self.check.made = output.logits[0, :2].detach()
+        self.output_type = type(output)
+        others = {name: x for name, x in output.items() if name != "logits"}
+        return {RESULTS: self.results, FIELDS: others}
+
+
 class HeadCheck:
     """Compare a head with its model's own logits, in one forward of the model.
 
@@ -163,13 +426,22 @@ class HeadCheck:
 
     made: Tensor
 
-    def __init__(self, head: Head, state_of: Callable[[Tensor], Tensor]) -> None:
-        self._head, self._state_of = head, state_of  # (B, L, H), the head's input -> (H,)
+    def __init__(self, head: Head, needed: Tensor | None) -> None:
+        self._head = head
+        self._needed = needed  # (B, L) bool, cells whose states are read; None: all
 
     @torch.no_grad()
     def project(self, hidden: Tensor, forward: Callable[..., Tensor]) -> None:
-        """Compute the logits of one state in `hidden` (B, L, H) with the head's own `forward`."""
-        self._state = self._state_of(hidden).detach()  # (H,)
+        """Compute the logits of a needed state in `hidden` with the head's own `forward`.
+
+        `hidden` (B, l, H) has the last l columns.
+        """
+        states, cell = hidden.reshape(-1, hidden.shape[-1]), 0
+        if self._needed is not None:
+            cell = int(self._needed[:, -hidden.shape[1] :].to(torch.uint8).argmax())
+        dtype = linear_of(self._head.weight).weight.dtype  # TRL's fp32 head gets 16-bit states
+        # a wrong shape is reported by the score
+        self._state = states[min(cell, len(states) - 1)].detach().to(dtype)  # (H,)
         with evaluating(self._head.weight):
             self._logits = forward(self._state.view(1, 1, -1)).view(-1)  # (V,)
         self._eps = torch.finfo(self._logits.dtype).eps

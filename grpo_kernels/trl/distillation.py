@@ -25,8 +25,7 @@ from grpo_kernels.head import Head
 from grpo_kernels.module import whole_constant
 from grpo_kernels.patching import LogsShares, Shares, replaced
 from grpo_kernels.scores import linear_divergence
-from grpo_kernels.transformers.call import measured_head
-from grpo_kernels.transformers.head import causal_lm
+from grpo_kernels.transformers.head import causal_lm, measured_head
 
 
 def divergence_loss(

@@ -4,7 +4,7 @@ TRL installs that forward with one public function, `add_fused_lm_head` (GRPO, R
 AsyncGRPO), and reads a `FusedCausalLMOutput`. This module replaces the function for one trainer or,
 with `patch_trl`, for all trainers. Labels say which positions are scored. The model's own forward
 runs: its body computes only what is needed, and its head computes scores instead of logits
-(`grpo_kernels.transformers.call`).
+(`grpo_kernels.transformers.head`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from grpo_kernels.patching import LogsShares, Patch, Patches, Shares, replaced
 from grpo_kernels.results import Scores
 from grpo_kernels.scores import linear_logprob
 from grpo_kernels.transformers import head as heads
-from grpo_kernels.transformers.call import HeadCall, run_in_head
 from grpo_kernels.trl.distillation import divergence_loss
 from grpo_kernels.trl.sampled_sets import SampledSets, over_sets
 
@@ -161,16 +160,12 @@ class FusedHead:
                     run=heads.gathering(head, options.run),
                 ).given
 
-        def state_of(hidden: Tensor) -> Tensor:
-            row, column = divmod(int(needed.reshape(-1).to(torch.uint8).argmax()), length)
-            return hidden[row, column].float() if self.in_fp32 else hidden[row, column]
-
-        def run(head: HeadCall) -> dict[str, Any]:
+        def run(head: heads.HeadCall) -> dict[str, Any]:
             with head.in_head():
                 return head.pack_output(self.forward(**inputs))
 
-        found, output, shares = run_in_head(
-            model, run, score, inputs, options.layout, needed, call.live, state_of
+        found, output, shares = heads.run_in_head(
+            model, run, score, inputs, options.layout, needed, call.live
         )
         device = found["logps"].device
         if "divergence" in found:

@@ -122,7 +122,7 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
     )
 
     from grpo_kernels.body.trunk import live_trunk
-    from grpo_kernels.transformers.call import measured_head
+    from grpo_kernels.transformers.head import measured_head
 
     @functools.wraps(theirs)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
