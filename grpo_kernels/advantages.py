@@ -569,25 +569,26 @@ def _reward_table(
 def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
     """(rewards, ends) as (B, S) tensors; ragged lists are padded with NaN and -1."""
     rewards, ends = _lists("step_rewards", step_rewards), _lists("step_ends", step_ends)
-    if not isinstance(ends, Tensor):
+    if isinstance(rewards, list) and isinstance(ends, list):
+        wanted, got = [len(row) for row in rewards], [len(row) for row in ends]
+        if wanted != got:
+            expected = f"expected as many ends as step_rewards, {wanted} by row"
+            raise ValueError(f"step_ends: {expected}, got {got}")
+    if isinstance(rewards, list):
+        rewards = [[math.nan if x is None else x for x in row] for row in rewards]
+        kinds = {type(x).__name__ for row in rewards for x in row if not hasattr(x, "__float__")}
+        if kinds:
+            expected = "expected numbers or None in the lists"
+            raise TypeError(f"step_rewards: {expected}, got {', '.join(sorted(kinds))}")
+        rewards = _padded(rewards, math.nan, torch.float64)
+    if isinstance(ends, list):
         odd = [x for row in ends for x in row if isinstance(x, bool) or not isinstance(x, Integral)]
         if odd:
             raise TypeError(
                 "step_ends: expected integers, the column of each step's last token, got "
                 f"{odd[0]}; are step_rewards and step_ends swapped?"
             )
-    if not (isinstance(rewards, Tensor) or isinstance(ends, Tensor)):
-        wanted, got = [len(row) for row in rewards], [len(row) for row in ends]
-        if wanted != got:
-            expected = f"expected as many ends as step_rewards, {wanted} by row"
-            raise ValueError(f"step_ends: {expected}, got {got}")
-    if not isinstance(rewards, Tensor):
-        rewards = [[math.nan if x is None else x for x in row] for row in rewards]
-        kinds = {type(x).__name__ for row in rewards for x in row if not hasattr(x, "__float__")}
-        if kinds:
-            expected = "expected numbers or None in the lists"
-            raise TypeError(f"step_rewards: {expected}, got {', '.join(sorted(kinds))}")
-    rewards, ends = _padded(rewards, math.nan, torch.float64), _padded(ends, -1, torch.int64)
+        ends = _padded(ends, -1, torch.int64)
     check_tensor("step_rewards", rewards)
     if rewards.dim() != 2:
         raise ValueError(f"step_rewards: expected shape (B, S), got {tuple(rewards.shape)}")
@@ -597,8 +598,8 @@ def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
     return rewards, ends
 
 
-def _lists(name: str, given: Any) -> Any:
-    """A tensor as it is; anything else as lists, one per completion."""
+def _lists(name: str, given: Any) -> Tensor | list[Any]:
+    """A tensor as it is; anything else as a list of lists, one per completion."""
     if isinstance(given, Tensor):
         return given
     if hasattr(given, "tolist"):  # numpy arrays
@@ -615,9 +616,7 @@ def _lists(name: str, given: Any) -> Any:
     return rows
 
 
-def _padded(rows: Any, fill: float, dtype: torch.dtype) -> Tensor:
-    if isinstance(rows, Tensor):
-        return rows
+def _padded(rows: list[Any], fill: float, dtype: torch.dtype) -> Tensor:
     width = max(map(len, rows), default=0)
     table = [[*row, *[fill] * (width - len(row))] for row in rows]
     return torch.tensor(table, dtype=dtype).view(len(rows), width)

@@ -234,17 +234,18 @@ def patch_liger() -> bool:
         import liger_kernel.chunked_loss as chunked_loss
 
     theirs, ours = getattr(chunked_loss, NAME, None), LigerFusedLinearGRPOLoss
-    unknown = [
-        f"{function}({name})"
-        for function in (() if theirs is None else ("__init__", "forward"))
-        for name in parameter_names(getattr(theirs, function))
-        if name not in parameter_names(getattr(ours, function))
-    ]
-    if theirs is None or unknown:
-        unsupported = f"has arguments that are not supported: {', '.join(unknown)}"
-        what = f"has no {NAME}" if theirs is None else unsupported
+    why = f"has no {NAME}"
+    if theirs is not None:
+        unknown = [
+            f"{function}({name})"
+            for function in ("__init__", "forward")
+            for name in parameter_names(getattr(theirs, function))
+            if name not in parameter_names(getattr(ours, function))
+        ]
+        why = f"has arguments that are not supported: {', '.join(unknown)}" if unknown else ""
+    if why:
         warnings.warn(
-            f"grpo_kernels: this release of liger-kernel {what}; Liger's own loss stays in place",
+            f"grpo_kernels: this release of liger-kernel {why}; Liger's own loss stays in place",
             stacklevel=2,
         )
         return False

@@ -198,8 +198,13 @@ def topr(
         score = tokens.advantages
     else:
         check_tensor("scores", scores, like=tokens.logps)
-        _check_reaches("scores", scores, tokens.index)
-        score = scores.flatten()[tokens.index]
+        index, on_cpu = tokens.index, scores.device.type == "cpu"
+        if on_cpu and index.numel() and scores.numel() <= int(index.max()):
+            raise ValueError(
+                f"scores: expected the shape of completion_ids, got {tuple(scores.shape)}; of one "
+                "value per sequence, pass scores[:, None].expand_as(completion_ids)"
+            )
+        score = scores.flatten()[index]
     log_ratio = tokens.logps.detach() - tokens.old_per_token_logps
     tapered = negative_weight * torch.exp(log_ratio.clamp(max=0.0))
     weight = torch.where(score > 0, torch.full_like(tapered, positive_weight), tapered)
@@ -411,15 +416,6 @@ def m2po_mask(
     kept = torch.empty_like(counts[counts])
     kept[places] = (rest < threshold) | (number == 1)
     return counts.masked_scatter(counts, kept)
-
-
-def _check_reaches(name: str, x: Tensor, index: Tensor) -> None:
-    """Require an entry of `x` for each position in `index`, on a CPU."""
-    if index.device.type == "cpu" and index.numel() and x.numel() <= int(index.max()):
-        raise ValueError(
-            f"{name}: expected the shape of completion_ids, got {tuple(x.shape)}; of one value per "
-            f"sequence, pass {name}[:, None].expand_as(completion_ids)"
-        )
 
 
 def _clipped(

@@ -71,8 +71,8 @@ def compute_rewards(
         (B, F) float32 on `device`, NaN where a function returned None.
 
     Raises:
-        TypeError, ValueError: an argument is invalid, or a function did not return B finite numbers
-            within float32's range.
+        TypeError, ValueError: an argument is invalid, or a function did not return B numbers, each
+            within float32's range, infinite or NaN.
         RuntimeError: an async function ended the event loop, or a function raised an error. That
             error is chained, and the message names the function.
         SystemExit, KeyboardInterrupt: a sync function raised this exception, which is passed on

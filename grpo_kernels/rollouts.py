@@ -75,7 +75,9 @@ _DIVERGENCES = {  # functions of D, of any shape
     "reverse_k3": lambda d: torch.expm1(-d) + d,
 }
 _STATISTICS = {  # name -> (aggregate, kind)
-    f"{level}_{kind}": (level, kind) for level in _AGGREGATES for kind in ("ratio", *_DIVERGENCES)
+    f"{level}_{kind}": (aggregate, kind)
+    for level, aggregate in _AGGREGATES.items()
+    for kind in ("ratio", *_DIVERGENCES)
 }
 
 
@@ -206,7 +208,7 @@ def correct(
         weights = bounded(raw, clip_min, clip_max, truncates=mode == "truncate")
         high = math.inf if clip_max is None else clip_max
         low = 1 / high if clip_min is None else clip_min
-        results |= _spread("rollout_is", weights, raw, mask, (low, high), (0, high), ideal=1.0)
+        results |= _spread("rollout_is", weights, raw, mask, (low, high))
         tokens = weights.expand_as(mask)[mask]
         squares = tokens.square().mean()
         size = tokens.mean().square() / squares.clamp(min=torch.finfo(squares.dtype).tiny)
@@ -224,14 +226,14 @@ def correct(
         weights = torch.where(mask, weights, 0.0)
 
     kept = mask
-    for name, bounds in rules.items():
-        aggregate, kind = _AGGREGATES[_STATISTICS[name][0]], _STATISTICS[name][1]
+    for name, (low, high) in rules.items():
+        aggregate, kind = _STATISTICS[name]
         if kind == "ratio":
             values = aggregate(d, mask).clamp(-safety_bound, safety_bound).exp()
         else:
             values = aggregate(_DIVERGENCES[kind](d.clamp(-safety_bound, safety_bound)), mask)
-        inside = ((values >= bounds[0]) & (values <= bounds[1])).expand_as(mask)
-        results |= _spread(f"rollout_rs_{name}", values, values, mask, bounds, bounds, ideal=0.0)
+        inside = ((values >= low) & (values <= high)).expand_as(mask)
+        results |= _spread(f"rollout_rs_{name}", values, values, mask, (low, high))
         results |= _rejected(f"rollout_rs_{name}", inside & mask, mask)
         kept = kept & inside
     if veto_threshold is not None:
@@ -322,18 +324,16 @@ def _spread(
     raw: Tensor,  # `values` before they were bounded
     mask: Tensor,
     bounds: tuple[float, float],
-    clamped_to: tuple[float, float],
-    ideal: float,
 ) -> dict[str, Tensor]:
     """Mean, standard deviation and extremes of `values`; shares of `raw` outside the bounds."""
-    low, high = bounds
+    (low, high), of_weights = bounds, prefix == "rollout_is"
     of_tokens = values.shape == mask.shape
     tokens = values.expand_as(mask)[mask]
     extremes, judged = (tokens, raw[mask]) if of_tokens else (raw, raw)
     sequences = sequence_means(values.expand_as(mask), mask)[:, 0]
     raw_sequences = sequence_means(raw.expand_as(mask), mask)[:, 0]
-    clamped = tokens.clamp(*clamped_to)
-    fraction = "ratio_fraction" if prefix == "rollout_is" else "fraction"
+    clamped = tokens.clamp(0.0 if of_weights else low, high)
+    fraction, ideal = ("ratio_fraction", 1.0) if of_weights else ("fraction", 0.0)
     results = {
         "mean": tokens.mean(),
         "std": (clamped - clamped.mean()).square().mean().sqrt(),
