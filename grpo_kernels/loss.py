@@ -198,7 +198,7 @@ def grpo_loss(
         )
         out.loss.backward()
 
-    The default is TRL's: DAPO without a KL term. For the GRPO paper's loss, pass
+    The default loss is TRL's: DAPO without a KL term. For the GRPO paper's loss, pass
     ``config=presets.GRPO``, whose KL term needs a reference model.
 
     Values at masked positions are never read, in any argument. Hidden states, weight, bias and
@@ -208,15 +208,16 @@ def grpo_loss(
     Args:
         hidden: (B, T, H), or packed (N, H), floating point: hidden states that predict
             `completion_ids`. They must be aligned with the ids; nothing is shifted here.
-        head: a weight (V, H), a `Head`, or the model's head module. Only a `Head` states a logit
-            scale or soft-cap; a bare module carries neither, even if its model uses them.
+        head: a weight (V, H), a `Head`, or the model's head module. If the model scales or
+            soft-caps its logits, pass a `Head` with these numbers; a weight or module does not
+            state them.
         completion_ids: (B, T) or (N,) integers, in [0, V) at every counted position.
-        completion_mask: (B, T) or (N,), bool, int or float. Every non-zero value counts, including
-            negative values; NaN raises an error. An additive attention mask (-inf) triggers a
-            warning. If None, every position counts, and no host-device sync is needed to count
+        completion_mask: (B, T) or (N,), bool, int or float. A token counts if its mask is not 0,
+            even if it is negative. NaN raises an error, and an additive attention mask (-inf)
+            triggers a warning. None: every token counts, and no host-device sync is needed to count
             them.
-        advantages: (B,), one per sequence, or (B, T) or (N,), one per token. (B,) and (N,) coincide
-            if N = B; they are then read as one per sequence.
+        advantages: (B,), one per sequence, or (B, T) or (N,), one per token. If N = B, a tensor of
+            this length is read as one advantage per sequence.
         config: the loss; default `LossConfig()`.
         objective: your own per-token loss, a function of `TokenInputs`, which replaces the config's
             loss. The function may build on the config's loss, ``tokens.loss``. If it does not, only
@@ -231,15 +232,15 @@ def grpo_loss(
         reference: a pair (hidden states (B, T, H') or (N, H'), head) of the reference model, for
             the KL term over the whole vocabulary; both are constants. Required if ``config.beta``
             is not 0 and ``config.kl_estimator`` is ``"full"``. The head is a weight (V, H'), a
-            `Head` or a module, with the policy's ids; H' may differ from H. The reference adds one
-            product with a head and one chunk of logits, within the same workspace.
+            `Head` or a module, for the policy's ids; H' may differ from H. It costs one more
+            product with a head, and one more chunk of logits in the workspace.
         num_items_in_batch: a number, or a 0-d tensor: the normalizer of ``"dapo"``, ``"cispo"`` and
             ``"vespo"``. Pass the number of counted tokens in the whole batch, over all accumulation
             steps and ranks. If gradients are averaged over ranks, divide this number by the number
             of ranks. A value below 1 counts as 1. None: the number of counted tokens in this call.
-            The other loss types and the entropy bonus are means over this call. For those, omit
-            `num_items_in_batch` (otherwise the call warns) and divide the loss by the number of
-            accumulation steps.
+            The other loss types are means over this call. For those, omit `num_items_in_batch`
+            (otherwise the call warns) and divide the loss by the number of accumulation steps. The
+            entropy bonus is always a mean over this call.
 
         The sampler:
 
@@ -255,10 +256,10 @@ def grpo_loss(
             at each position (signed integers in any order, padded with -1), and their
             log-probabilities in the distribution from which it sampled. These log-probabilities are
             over the sampler's whole vocabulary, not over the K ids. An entry of -inf is padding; a
-            repeated id counts once, with its first log-probability. The ids center the score
-            (https://arxiv.org/abs/2609.20807): from each token's policy gradient, A w grad log p,
-            its expectation under the sampler is subtracted. Outside the K ids, the sampler is
-            assumed to be proportional to the policy. The weight w is the ratio of
+            repeated id counts once, with its first log-probability. With these arguments, the loss
+            centers the score (https://arxiv.org/abs/2609.20807): from each token's policy gradient,
+            A w grad log p, it subtracts the expectation under the sampler. Outside the K ids, it
+            assumes that the sampler is proportional to the policy. The weight w is the ratio of
             ``vllm_importance_sampling_correction`` in mode ``"token_truncate"`` or
             ``"token_mask"``, or 1 without that option. Available for the loss types ``"grpo"``,
             ``"bnpo"``, ``"dr_grpo"``, ``"dapo"`` and ``"luspo"`` without `old_per_token_logps`. The
@@ -282,9 +283,9 @@ def grpo_loss(
         fields: overrides for fields of `config`, such as ``epsilon_high=0.28``.
 
     Returns:
-        `LossOutput`: the loss, attached to the graph; each token's log-probability and entropy; and
-        the metrics. All but the loss are detached: terms built from them get no gradient; use an
-        `objective` instead.
+        `LossOutput`: the loss, each token's log-probability and entropy, and the metrics. Only the
+        loss is attached to the graph. For a loss with further terms of log-probabilities or
+        entropies, pass an `objective`.
 
     Raises:
         TypeError, ValueError: a wrong argument. The message names the argument, the expected value
@@ -374,8 +375,8 @@ class GRPOLoss(nn.Module):
         objective, run: as in `grpo_loss`.
 
     Attributes:
-        config: the `LossConfig`. Its fields are no attributes of the module. To change them:
-            ``loss_fn.config = replace(loss_fn.config, ...)``.
+        config: the `LossConfig`. Its fields are not attributes of the module. To change one of
+            them: ``loss_fn.config = replace(loss_fn.config, ...)``.
 
     Raises:
         TypeError, ValueError: an unknown field, or a wrong value. Fields that an `objective`
@@ -487,8 +488,8 @@ def policy_loss_from_logps(
     """Compute the loss of `grpo_loss` from log-probabilities and entropies, differentiable in both.
 
     Use this function for log-probabilities that you already have, such as those from a model's own
-    head, or over kept sets (`linear_logprob` with `kept_ids`). Otherwise prefer `grpo_loss`, which
-    saves a product by scoring and differentiating in one pass.
+    head, or over kept sets (`linear_logprob` with `kept_ids`). Otherwise prefer `grpo_loss`: it
+    computes log-probabilities and gradient in one pass, which saves a product.
 
     Args:
         logps, entropies: (B, T), or packed (N,), floating: the policy's log-probabilities and
@@ -560,9 +561,8 @@ def policy_expectation(
     `sampling_per_token_logps`.
 
     Returns:
-        An `Expectation` whose `live` is (B, T). If a token's gradient depends on other tokens,
-        `coefficients` is None; see `Expectation`. `live` still marks the tokens that may have a
-        gradient.
+        An `Expectation`. Its `live` (B, T) marks the tokens that may have a gradient. Its
+        `coefficients` are None if a token's gradient depends on other tokens.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it.

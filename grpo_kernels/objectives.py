@@ -107,8 +107,8 @@ def ipo(
 ) -> Tensor:
     """IPO (INTELLECT policy optimization), prime-rl's default: a trust region in probability.
 
-    -A min(r, `ratio_max`) where |p - mu| <= `eps`, else 0; plus `kl_tau` log(r)^2. For samples that
-    are some steps old: the loss uses the sampler's log-probabilities instead of the old ones.
+    -A min(r, `ratio_max`) where |p - mu| <= `eps`, else 0; plus `kl_tau` log(r)^2. Use it for
+    samples that are some steps old: it reads the sampler's log-probabilities, not the old ones.
 
     The gradient is not cut off where r is capped: with respect to logp, it is -A `ratio_max` there.
     `eps` bounds the difference of the probabilities, whatever the sign of A.
@@ -129,8 +129,8 @@ def icepop_prime_rl(
 ) -> Tensor:
     """IcePop as in prime-rl: the masked ratio is p / mu, which passes its gradient.
 
-    -A r where `ratio_low` <= r <= `ratio_high`, else 0. For a sampler whose probabilities are far
-    from the policy's at some tokens, as in mixtures of experts.
+    -A r where `ratio_low` <= r <= `ratio_high`, else 0. Use it if the sampler's probabilities are
+    far from the policy's at some tokens, as in mixtures of experts.
 
     `presets.ICEPOP` is IcePop as in OpenRLHF and NeMo-RL, which put a constant weight on PPO's
     loss.
@@ -163,9 +163,9 @@ def kpop(tokens: TokenInputs, *, threshold: float = 0.1, kl_tau: float = 1e-3) -
 def rollout_is(
     tokens: TokenInputs, *, eps_clip_low: float = 0.2, eps_clip_high: float = 0.2
 ) -> Tensor:
-    """GLM-5's loss, SkyRL's ``rollout_is``.
+    """GLM-5's loss (SkyRL's ``rollout_is``): the ratio as a weight, and 0 outside a range.
 
-    -sg[r] A logp where r is within a range, else 0. For asynchronous training that stores no old
+    -sg[r] A logp where r is within a range, else 0. Use it if asynchronous training stores no old
     log-probabilities.
 
     The range of r is the open interval (1 - `eps_clip_low`, 1 + `eps_clip_high`).
@@ -184,14 +184,14 @@ def topr(
     positive_weight: float = 1.0,
     negative_weight: float = 1.0,
 ) -> Tensor:
-    """TOPR (tapered off-policy REINFORCE), with weights for good and for other completions.
+    """TOPR (tapered off-policy REINFORCE): good completions count in full, others by their ratio.
 
-    -A logp of a good completion, else -sg[min(p / old, 1)] A logp. For off-policy samples: good
-    completions count in full, however unlikely they have become.
+    -A logp of a good completion, else -sg[min(p / old, 1)] A logp. Use it for off-policy samples: a
+    good completion counts in full, however unlikely it has become.
 
     `scores` has one score per position, shaped like the ids; a token belongs to a good completion
     if its score is above 0. If you have scores (B,), pass ``scores[:, None].expand_as(ids)``. None:
-    the advantage serves as the score; in the paper, the reward is advantage and score.
+    the advantage serves as the score. In the paper, the reward serves as both.
     Source: equation 8 of https://arxiv.org/abs/2503.14286; ROLL's ``topr``, with its defaults.
     """
     if scores is None:
@@ -267,9 +267,9 @@ def dppo_tv(
 ) -> Tensor:
     """verl's DPPO with total variation.
 
-    -sg[min(e^R, `clip_ratio_c`)] A logp of the tokens that count, else 0. For large vocabularies:
-    PPO's clip of the ratio holds rare tokens back, and lets likely ones move far. A token counts if
-    p - old is at most `clip_ratio_high` (A > 0) or at least -`clip_ratio_low` (A <= 0).
+    -sg[min(e^R, `clip_ratio_c`)] A logp where the token is kept, else 0. It is made for large
+    vocabularies, where PPO's clip holds rare tokens back and lets likely ones move far. A token is
+    kept if p - old is at most `clip_ratio_high` (A > 0) or at least -`clip_ratio_low` (A <= 0).
     `clip_ratio_c` caps the ratio. verl's config sets the cap to 3; the paper recommends a higher
     cap (section 5.4).
     Source: https://arxiv.org/abs/2602.04879.
@@ -287,7 +287,7 @@ def dppo_kl(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> Tensor:
-    """Like `dppo_tv`, but a token counts if KL((old, 1 - old) || (p, 1 - p)) is in bounds.
+    """Like `dppo_tv`, but a token is kept if KL((old, 1 - old) || (p, 1 - p)) is in bounds.
 
     The bound is `clip_ratio_high` for A > 0 and `clip_ratio_low` otherwise. It applies only to a
     token whose probability has moved in the direction that its advantage demands. 1 - p is computed
@@ -323,7 +323,7 @@ def clip_cov(
 ) -> Tensor:
     """verl's Clip-Cov: PPO's clipped loss without some of the tokens that lower the entropy most.
 
-    For runs whose entropy collapses. ``max(int(clip_cov_ratio * counted tokens), 1)`` tokens get a
+    Use it if the entropy collapses. ``max(int(clip_cov_ratio * counted tokens), 1)`` tokens get a
     loss of 0. These tokens are drawn at random from the unclipped tokens whose covariance (A - mean
     A) (logp - mean logp), with means over the batch, is between `clip_cov_lb` and `clip_cov_ub`. As
     in verl, the draw is a ``torch.randperm`` on the CPU, from `generator` or torch's default
@@ -348,9 +348,8 @@ def kl_cov(
 ) -> Tensor:
     """verl's KL-Cov: a penalty for the tokens that lower the entropy most.
 
-    -e^R A; plus `ppo_kl_coef` |R| for some tokens. For runs whose entropy collapses. The ``max(1,
-    int(kl_cov_ratio * counted tokens))`` tokens of highest covariance (see `clip_cov`) get the
-    penalty.
+    -e^R A; plus a penalty `ppo_kl_coef` |R| for the ``max(1, int(kl_cov_ratio * counted tokens))``
+    tokens of highest covariance (see `clip_cov`). Use it if the entropy collapses.
     Source: https://arxiv.org/abs/2505.22617.
     """
     check_number("kl_cov_ratio", kl_cov_ratio, 0.0, highest=1.0)

@@ -15,7 +15,7 @@ from grpo_kernels.base.tensors import extreme
 
 
 class Metrics(Mapping[str, Tensor]):
-    """Metrics of a loss: a mapping from names to 0-d means, each 0 if nothing was counted.
+    """Metrics of a loss: a mapping from names to 0-d tensors. A mean over no tokens is 0.
 
     ::
 

@@ -99,7 +99,7 @@ def correct(
     cu_seqlens: Tensor | None = None,  # (B + 1,)
     process_group: ProcessGroup | None = None,
 ) -> Correction:
-    """Compute importance weights, a keep mask and metrics for a mismatch of policy and sampler.
+    """Compute weights, a mask and metrics that correct for a sampler that differs from the policy.
 
     ::
 

@@ -41,7 +41,7 @@ PRECISIONS = {  # torch's name for the precision of float32 products -> text
 
 
 def collect() -> dict[str, dict[str, str]]:
-    """Collect the report: section -> name -> text. It imports no package but torch."""
+    """Collect the report as {section: {name: text}}, without importing packages besides torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report has the same information
         chosen = {str(device): choose_backend("auto", device) for device in _devices()}

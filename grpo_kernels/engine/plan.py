@@ -101,7 +101,7 @@ _KNOWN = {
 @hints_names
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Set the speed and memory of a call; results change only by rounding.
+    """Options for the speed and memory of a call. They change results only by rounding.
 
     ::
 

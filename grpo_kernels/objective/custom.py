@@ -41,7 +41,7 @@ OPTIONAL = ("ref_per_token_logps", "sampling_per_token_logps", "importance_sampl
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """Inputs of a custom objective; all tensors have the shape of `logps`.
+    """The tensors that a custom objective reads, all with the shape of `logps`.
 
     For a `token_level` function, that shape is (n,), a chunk of the counted tokens. Otherwise it is
     (B, T), with 0 at masked positions; in a packed batch, T is the length of the longest sequence.

@@ -22,15 +22,15 @@ from grpo_kernels.tokens import Tokens
 @hints_names
 @dataclass(frozen=True)
 class Expectation:
-    """An expected gradient, computed from each chunk's log-probabilities and entropies.
+    """The upstream gradient that you expect, as a function of log-probabilities and entropies.
 
     Args:
         coefficients: a function, called as ``coefficients(index, logps, entropies)`` for n tokens
             at a time. `index` (n,) int64 holds the positions of the tokens in the flattened ids;
             `logps` is (n,); `entropies` is (n,) or None. The function returns a = d loss / d logp;
             or (a, b) with b = d loss / d entropy; or, in a call with divergences, (a, b, c) with c
-            = d loss / d divergence; each is (n,). If `coefficients` is None, the gradient of a
-            token is not known from that token alone, and only `live` is used.
+            = d loss / d divergence; each is (n,). Pass None if a token's gradient depends on other
+            tokens; the call then uses only `live`.
         live: bool, shaped like the ids. Where it is False, all coefficients are certainly 0, and
             no gradient is computed. None: True everywhere.
         has_entropy_gradient: False if b is always None.

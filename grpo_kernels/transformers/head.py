@@ -94,11 +94,11 @@ def gathering(head: Head, run: Run | None) -> Run:
 
 
 def describe_head(model: nn.Module) -> Head:
-    """Describe the head of a causal language model, text or vision-language, wrapped or not.
+    """Make the `Head` of a causal language model, text or vision-language, wrapped or not.
 
-    The result's `weight` is the head's module. The result's scale, soft-cap and number of ids
-    describe what the model applies after the product. The description leaves out what the model
-    applies to the hidden states before its head.
+    Its `weight` is the head's module. Its scale, soft-cap and number of ids are those that the
+    model applies after the product. What the model applies to the hidden states before its head is
+    left out.
 
     The constants are read from the config, or measured once the library has run the model.
 

@@ -66,8 +66,8 @@ class FusedLossMixin(scoring.Scoring):
 
         class FusedGMPOTrainer(FusedLossMixin, GMPOTrainer): ...
 
-    Any subclass works. If it has a loss of its own, samples are not regrouped, and all sequences
-    get a backward (not so for TRL's GMPO). The mixin takes the arguments of `FusedGRPOTrainer`.
+    Any subclass works. If it has its own loss, samples are not regrouped and all sequences get a
+    backward; TRL's GMPO is an exception. The mixin takes the arguments of `FusedGRPOTrainer`.
     """
 
     def __init__(
