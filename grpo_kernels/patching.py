@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from importlib import metadata
@@ -167,9 +167,10 @@ class Shares:
     def __init__(self) -> None:
         self.pairs: dict[str, tuple[Number, Number]] = {}  # name -> (count, total)
 
-    def add(self, name: str, count: Number, total: Number) -> None:
-        counted, all_counted = self.pairs.get(name, (0, 0))
-        self.pairs[name] = _sum(counted, count), _sum(all_counted, total)
+    def add(self, pairs: Mapping[str, tuple[Number, Number]]) -> None:
+        for name, (count, total) in pairs.items():
+            counted, all_counted = self.pairs.get(name, (0, 0))
+            self.pairs[name] = _sum(counted, count), _sum(all_counted, total)
 
     def add_rows(self, mask: Tensor, results: Sequence[Tensor | None]) -> None:
         """Count the rows of a scoring with gradient; `mask` marks the projected positions.
@@ -181,8 +182,7 @@ class Shares:
         if not attached:
             return
         projected, counted = mask.sum(), torch.zeros_like(mask)
-        self.add("rows/projected", projected, mask.numel())
-        self.add("rows/gradient", 0, projected)
+        self.add({"rows/projected": (projected, mask.numel()), "rows/gradient": (0, projected)})
 
         # One hook per tensor: torch's hook for several tensors makes a reference cycle with their
         # nodes.
@@ -191,15 +191,11 @@ class Shares:
             if gradient is None:  # nobody reads this result of a node that has several
                 return
             graded = (gradient != 0) & mask
-            self.add("rows/gradient", (graded & ~counted).sum(), 0)
+            self.add({"rows/gradient": ((graded & ~counted).sum(), 0)})
             counted = counted | graded
 
         for x in attached:
             x.register_hook(look)
-
-    def join(self, others: Shares) -> None:
-        for name, (count, total) in others.pairs.items():
-            self.add(name, count, total)
 
     def take(self) -> dict[str, float]:
         """The shares since the last call, which resets the counts; empty if nothing was counted."""

@@ -43,7 +43,7 @@ from grpo_kernels.body.layout import (
     run_layout,
 )
 from grpo_kernels.body.trial import MODES, Exactness, described
-from grpo_kernels.patching import Shares, forward_name, replaced
+from grpo_kernels.patching import forward_name, replaced
 
 FSDP1 = "_fsdp_wrapped_module"  # name of the child of a FullyShardedDataParallel
 # Names under which wrappers hold the model: torch.compile, Lightning's Fabric, FSDP1, DDP, PEFT
@@ -163,16 +163,18 @@ class TrunkCall:
             found = None if exactness is None else self._in_a_layout(exactness, forward)
             return forward(**given) if found is None else found
 
-    def shares(self) -> Shares:
-        """Shares of the padded batch that ran; empty for a call without gradient."""
-        found, positions = Shares(), self.needed.numel()
-        if torch.is_grad_enabled():
-            sizes = [(x.sources.numel(), x.graph) for x in self.made] or [(positions, True)]
-            live = int(self.live.sum()) if self.made else len(self.live)
-            found.add("sequences/gradient", live, len(self.live))
-            found.add("tokens/computed", sum(n for n, _ in sizes), positions)
-            found.add("tokens/gradient", sum(n for n, graph in sizes if graph), positions)
-        return found
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """What ran of the padded batch: metric -> (count, total). Empty without gradients."""
+        if not torch.is_grad_enabled():
+            return {}
+        positions = self.needed.numel()
+        sizes = [(x.sources.numel(), x.graph) for x in self.made] or [(positions, True)]
+        live = int(self.live.sum()) if self.made else len(self.live)
+        return {
+            "sequences/gradient": (live, len(self.live)),
+            "tokens/computed": (sum(n for n, _ in sizes), positions),
+            "tokens/gradient": (sum(n for n, graph in sizes if graph), positions),
+        }
 
     @contextmanager
     def _in_step(self, given: dict[str, Any]) -> Iterator[Callable[..., Any]]:

@@ -20,7 +20,7 @@ from grpo_kernels.base.checks import check_choice, check_shape, check_tensor, wa
 from grpo_kernels.base.choices import BatchLayout, choices
 from grpo_kernels.body.layout import takes
 from grpo_kernels.body.trunk import unwrapped
-from grpo_kernels.patching import Shares, replaced
+from grpo_kernels.patching import replaced
 from grpo_kernels.transformers.head import (
     RESULTS,
     HeadCall,
@@ -106,8 +106,8 @@ def run_scored(
     inputs: dict[str, Any],
     layout: BatchLayout,
     live: Tensor | None = None,  # (B,) bool
-) -> tuple[Results, ModelOutput, Shares]:
-    """Run `model` with `score` in its head: (results, output without logits, shares).
+) -> tuple[Results, ModelOutput, dict[str, tuple[int, int]]]:
+    """Run `model` with `score` in its head: (results, output without logits, counts by metric).
 
     `inputs` are the model's inputs besides the ids; `layout` and `live` are as in `live_trunk`.
     """

@@ -186,7 +186,7 @@ def causal_lm_loss(
         done[:] = [loss(states, whole, ids, mask, _moved(advantages, states), **given)]
         return {"loss": done[0].loss}
 
-    results, output, shares = run_scored(model, batch, score, model_inputs, layout, live)
+    results, output, counts = run_scored(model, batch, score, model_inputs, layout, live)
     loss, aux_loss = results["loss"], getattr(output, "aux_loss", None)
     if aux_loss is not None:
         if router_aux_loss_coef is None:
@@ -198,10 +198,7 @@ def causal_lm_loss(
             "router_aux_loss_coef: not used, since the model returned no aux_loss; for a mixture "
             "of experts, pass output_router_logits=True"
         )
-    pairs = {
-        name: (loss.new_tensor(n), loss.new_tensor(total))
-        for name, (n, total) in shares.pairs.items()
-    }
+    pairs = {k: (loss.new_tensor(n), loss.new_tensor(total)) for k, (n, total) in counts.items()}
     return replace(done[0], loss=loss, metrics=done[0].metrics.joined(pairs))
 
 

@@ -49,7 +49,7 @@ from grpo_kernels.module import (
     parameters_of,
     within_forwards,
 )
-from grpo_kernels.patching import Shares, forward_name, replaced
+from grpo_kernels.patching import forward_name, replaced
 from grpo_kernels.scores import linear_logprob
 
 RESULTS, FIELDS = "results", "others"  # keys of the dict that the model returns to its wrappers
@@ -192,8 +192,8 @@ def run_in_head(
     layout: BatchLayout,
     needed: Tensor,  # (B, L) bool, cells whose hidden states are read
     live: Tensor | None,  # (B,) bool, as in `live_trunk`
-) -> tuple[Results, ModelOutput, Shares]:
-    """Run a model with `score` in its head: (results, output without logits, shares).
+) -> tuple[Results, ModelOutput, dict[str, tuple[int, int]]]:
+    """Run a model with `score` in its head: (results, output without logits, counts by metric).
 
     `run` runs the model on `inputs` inside the call that it gets. The first time, the model's
     logits are checked. If the config was wrong, the model runs once more, with the measured
@@ -231,7 +231,7 @@ def run_in_head(
             continue
         if part is not None:
             fields = pytree.tree_map(functools.partial(_nan_but_at, part), fields)
-        return returned[RESULTS], call.output_type(**fields), of_trunk.shares()
+        return returned[RESULTS], call.output_type(**fields), of_trunk.counts()
     raise _differing_constants(head)
 
 

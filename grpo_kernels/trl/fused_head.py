@@ -164,7 +164,7 @@ class FusedHead:
             with head.in_head():
                 return head.pack_output(self.forward(**inputs))
 
-        found, output, shares = heads.run_in_head(
+        found, output, counts = heads.run_in_head(
             model, run, score, inputs, options.layout, needed, call.live
         )
         device = found["logps"].device
@@ -173,7 +173,7 @@ class FusedHead:
         # TRL's record is fp32
         found = {name: x.float() if x.dtype == torch.float64 else x for name, x in found.items()}
         counted, needed = counted.to(device), needed.to(device)
-        options.shares.join(shares)
+        options.shares.add(counts)
         options.shares.add_rows(counted, [found["logps"], found.get("entropies")])
         earlier = (call.inputs.get(x) for x in ("old_per_token_logps", "ref_per_token_logps"))
         fill = next((x for x in earlier if x is not None), None)

@@ -89,11 +89,10 @@ def test_what_is_replaced_for_a_call_comes_back_if_it_raises(owner: ModuleType) 
 def test_shares_are_of_all_calls_since_the_last_log() -> None:
     shares = Shares()
     assert shares.take() == {}
-    shares.add("tokens", 1, 4)
-    shares.add("tokens", torch.tensor(2), 4)
-    shares.add("none of none", 0, 0)
+    shares.add({"tokens": (1, 4)})
+    shares.add({"tokens": (torch.tensor(2), 4), "none of none": (0, 0)})
     assert shares.take() == {"tokens": 3 / 8, "none of none": 0.0}
-    shares.add("none of none", 0, 0)
+    shares.add({"none of none": (0, 0)})
     assert shares.take() == {}, "nothing was counted"
 
 
