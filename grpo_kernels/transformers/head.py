@@ -434,11 +434,14 @@ class HeadCheck:
     def project(self, hidden: Tensor, forward: Callable[..., Tensor]) -> None:
         """Compute the logits of a needed state in `hidden` with the head's own `forward`.
 
-        `hidden` (B, l, H) has the last l columns.
+        `hidden` (B, l, H) may lack columns on the left, or have more of them.
         """
-        states, cell = hidden.reshape(-1, hidden.shape[-1]), 0
+        cell = 0
         if self._needed is not None:
-            cell = int(self._needed[:, -hidden.shape[1] :].to(torch.uint8).argmax())
+            columns = min(hidden.shape[-2], self._needed.shape[1])
+            hidden = hidden[..., -columns:, :]
+            cell = int(self._needed[:, -columns:].to(torch.uint8).argmax())
+        states = hidden.reshape(-1, hidden.shape[-1])
         dtype = linear_of(self._head.weight).weight.dtype  # TRL's fp32 head gets 16-bit states
         # a wrong shape is reported by the score
         self._state = states[min(cell, len(states) - 1)].detach().to(dtype)  # (H,)
