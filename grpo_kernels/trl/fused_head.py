@@ -14,7 +14,7 @@ import inspect
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from grpo_kernels.head import Head
 from grpo_kernels.objective.expected import Expectation
 from grpo_kernels.patching import LogsShares, Patch, Patches, Shares, replaced
 from grpo_kernels.results import Scores
-from grpo_kernels.scores import linear_logprob
+from grpo_kernels.scores import linear_divergence, linear_logprob
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.trl.distillation import divergence_loss
 from grpo_kernels.trl.sampled_sets import SampledSets, over_sets
@@ -95,6 +95,39 @@ class Call:
             return False
         # `equal` synchronizes with the device
         return all(x is y or torch.equal(x, y) for x, y in zip(self.rows, (ids, mask), strict=True))
+
+
+class Reference:
+    """The reference model of a micro-batch: its head and the head's input.
+
+    The constructor reads `model` with the adapters that are active at that time.
+    """
+
+    def __init__(self, model: Any) -> None:
+        head = heads.describe_head(model).weight
+        self._linear = modules.linear_of(head)
+        if self._linear is not head and modules.active_adapters(head):
+            raise ValueError(
+                "kl_estimator: expected 'k3' if the reference is a separate adapter that covers "
+                "lm_head, got 'full'"
+            )
+        self._hidden, self._constants = torch.empty(0), Head(None)
+
+    def take(self, hidden: Tensor, head: Head, ids: Tensor, **how: Any) -> Scores:
+        """Keep `hidden` (B, T, H') and return zeros. Used as `Call.score` of the reference."""
+        self._constants = replace(head, weight=None, bias=None, lora=None)
+        self._hidden = hidden.detach().clone()  # a view would keep the prompt's states in memory
+        return Scores(logps=hidden.new_zeros(ids.shape, dtype=torch.float32))
+
+    def compare(
+        self, hidden: Tensor, head: Head, ids: Tensor, *, extras: Sequence[str], **how: Any
+    ) -> Scores:
+        """Score `ids`, with the divergence, as the policy's `Call.score`; TRL reads no `extras`."""
+        states = self._hidden.to(hidden.device)
+        # read now, because under FSDP2 the weight is a different tensor inside a forward
+        weight, bias = modules.constants_of(self._linear, "reference")
+        reference = replace(self._constants, weight=weight, bias=bias)
+        return linear_divergence(hidden, head, (states, reference), completion_ids=ids, **how)
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("trl")
 from trl import GRPOTrainer
 
-from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, scoring
+from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin
 from tests.support import trl_training
 from tests.support.case_builder import seeded
 from tests.support.trl_all_logits import AllLogits
@@ -148,7 +148,7 @@ TRUNCATES = {"top_p": 0.9, "top_k": 50}
 def test_a_truncating_sampler_without_its_sets_is_warned_of(options, warns, monkeypatch):
     said: list[str] = []
     made: list[int] = []
-    monkeypatch.setattr(scoring, "warn_once", said.append)
+    monkeypatch.setattr("grpo_kernels.trl.trainer.warn_once", said.append)
     fused = mixed(FusedLossMixin, WithVLLM)
     train(fused, 1, prepare=lambda _: made.append(len(said)), **options)
     assert [all(name in x for name in options) for x in said] == [True] * warns

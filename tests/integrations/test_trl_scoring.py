@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from benchmarks import parity, tiny_run
-from grpo_kernels.trl import FusedGRPOTrainer, scoring
+from grpo_kernels.trl import FusedGRPOTrainer
 from tests.support.case_builder import seeded
 from tests.support.trl_training import (
     EVALUATED,
@@ -247,7 +247,7 @@ def test_where_it_does_not_apply_trl_scores_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     warned: list[str] = []
-    monkeypatch.setattr(scoring, "warn_once", warned.append)
+    monkeypatch.setattr("grpo_kernels.trl.trainer.warn_once", warned.append)
     run = counted(base, **options) if "num_iterations" in options else sampled(base, **options)
     assert (run.trainer.scored["forwards"] > 0) == scores
     assert [said is not None and said in x for x in warned] == [True] * (said is not None), warned
