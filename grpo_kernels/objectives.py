@@ -14,12 +14,12 @@ token is::
     kpop              -A r where both KLs of (p, 1 - p), (mu, 1 - mu) are small; + kl_tau log(r)^2
     rollout_is        -sg[r] A logp where r is within the range
     topr              -A logp of a good completion, else -sg[min(p / old, 1)] A logp
-    fipo              PPO's, times sg of the tokens' discounted later R
+    fipo              PPO's loss, times sg[f] with f from the R of this and later tokens
     cispo_two_sided   -sg[clip(e^R)] A logp
-    dppo_tv, dppo_kl  -sg[min(e^R, c)] A logp where the policy may still move
-    clip_cov          PPO's, but 0 for some of the tokens of high covariance
+    dppo_tv, dppo_kl  -sg[min(e^R, c)] A logp where p has not moved too far from old
+    clip_cov          PPO's loss, but 0 for some of the tokens of high covariance
     kl_cov            -e^R A; + coef |R| for the tokens of highest covariance
-    gspo_token        PPO's, with the sequence's ratio in value, the token's in gradient
+    gspo_token        PPO's loss, with the sequence's ratio in value, the token's in gradient
 
 The last three losses and `fipo` look at a whole batch or sequence and take two passes; the other
 losses take one pass. No loss here uses entropies or the reference. An ``importance_sampling_ratio``

@@ -127,8 +127,8 @@ def compute_rewards(
 def reward_names(reward_funcs: RewardFunc | Sequence[RewardFunc]) -> list[str]:
     """List the names of reward functions, in order.
 
-    The name is that of a function, the checkpoint of a reward model, or the class name of any other
-    callable.
+    A function gives its own name, a reward model its checkpoint, and any other callable the name of
+    its class.
     """
     return [_name(func) for func in _as_list(reward_funcs)]
 

@@ -127,9 +127,9 @@ def linear_logprob(
         scores.logps, scores.entropies  # shaped like completion_ids
 
     `logps` are ``log softmax(z)[id]``, and `entropies` are the entropies of ``softmax(z)``, where z
-    are the head's logits (see `Head`) divided by the temperature. With `kept_ids`,
-    log-probabilities and entropies are taken over each position's kept set. They have first-order
-    gradients with respect to the hidden states, weight, bias and adapter.
+    are the head's logits (see `Head`) divided by the temperature. With `kept_ids`, both are taken
+    over each position's kept set. Both have first-order gradients with respect to the hidden
+    states, weight, bias and adapter.
 
     Args:
         hidden: (..., H) hidden states, aligned with `completion_ids`: nothing is shifted here.
@@ -148,7 +148,7 @@ def linear_logprob(
             with `kept_ids`.
         expected: the upstream gradient that you expect, up to one common factor. Pass a = d loss /
             d logp, shaped like `completion_ids`; or a pair (a, b), where b is d loss / d entropy or
-            None; or an `Expectation`; or only its function. A correct value saves recomputation;
+            None; or an `Expectation`; or its `coefficients`. A correct value saves recomputation;
             the gradient is exact either way. With `kept_ids`, the expectation applies only to the
             positions that are scored over the whole vocabulary. Not available with `topk_ids`.
         topk_ids: (..., K) signed integers in any order, padded with -1: more ids to score at each
@@ -159,15 +159,15 @@ def linear_logprob(
 
         The sampler:
 
-        kept_ids: the kept set of each position, that is, the ids that a truncating sampler (top-k,
-            top-p, min-p) kept there, as `KeptIds` or as (..., K) signed integers padded with -1.
-            Sets at masked positions are never read. The ids may have any order, and a repeated id
-            counts once. Operands keep their stored dtype, or are rounded to autocast's dtype under
+        kept_ids: the kept set of each position: the ids that a truncating sampler (top-k, top-p,
+            min-p) kept there, as `KeptIds` or as (..., K) signed integers padded with -1. Sets at
+            masked positions are never read. The ids may have any order, and a repeated id counts
+            once. Operands keep their stored dtype, or are rounded to autocast's dtype under
             autocast; products are fp32. The only tensor of the vocabulary's size is the gradient
             accumulator of a weight that trains: V x H in fp32 (fp64), once per backward, plus V for
             the bias. In addition to the workspace, each pair of a position and a kept id occupies 8
-            bytes (12 in fp64) from forward to backward. The host waits for the device to read the
-            sizes of the sets. With a sharded head, pass the same sets on every rank.
+            bytes (12 in fp64) from forward to backward. To read the sizes of the sets, the host
+            waits for the device. With a sharded head, pass the same sets on every rank.
         on_missing_set: what to do with a position whose set is empty or lacks the sampled id.
             ``"error"`` raises on a CPU; elsewhere, its results are NaN. ``"full"`` scores it over
             the whole vocabulary, as prime-rl does; this costs as much as a call without sets.
@@ -273,9 +273,8 @@ def linear_divergence(
             it, so all ranks that share the module must make the call. V' may differ from V, and the
             ``vocab_size`` of the heads may differ, too. The distributions are then over the first
             ids, which both heads have, and a warning says so unless a head states its
-            ``vocab_size``. With a process group, each rank holds the same ids of both heads. No
-            rank sees a whole head, so the heads must then have the same number of ids, or the same
-            ``vocab_size``.
+            ``vocab_size``. With a process group, each rank must hold the same ids of both heads,
+            and the heads must have the same number of ids, or the same ``vocab_size``.
         completion_mask: (...), as in `linear_logprob`.
         divergence: ``"reverse_kl"``, KL(student || teacher); ``"forward_kl"``, KL(teacher ||
             student); or ``"jsd"``.

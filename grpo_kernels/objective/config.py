@@ -128,9 +128,8 @@ class LossConfig:
         use_bias_correction_kl: multiply the KL estimate by the ratio. TRL does so by default; the
             GRPO paper does not. Therefore ``loss_type="grpo", beta=0.04`` is TRL's GRPO, and
             `presets.GRPO` is the paper's GRPO. ``"gmpo"`` ignores this option.
-            ``kl_estimator="full"`` needs no correction: over the old policy's tokens, the corrected
-            estimate has the expectation sum_v old_v (p_v / old_v) log(p_v / q_v), which is the full
-            KL itself.
+            ``kl_estimator="full"`` needs no correction: the expectation of the corrected estimate
+            over the old policy's tokens, sum_v old_v (p_v / old_v) log(p_v / q_v), is the full KL.
         kl_estimator: *not in TRL*. With d = ref - logp, ``"k3"`` is exp(d) - d - 1 (as in TRL),
             ``"k2"`` is d^2 / 2, and ``"k1"`` is -d. ``"full"`` is the exact KL instead of an
             estimate: sum_v p_v log(p_v / q_v) over the vocabulary, with q from `reference`.
@@ -139,13 +138,13 @@ class LossConfig:
             with the highest entropy. 1 means all tokens.
         entropy_coef: weight of the entropy bonus, which is subtracted from the loss. The bonus is
             the mean entropy of the tokens that `top_entropy_quantile` keeps.
-        off_policy_mask_threshold: tokens with a negative advantage are dropped from the policy loss
-            if the mean of (sampling logp - logp) over their sequence is above this threshold.
+        off_policy_mask_threshold: a token is dropped from the policy loss if its advantage is
+            negative and its sequence's mean of (sampling logp - logp) is above this threshold.
             Without sampling log-probabilities, the mean of (old logp - logp) decides.
         vllm_importance_sampling_correction: compute the importance sampling ratio in the loss, from
-            the old log-probabilities and `sampling_per_token_logps`, which are then required. If
-            there are no old log-probabilities, the loss uses the current ones, held constant. Off
-            by default; in TRL, this option is on, and the trainer computes the ratio. ``"gmpo"``
+            the old log-probabilities and `sampling_per_token_logps`; you must pass the latter.
+            Without old log-probabilities, the loss uses the current ones, held constant. Off by
+            default; in TRL, this option is on, and the trainer computes the ratio. ``"gmpo"``
             ignores it, and needs no sampling log-probabilities.
         vllm_importance_sampling_mode: ``"token_*"`` computes one ratio per token; ``"sequence_*"``
             computes one per sequence, from its summed differences. ``"*_truncate"`` clamps the
@@ -162,11 +161,11 @@ class LossConfig:
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape of the VESPO surrogate
             for positive and negative advantages.
 
-    The call ignores a field that only other loss types read, and options of the sampler correction
-    while the correction is off; if you set one, a warning says so. To change fields of a config or
-    of a preset, use `dataclasses.replace`, or pass the fields after the config:
-    ``GRPOLoss(presets.DAPO, beta=0.1)``. Soft-cap, scale and precision of the logits are options of
-    the head, `grpo_kernels.Head`.
+    If you set a field that only other loss types read, or an option of the sampler correction while
+    the correction is off, the call ignores it and warns. To change fields of a config or of a
+    preset, use `dataclasses.replace`, or pass the fields after the config: ``GRPOLoss(presets.DAPO,
+    beta=0.1)``. Soft-cap, scale and precision of the logits are options of the head,
+    `grpo_kernels.Head`.
 
     Raises:
         TypeError, ValueError: a field has the wrong type or is out of range; the message names the
