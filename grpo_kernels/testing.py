@@ -50,6 +50,7 @@ def check_token_level(
 
     Raises:
         AssertionError: losses or gradients differ; or all gradients are 0, which proves nothing.
+        ValueError: fewer than two tokens.
     """
     if tokens is None:
         gen = torch.Generator().manual_seed(0)
@@ -60,6 +61,9 @@ def check_token_level(
         policy = logps, numbers[1].abs(), mask, numbers[2]
         where = places, places // 11, places % 11
         tokens = TokenInputs(*policy, old, ref, sampling, ratio, *where)
+    n = tokens.logps.numel()
+    if n < 2:
+        raise ValueError(f"tokens: expected at least two, since some are left out, got {n}")
     given = {name: getattr(tokens, name) for name in INPUTS}
     config = config or LossConfig()
     check_objective(config, objective)
@@ -68,8 +72,8 @@ def check_token_level(
         some: dict[str, Any] = {k: x if x is None else x.flatten()[index] for k, x in given.items()}
         leaves = [some[x].detach().clone().requires_grad_() for x in ("logps", "entropies")]
         some["logps"], some["entropies"] = leaves
-        n = len(leaves[0])
-        layout = Layout(some["index"], some["sequence"], some["position"], n, n, (n,))
+        m = len(leaves[0])
+        layout = Layout(some["index"], some["sequence"], some["position"], m, m, (m,))
         numbers = {x: some[x] for x in ("advantages", "old_per_token_logps", *OPTIONAL)}
         inputs = Tokens(layout, torch.zeros_like(some["index"]), **numbers)
         own, part = PolicyObjective(config, inputs, torch.ones_like(leaves[0])), TokenInputs(**some)
@@ -80,7 +84,6 @@ def check_token_level(
     whole = evaluated(slice(None))
     if not any(x.any() for x in whole[1:]):
         raise AssertionError("check_token_level: expected a gradient, got 0 at every token")
-    n = tokens.logps.numel()
     # a few tokens, whose means differ from the whole batch's, and two halves of the rest, scattered
     # over the batch, so no part repeats a pattern of it
     order = torch.randperm(n, generator=torch.Generator().manual_seed(1))

@@ -288,6 +288,9 @@ def test_functions_of_a_token_alone_pass() -> None:
     check_token_level(coupled_by_mean, tolerance=1e9)
     with pytest.raises(AssertionError, match="expected a gradient, got 0 at every token"):
         check_token_level(lambda tokens: 0.0 * tokens.logps)
+    alone = torch.full((1,), -0.5)
+    with pytest.raises(ValueError, match="^tokens: expected at least two"):
+        check_token_level(penalized, TokenInputs(*[alone] * 5, *[None] * 3))
 
 
 def test_a_declaration_is_believed_and_nothing_is_run_twice() -> None:
