@@ -440,7 +440,7 @@ def _one_group(x: Tensor, process_group: ProcessGroup | None) -> _Groups:
 
 def _groups(
     table: Tensor,  # (B, F)
-    num_generations: int | None,
+    num_generations: Any,  # an int or None
     group_ids: Tensor | Sequence[int] | None,  # (B,)
     process_group: ProcessGroup | None,
     fewest: int = 2,  # in a group of one, no other row gives a baseline
@@ -450,11 +450,10 @@ def _groups(
     hint = "pass num_generations=, the completions per prompt"
     _check_one_of("num_generations, group_ids", num_generations, group_ids, hint)
     if num_generations is not None:
-        given: Any = num_generations
-        hint = "; pass group ids as group_ids=" if isinstance(given, Tensor | list | tuple) else ""
+        are_ids = isinstance(num_generations, Tensor | list | tuple)
+        hint = "; pass group ids as group_ids=" if are_ids else ""
         why = " completions per prompt, since a group of one has advantage 0 and nothing trains"
-        why = why if type(given) is int and given == 1 else ""
-        _check_int("num_generations", given, fewest, why, hint)
+        _check_int("num_generations", num_generations, fewest, why if fewest > 1 else "", hint)
     sizes, start = [rows], 0
     if process_group is not None:
         sizes = gather_stacked(torch.tensor(rows, device=device), process_group).tolist()
@@ -598,18 +597,18 @@ def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
     return rewards, ends
 
 
-def _lists(name: str, given: Any) -> Tensor | list[Any]:
+def _lists(name: str, value: Any) -> Tensor | list[Any]:
     """A tensor as it is; anything else as a list of lists, one per completion."""
-    if isinstance(given, Tensor):
-        return given
-    if hasattr(given, "tolist"):  # numpy arrays
-        given = given.tolist()
-    several = isinstance(given, Sequence)
-    rows = [x.tolist() if hasattr(x, "tolist") else x for x in (given if several else [given])]
+    if isinstance(value, Tensor):
+        return value
+    if hasattr(value, "tolist"):  # numpy arrays
+        value = value.tolist()
+    several = isinstance(value, Sequence)
+    rows = [x.tolist() if hasattr(x, "tolist") else x for x in (value if several else [value])]
     for row in rows:
         if not hasattr(row, "__len__"):
             got = type(row).__name__ + (" in it" if several else "")
-            if name == "step_ends" and isinstance(given, int):
+            if name == "step_ends" and isinstance(value, int):
                 got += "; pass the group's size as num_generations="
             expected = "a tensor (B, S), or a list for each completion"
             raise TypeError(f"{name}: expected {expected}, got {got}")

@@ -78,8 +78,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         """Make the configuration of this loss for `grpo_loss`."""
         if self.loss_type == "gmpo":
             raise ValueError("loss_type: Liger's API has no 'gmpo'; use grpo_loss")
-        known = {field.name for field in fields(LossConfig)} & vars(self).keys()
-        options = {name: getattr(self, name) for name in known}
+        names = {field.name for field in fields(LossConfig)} & vars(self).keys()
+        options = {name: getattr(self, name) for name in names}
         options |= {"epsilon": self.epsilon_low, "beta": self.beta if self.use_ref_model else 0.0}
         if self.loss_type != "dr_grpo":  # TRL passes a length for every loss type
             del options["max_completion_length"]

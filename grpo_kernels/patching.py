@@ -249,20 +249,20 @@ def divided(
     groups: dict[tuple[int, int], list[int]] = {}
     for i, prompt in enumerate(prompts):
         groups.setdefault(prompt, []).append(i)
-    found: list[list[int]] = [[] for _ in range(parts)]
+    result: list[list[int]] = [[] for _ in range(parts)]
     used, inside = [0] * parts, [set[tuple[int, int]]() for _ in range(parts)]
 
     def place(prompt: tuple[int, int], samples: Sequence[int], *, anywhere: bool) -> bool:
-        own = sum(lengths[i] for i in samples)
-        added = [own if prompt in inside[k] else own + prompt[1] for k in range(parts)]
-        room = [k for k in range(parts) if in_trees or len(found[k]) + len(samples) <= size]
+        tokens = sum(lengths[i] for i in samples)
+        added = [tokens if prompt in inside[k] else tokens + prompt[1] for k in range(parts)]
+        room = [k for k in range(parts) if in_trees or len(result[k]) + len(samples) <= size]
         fits = [k for k in room if not in_trees or used[k] + added[k] <= budget]
         if not fits and not anywhere:
             return False
         part = min(fits, key=added.__getitem__) if fits else min(room, key=used.__getitem__)
         used[part] += added[part]
         inside[part].add(prompt)
-        found[part] += samples
+        result[part] += samples
         return True
 
     def rank(samples: Sequence[int]) -> tuple[bool, int]:
@@ -272,4 +272,4 @@ def divided(
         if not place(prompt, samples, anywhere=False):
             for i in sorted(samples, key=lambda i: -lengths[i]):
                 place(prompt, [i], anywhere=True)
-    return found
+    return result

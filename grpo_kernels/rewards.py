@@ -232,9 +232,9 @@ def _as_list(reward_funcs: Any) -> list[Any]:
     return funcs
 
 
-def _tokenizers(given: Any, funcs: list[Any]) -> list[Any]:
+def _tokenizers(classes: Any, funcs: list[Any]) -> list[Any]:
     """One tokenizer per function; those of reward models are checked."""
-    tokenizers = [*given] if isinstance(given, (list, tuple)) else [given] * len(funcs)
+    tokenizers = [*classes] if isinstance(classes, (list, tuple)) else [classes] * len(funcs)
     if len(tokenizers) != len(funcs):
         expected = f"one per reward function, {len(funcs)}"
         raise ValueError(f"processing_classes: expected {expected}, got {len(tokenizers)}")

@@ -216,8 +216,8 @@ def correct(
         if mode == "mask":
             results["rollout_is_oob_ratio"] = _share(tokens != raw.expand_as(mask)[mask])
         if batch_normalize:
-            own = weights[mask] if level == "token" else weights[:, 0]
-            total = torch.stack([own.sum(), own.new_tensor(len(own))])
+            averaged = weights[mask] if level == "token" else weights[:, 0]
+            total = torch.stack([averaged.sum(), averaged.new_tensor(len(averaged))])
             total, count = all_reduce(total, "sum", process_group)
             mean = total / count
             mean = torch.where(mean > 1e-8, mean, 1.0)  # do not divide by a smaller mean

@@ -64,20 +64,22 @@ def check_token_level(
     n = tokens.logps.numel()
     if n < 2:
         raise ValueError(f"tokens: expected at least two, since some are left out, got {n}")
-    given = {name: getattr(tokens, name) for name in INPUTS}
+    batch = {name: getattr(tokens, name) for name in INPUTS}
     config = config or LossConfig()
     check_objective(config, objective)
 
     def evaluated(index: Tensor | slice) -> tuple[Tensor, ...]:  # losses, gradients of their sum
-        some: dict[str, Any] = {k: x if x is None else x.flatten()[index] for k, x in given.items()}
-        leaves = [some[x].detach().clone().requires_grad_() for x in ("logps", "entropies")]
-        some["logps"], some["entropies"] = leaves
+        part: dict[str, Any] = {k: x if x is None else x.flatten()[index] for k, x in batch.items()}
+        leaves = [part[x].detach().clone().requires_grad_() for x in ("logps", "entropies")]
+        part["logps"], part["entropies"] = leaves
         m = len(leaves[0])
-        layout = Layout(some["index"], some["sequence"], some["position"], m, m, (m,))
-        numbers = {x: some[x] for x in ("advantages", "old_per_token_logps", *OPTIONAL)}
-        inputs = Tokens(layout, torch.zeros_like(some["index"]), **numbers)
-        own, part = PolicyObjective(config, inputs, torch.ones_like(leaves[0])), TokenInputs(**some)
-        losses = objective(with_loss(part, lambda: own.per_token_loss(*leaves, alone=True)[0]))
+        layout = Layout(part["index"], part["sequence"], part["position"], m, m, (m,))
+        numbers = {x: part[x] for x in ("advantages", "old_per_token_logps", *OPTIONAL)}
+        inputs = Tokens(layout, torch.zeros_like(part["index"]), **numbers)
+        of_config = PolicyObjective(config, inputs, torch.ones_like(leaves[0]))
+        losses = objective(
+            with_loss(TokenInputs(**part), lambda: of_config.per_token_loss(*leaves, alone=True)[0])
+        )
         options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
         return losses.detach(), *torch.autograd.grad(losses.sum(), leaves, **options)
 

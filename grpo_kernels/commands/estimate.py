@@ -145,13 +145,13 @@ def batches_of_samples(
     rewards: list[float | None] = []
     for i, row in enumerate(rows, 1):
         for name in counts:
-            x = given = row.get(name) if isinstance(row, dict) else None
+            x = value = row.get(name) if isinstance(row, dict) else None
             if isinstance(x, str) and encode is not None:
                 x = encode(x, add_special_tokens=False)
             x = len(x) if isinstance(x, list) else x
             if type(x) is not int or x < 1:
                 text = "expected a number of tokens, a list of ids, or text with --tokenizer"
-                raise ValueError(f"--samples, line {i}: {name}: {text}, got {str(given)[:40]!r}")
+                raise ValueError(f"--samples, line {i}: {name}: {text}, got {str(value)[:40]!r}")
             counts[name].append(x)
         reward = row.get("reward")
         if not isinstance(reward, (int, float, type(None))):

@@ -205,17 +205,17 @@ def known_or_read(name: str, known: Mapping[str, R], read: Callable[[Any], R]) -
     Names are compared in any case, with or without their organization. `read` gets the
     configuration of the model's text part. The model's own code does not run.
     """
-    for model, found in known.items():
+    for model, sizes in known.items():
         if model.casefold() == name.rpartition("/")[2].casefold() and not Path(name).exists():
-            return found
+            return sizes
     try:
         from transformers import AutoConfig  # knows the names and the defaults of every model
 
         whole = AutoConfig.from_pretrained(name, trust_remote_code=False)
         config = whole.get_text_config(decoder=True)
-        sizes = config.vocab_size, config.hidden_size
-        if not all(type(x) is int and 1 <= x <= MOST for x in sizes):
-            raise ValueError(f"expected sizes of 1 to {MOST:,}, got {sizes}")
+        v_and_h = config.vocab_size, config.hidden_size
+        if not all(type(x) is int and 1 <= x <= MOST for x in v_and_h):
+            raise ValueError(f"expected sizes of 1 to {MOST:,}, got {v_and_h}")
         return read(config)
     except Exception as error:  # checks in configs and models may raise any exception
         expected = f"{', '.join(known)}, or a model whose config.json can be read"
@@ -233,6 +233,6 @@ def _gpu(argument: str) -> tuple[str, float]:
     except ValueError:
         gib = 0.0
     if not 0.0 < gib <= 1024:
-        known = f"{', '.join(GPUS)}, or its GiB"
-        raise argparse.ArgumentTypeError(f"expected {known}, got {argument}")
+        expected = f"{', '.join(GPUS)}, or its GiB"
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {argument}")
     return "the GPU", gib

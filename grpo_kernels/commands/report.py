@@ -155,15 +155,15 @@ def check() -> Iterator[dict[str, Any]]:
             run = Run(backend=cast(Any, backend))
             for dtype, (name, call) in itertools.product(TOLERANCES, CALLS.items()):
                 about = f"{name}, {str(dtype).removeprefix('torch.')}"
-                found = {"name": about, "device": str(device), "backend": backend}
+                entry = {"name": about, "device": str(device), "backend": backend}
                 try:
                     share, error, what = max(_errors(call(*_drawn(dtype, device), run)))
                 except Exception as raised:
                     detail = f"{type(raised).__name__}: {raised}"
-                    yield found | {"error": None, "ok": False, "detail": detail}
+                    yield entry | {"error": None, "ok": False, "detail": detail}
                     continue
                 shown, ok = error if math.isfinite(error) else None, share <= 1
-                yield found | {"error": shown, "ok": ok, "detail": "" if ok else f"in {what}"}
+                yield entry | {"error": shown, "ok": ok, "detail": "" if ok else f"in {what}"}
 
 
 def _errors(pairs: Pairs) -> Iterator[tuple[float, float, str]]:
@@ -228,7 +228,7 @@ def _loss(
 def _divergence(ours: list[Tensor], exact: list[Tensor], run: Run, *, kind: Any) -> Pairs:
     hidden, weight, _, other, other_weight = ours
     teacher = other.detach(), other_weight.detach()
-    found = linear_divergence(hidden, weight, teacher, divergence=kind, run=run).divergence
+    computed = linear_divergence(hidden, weight, teacher, divergence=kind, run=run).divergence
     log_p, log_q = ((exact[i] @ exact[i + 1].T).log_softmax(-1) for i in (0, 3))
     log_m = torch.logaddexp(log_p, log_q) - math.log(2.0)
     wanted = {
@@ -236,10 +236,10 @@ def _divergence(ours: list[Tensor], exact: list[Tensor], run: Run, *, kind: Any)
         "forward_kl": log_q.exp() * (log_q - log_p),
         "jsd": (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)) / 2,
     }[kind].sum(-1)
-    found.sum().backward()
+    computed.sum().backward()
     wanted.sum().backward()
     pairs = {f"d {x}": (ours[i].grad, exact[i].grad) for i, x in enumerate(("hidden", "weight"))}
-    return pairs | {"divergence": (found, wanted)}
+    return pairs | {"divergence": (computed, wanted)}
 
 
 CALLS: dict[str, Callable[..., Pairs]] = {

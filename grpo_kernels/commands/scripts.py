@@ -81,8 +81,8 @@ def use_stock_trainers() -> None:
     options = ours.FusedLossMixin.__init__.__kwdefaults__
 
     class Stock:
-        def __init__(self, *given: Any, **named: Any) -> None:
-            super().__init__(*given, **{k: x for k, x in named.items() if k not in options})
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{k: x for k, x in kwargs.items() if k not in options})
 
     ours.FusedLossMixin = Stock
     ours.FusedGRPOTrainer = type("GRPOTrainer", (Stock, trl.GRPOTrainer), {})
@@ -131,11 +131,11 @@ class Watch:
         init, train = Trainer.__init__, Trainer.train
 
         def restricted(
-            trainer: Any, model: Any = None, args: Any = None, *given: Any, **named: Any
+            trainer: Any, model: Any = None, args: Any = None, *others: Any, **named: Any
         ) -> None:
             args = args or TrainingArguments()
             vars(args).update(self.restricted)
-            init(trainer, model, args, *given, **named)
+            init(trainer, model, args, *others, **named)
 
         def watched(trainer: Any, resume_from_checkpoint: Any = None, **named: Any) -> None:
             had_noise = self.begin(trainer)
@@ -385,7 +385,7 @@ def _text(result: dict[str, Any]) -> str:
     if steps > 1:
         rows += "The first step is a warm-up and not included in the seconds.\n"
     metrics = sorted(result["metrics"].items(), key=lambda x: -x[1]["difference"])
-    some = [
+    lines = [
         f"  {x['difference']:.1e}  {name}, in step {x['step']}\n"
         for name, x in metrics
         if x["difference"] > 0.0
@@ -404,7 +404,7 @@ stock TRL: {stock["trainer"]}; grpo_kernels: {fused["trainer"]}; on {stock["devi
 {"seconds per step":<24}{"stock TRL":>14}{"grpo_kernels":>14}{"ratio":>8}
 {rows}
 largest difference over {steps} steps
-{"".join(some)}  0 in {len(metrics) - len(some)} {"other " if some else ""}logged numbers
+{"".join(lines)}  0 in {len(metrics) - len(lines)} {"other " if lines else ""}logged numbers
   {parameters["relative"]:.1e}  parameters: norm of the difference / norm of the change; \
 the largest difference is {parameters["largest"]:.1e}, in {parameters["in"]}
 {notes}

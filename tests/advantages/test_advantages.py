@@ -553,7 +553,8 @@ STEPS = "process_advantages"
 OF_ONE: list[tuple[type[Exception], str, dict[str, Any], str]] = [
     (ValueError, "group_advantages", {"rewards": M[:, :0]}, r"rewards: .* got \(4, 0\)"),
     *((ValueError, "group_advantages", {"num_generations": n},
-       f"num_generations: expected at least 2, got {n}$") for n in (0, -3)),
+       f"num_generations: expected at least 2 completions per prompt, .*, got {n}$")
+      for n in (0, -3)),
     (ValueError, "group_advantages", {"std": False}, "std: .* False; scale_rewards='none' turns"),
     (ValueError, STEPS, {"step_rewards": [[1.0], [1.0, 2.0]], "step_ends": [[0], [0]]},
      r"step_ends: .*\[1, 2\] by row, got \[1, 1\]"),

@@ -289,7 +289,7 @@ def test_functions_of_a_token_alone_pass() -> None:
     with pytest.raises(AssertionError, match="expected a gradient, got 0 at every token"):
         check_token_level(lambda tokens: 0.0 * tokens.logps)
     alone = torch.full((1,), -0.5)
-    with pytest.raises(ValueError, match="^tokens: expected at least two"):
+    with pytest.raises(ValueError, match=r"^tokens: expected at least two"):
         check_token_level(penalized, TokenInputs(*[alone] * 5, *[None] * 3))
 
 
