@@ -6,26 +6,21 @@ microseconds takes the host 60 to 110, which would count as its time otherwise.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.aot.kernels import Loss
 from benchmarks.cases import SEED, BenchCase, make_inputs
 from benchmarks.providers import build
-from benchmarks.run import Results, Step, measure_runs
+from benchmarks.run import Results, measure_runs, step
 from benchmarks.timing import Clock
 from grpo_kernels.backends import choose_backend
-from grpo_kernels.backends.interface import (
-    Chunk,
-    Coefficients,
-    FusedLoss,
-    FusedRowBackend,
-    LogitTransform,
-)
+from grpo_kernels.backends.interface import Chunk, Coefficients, FusedRowBackend, LogitTransform
 
 SPREAD = 2.5  # standard deviation of the logits
 COPY_BYTES = 2 * 2**30
@@ -79,12 +74,8 @@ def _row_runs(
     chunk = Chunk(logits, ids, LogitTransform())
     out = torch.empty_like(logits, dtype=torch.bfloat16)
     stats = backend.stats(chunk, entropy=True)
-    a, b, ones = (torch.full_like(stats.logps, x) for x in (1e-3, 1e-4, 1.0))
-    loss = FusedLoss(
-        surrogate="clipped", kl=None, corrects_kl=False, advantages=ones, d_policy=None,
-        weights=ones / len(ones), old=-2.1 * ones, ref=None, gate=None,
-        constants=(0.8, 1.2, math.inf), beta=0.0, d_entropy=0.0,
-    )  # fmt: skip
+    a, b = (torch.full_like(stats.logps, x) for x in (1e-3, 1e-4))
+    loss = Loss("clipped").of_rows(lambda: torch.rand_like(stats.logps))
     runs: dict[str, tuple[int, Callable[[], Any]]] = {
         "stats": (4, lambda: backend.stats(chunk, entropy=True)),
         "stats_no_entropy": (4, lambda: backend.stats(chunk, entropy=False)),
@@ -106,15 +97,15 @@ def profile_step(
     path = ("profile", case.name)
     with results.noting(*path, seconds=LIMIT):
         inputs = make_inputs(case, device)
-        step = Step(build("ours", inputs, "triton" if toy else "auto"))
+        run = partial(step, build("ours", inputs, "triton" if toy else "auto"))
         clock = Clock(device)
         for _ in range(3):
             inputs.clear_gradients()
-            ms = clock.time(step)
+            ms = clock.time(run)
         inputs.clear_gradients()
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if clock.on_gpu else [])
         with profile(activities=activities) as prof:
-            step()
+            run()
             if clock.on_gpu:
                 torch.cuda.synchronize()
         # an operation's own entry counts its kernels again

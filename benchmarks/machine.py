@@ -37,6 +37,13 @@ def about(*, on_gpu: bool, commit: str | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write the file anew; whoever reads it sees the old one or the new one, whole."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
 def clocks() -> dict[str, str]:
     return _nvidia_smi(*CLOCKS)
 

@@ -19,12 +19,13 @@ import trl
 from datasets import Dataset
 
 from benchmarks import parity, step, tiny_models, tiny_run
+from benchmarks.figures import STOCK
 from benchmarks.memory import freed_memory_kept
 from grpo_kernels.trl import patch_trl
 
 PROMPT, MEDIAN, LONGEST, ROWS, STEPS, ROUNDS = 192, 48, 256, 48, 5, 3
 WAYS: dict[str, dict[str, Any] | None] = {
-    "stock TRL": None, "head alone": {"layout": "padded"}, "trim": {"layout": "trim"},
+    STOCK: None, "head alone": {"layout": "padded"}, "trim": {"layout": "trim"},
     "default": {},
 }  # fmt: skip
 
@@ -97,23 +98,17 @@ def main() -> None:
     with freed_memory_kept():
         for name in trainers():
             taken: dict[str, list[float]] = {way: [] for way in WAYS}
-            apart: dict[str, float] = {}
-            computed: dict[str, float] = {}
-            stock: list[dict[str, float]] = []
-            for i in range(ROUNDS):
+            logged: dict[str, list[dict[str, float]]] = {}
+            for _ in range(ROUNDS):
                 for way in WAYS:
-                    logs, seconds = train(name, way)
+                    logged[way], seconds = train(name, way)
                     taken[way].append(statistics.fmean(seconds))
-                    if i == 0 and way == "stock TRL":
-                        stock = logs
-                    elif i == 0:
-                        apart[way] = max(parity.from_stock(stock, logs).values())
-                        computed[way] = statistics.fmean(x["tokens/computed"] for x in logs)
-            base = statistics.median(taken["stock TRL"])
-            for way in WAYS:
-                faster = base / statistics.median(taken[way])
-                more = f"{computed[way]:.2f} | {apart[way]:.1e}" if way in apart else "1 | "
-                print(f"| {name} | {way} | {faster:.2f} | {more} |", flush=True)
+            for way, logs in logged.items():
+                faster = statistics.median(taken[STOCK]) / statistics.median(taken[way])
+                computed = statistics.fmean(x.get("tokens/computed", 1.0) for x in logs)
+                apart = max(parity.from_stock(logged[STOCK], logs).values())
+                row = f"| {name} | {way} | {faster:.2f} | {computed:.2f} | {apart:.1e} |"
+                print(row, flush=True)
 
 
 if __name__ == "__main__":

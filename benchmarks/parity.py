@@ -16,17 +16,16 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from benchmarks.machine import ROOT
 from grpo_kernels.commands.scripts import LOSS_FLOOR, METRIC_FLOOR, difference
 from grpo_kernels.objective.losses import LOSSES
 
-ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-5
 LOSS_TYPES = [name for name in LOSSES if name != "gmpo"]  # which has a trainer of its own in TRL
 

@@ -9,13 +9,13 @@ import faulthandler
 import gc
 import json
 import math
-import os
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from benchmarks import figures, timing
 from benchmarks.cases import Absence, BenchCase, Inputs, make_inputs
 from benchmarks.head_flops import counter
-from benchmarks.machine import Watch
+from benchmarks.machine import Watch, write_whole
 from benchmarks.memory import MIB, Peak
 from benchmarks.plan import ANCHORS
 from benchmarks.providers import Forward, Outcome, build, named
@@ -55,10 +55,7 @@ class Results:
         self.save()
 
     def save(self) -> None:
-        """Write the file anew; whoever reads it sees the old one or the new one, whole."""
-        part = self.path.with_name(self.path.name + ".part")
-        part.write_text(json.dumps(finite(self.data), indent=1) + "\n")
-        os.replace(part, self.path)
+        write_whole(self.path, json.dumps(finite(self.data), indent=1) + "\n")
 
     @contextmanager
     def noting(self, *path: str, seconds: float | None = None) -> Iterator[None]:
@@ -76,17 +73,14 @@ class Results:
                 faulthandler.cancel_dump_traceback_later()
 
 
-class DeviceLost(RuntimeError):
-    """The GPU no longer answers this process; another one may go on."""
-
-
 def check_device() -> None:
+    """Raise if the GPU no longer answers this process; another one may go on."""
     if torch.cuda.is_available():
         try:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         except Exception as error:
-            raise DeviceLost(f"the device is lost to this process: {error}") from error
+            raise RuntimeError(f"the device is lost to this process: {error}") from error
 
 
 def failure(error: Exception) -> dict[str, str]:
@@ -128,15 +122,11 @@ class How:
     until: float = math.inf  # ``time.time()`` after which no provider is begun
 
 
-class Step:
-    def __init__(self, forward: Forward) -> None:
-        self._forward = forward
-
-    def __call__(self) -> Outcome:
-        outcome = self._forward()
-        if outcome.loss is not None and outcome.loss.requires_grad:
-            outcome.loss.backward()
-        return outcome
+def step(forward: Forward) -> Outcome:
+    outcome = forward()
+    if outcome.loss is not None and outcome.loss.requires_grad:
+        outcome.loss.backward()
+    return outcome
 
 
 def beyond(peak: Peak, inputs: Inputs) -> float | None:
@@ -144,7 +134,7 @@ def beyond(peak: Peak, inputs: Inputs) -> float | None:
     return None if extra is None else round(max(0, extra) / MIB, 1)
 
 
-def check(name: str, step: Step, inputs: Inputs, want: Reference) -> dict[str, Any]:
+def check(name: str, forward: Forward, inputs: Inputs, want: Reference) -> dict[str, Any]:
     """Run the first call: ``status`` "checked" or "wrong", errors, and counted operations in NVH.
 
     In the part "accuracy" a peer's errors are what is measured, however large.
@@ -153,7 +143,7 @@ def check(name: str, step: Step, inputs: Inputs, want: Reference) -> dict[str, A
     inputs.clear_gradients()
     operations = counter()
     with operations if provider.counted else nullcontext():
-        outcome = step()
+        outcome = step(forward)
     off = errors(outcome, inputs, want) if provider.compared else {}
     shown_as_it_is = case.part == "accuracy" and not figures.is_ours(name)
     inputs.clear_gradients()
@@ -169,7 +159,6 @@ def measure_case(case: BenchCase, providers: Sequence[str], results: Results, ho
     gc.freeze()  # what was imported is not looked through again at every step
     try:
         results.merge(*top, **case.about(), status="running")
-        results.at(*top, "providers")
         task = _Task(case, results, how)
         anchors = [x for x in providers if x in ANCHORS] if how.one_by_one else []
         task.anchors = task.turn(anchors)
@@ -198,11 +187,11 @@ class _Task:
         self._clock = Clock(how.device, flush=how.flush)
         self._mode = "score" if case.score else "full"
         self._limit = FIRST_CALL_SECONDS if self._clock.on_gpu else None
-        self.anchors: dict[str, Step] = {}
+        self.anchors: dict[str, Forward] = {}
         self.watch = Watch()
 
-    def turn(self, names: Sequence[str]) -> dict[str, Step]:
-        steps = {name: step for name in names if (step := self._checked(name)) is not None}
+    def turn(self, names: Sequence[str]) -> dict[str, Forward]:
+        steps = {name: run for name in names if (run := self._checked(name)) is not None}
         if not self.anchors:
             self.watch = Watch()  # what the first checks compile is not other processes' work
         if steps:
@@ -217,7 +206,7 @@ class _Task:
     def _path(self, name: str) -> tuple[str, ...]:
         return ("cases", self._case.name, "providers", name)
 
-    def _checked(self, name: str) -> Step | None:
+    def _checked(self, name: str) -> Forward | None:
         """Build, check and warm up a provider; None if it has nothing to time."""
         path, case, inputs, warm = self._path(name), self._case, self._inputs, None
         # an anchor, which keeps what an earlier call measured
@@ -225,23 +214,24 @@ class _Task:
             path = (*path, "again")
         self._results.merge(*path, status="running")  # what it stays if the process ends here
         with self._results.noting(*path, seconds=self._limit):
-            step = Step(build(name, inputs, self._how.backend))
-            checked = check(name, step, inputs, self._want)
+            forward = build(name, inputs, self._how.backend)
+            checked = check(name, forward, inputs, self._want)
             if checked["status"] == "checked" and not case.rounds:
                 checked["status"] = "ok"
             self._results.merge(*path, **checked)
             if checked["status"] == "checked":
+                run = partial(step, forward)
                 if self._clock.on_gpu:
                     peak = Peak(self._how.device)
-                    step()
+                    run()
                     self._results.merge(*path, extra_mib=beyond(peak, inputs))
                     for _ in range(WARM_UP):
                         inputs.clear_gradients()
-                        step()
-                warm = step
+                        run()
+                warm = run
         return warm
 
-    def _rounds(self, turn: dict[str, Step]) -> None:
+    def _rounds(self, turn: dict[str, Forward]) -> None:
         """Time the steps of a turn and of the anchors, interleaved; results after each round."""
         steps = {**self.anchors, **turn}
         mib: dict[str, list[float]] = {name: [] for name in steps}

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import transformers
-from datasets import Dataset
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
@@ -205,17 +204,6 @@ def completion(scene: Scene, seed: str) -> list[int]:
     return [*(draw.randrange(len(tiny_models.SPECIAL), scene.vocab) for _ in range(length - 1)), 1]
 
 
-def prompts(scene: Scene) -> Dataset:
-    """Prompts of random words; every second one starts with `w0`: its group scores alike."""
-    draw = random.Random(0)
-    found = []
-    for i in range(64):
-        rest = draw.randint(*scene.prompt) - 1
-        words = (draw.randrange(1, tiny_models.WORDS) for _ in range(rest))
-        found.append(" ".join(f"w{x}" for x in (i % 2, *words)))
-    return Dataset.from_dict({"prompt": found})
-
-
 def policy(scene: Scene) -> Any:
     h = scene.hidden
     sizes = {"vocab_size": scene.vocab, "hidden_size": h, "intermediate_size": 3 * h}
@@ -244,7 +232,8 @@ def train(
         args = tiny_run.config(folder, scene.steps, **arguments)
         trainer = trainer_of(
             options, Timed, Given, model=policy(scene), args=args, reward_funcs=tiny_run.reward,
-            train_dataset=prompts(scene), processing_class=tiny_models.tokenizer(),
+            train_dataset=tiny_run.dataset(words=scene.prompt),
+            processing_class=tiny_models.tokenizer(),
         )  # fmt: skip
         trainer.scene, trainer.saved = scene, [] if watched else None
         trainer.train()

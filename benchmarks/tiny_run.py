@@ -23,13 +23,13 @@ from benchmarks.tiny_models import WORDS, model, tokenizer
 NOT_COMPARED = ("time", "runtime", "per_second", "epoch", "learning_rate", "total_flos")
 
 
-def dataset(rows: int = 64) -> Dataset:
-    """Prompts of 2 to 6 words; every second one starts with `w0`: `reward` scores it alike."""
+def dataset(rows: int = 64, words: tuple[int, int] = (2, 6)) -> Dataset:
+    """Prompts of so many words; every second one starts with `w0`: `reward` scores it alike."""
     draw = random.Random(0)
     prompts = []
     for row in range(rows):
-        words = [f"w{draw.randrange(1, WORDS)}" for _ in range(draw.randrange(1, 6))]
-        prompts.append(" ".join([f"w{row % 2}", *words]))
+        others = [f"w{draw.randrange(1, WORDS)}" for _ in range(draw.randint(*words) - 1)]
+        prompts.append(" ".join([f"w{row % 2}", *others]))
     return Dataset.from_dict({"prompt": prompts})
 
 
@@ -64,9 +64,10 @@ def config(
 
 
 @dataclass
-class History:
-    """What a run logged: one mapping per optimizer step, and the loss of every micro-batch."""
+class Run:
+    """A trainer's run: what it logged for each optimizer step, and the loss of each micro-batch."""
 
+    trainer: Any
     steps: list[dict[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
@@ -79,11 +80,10 @@ def train(
     dtype: torch.dtype = torch.float32,
     prepare: Callable[[Any], None] | None = None,
     **arguments: Any,
-) -> History:
+) -> Run:
     """Train a fresh tiny model; `prepare` gets the trainer before it starts, whose own `arguments`
     are by default those of GRPO."""
     quiet()
-    history = History()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         policy = model(kind, dtype=dtype)
@@ -94,30 +94,30 @@ def train(
         given = {"train_dataset": dataset(), **given, **arguments}
         trainer = trainer_class(model=policy, args=args, processing_class=tokenizer(), **given)
         trainer.remove_callback(transformers.PrinterCallback)
-        record(trainer, history)
+        run = recorded(trainer)
         if prepare is not None:
             prepare(trainer)
         trainer.train()
-    return history
+    return run
 
 
-def record(trainer: Any, history: History) -> None:
-    step, log = trainer.training_step, trainer.log
+def recorded(trainer: Any) -> Run:
+    """The run that `trainer` is about to begin."""
+    run, step, log = Run(trainer), trainer.training_step, trainer.log
 
     def training_step(*args: Any, **kwargs: Any) -> torch.Tensor:
         loss = step(*args, **kwargs)
-        history.losses.append(loss.item())
+        run.losses.append(loss.item())
         return loss
 
     def recorded_log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        seen = dict(logs)
-        if "loss" in seen:
-            seen.update({name: sum(v) / len(v) for name, v in trainer._metrics["train"].items()})
-            history.steps.append(compared(seen))
+        if "loss" in logs:
+            metrics = {name: sum(v) / len(v) for name, v in trainer._metrics["train"].items()}
+            run.steps.append(compared(logs | metrics))
         log(logs, *args, **kwargs)
 
-    trainer.training_step = training_step
-    trainer.log = recorded_log
+    trainer.training_step, trainer.log = training_step, recorded_log
+    return run
 
 
 def compared(logs: dict[str, float]) -> dict[str, float]:

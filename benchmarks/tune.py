@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.aot.kernels import Loss, row_runs
+from benchmarks.machine import write_whole
 from grpo_kernels.backends import triton_rows
 from grpo_kernels.backends.triton_rows.device import FAMILIES, TABLE, RowConfig, arch_of, family
 from grpo_kernels.backends.triton_rows.rows import INTERPRETED
@@ -122,7 +122,7 @@ def tune(
         new = entries(part, winners, device)
         table = merged(table, new)
         check_table(table)
-        write(table, out)
+        write_whole(out, text_of(table))
         name = missed.pop(0)
         print(f"{name}: {len(new)} entries of family {family(arch)} written to {out}", flush=True)
     return missed
@@ -198,13 +198,6 @@ def seconds(run: Callable[[], Any]) -> float:
 
 def own_table() -> Path:
     return Path(str(resources.files(triton_rows).joinpath(TABLE)))
-
-
-def write(table: list[Entry], out: Path) -> None:
-    """Write the table whole: whoever reads it sees the old one or the new one."""
-    beside = out.with_name(out.name + ".part")
-    beside.write_text(text_of(table))
-    os.replace(beside, out)
 
 
 def text_of(table: list[Entry]) -> str:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from benchmarks.groups import Shape, Size
+from benchmarks.groups import Shape, Size, gradient
 from benchmarks.machine import Watch
 from benchmarks.parity import TOLERANCE
 from benchmarks.timing import order
@@ -143,8 +143,7 @@ def step(made: Any, data: Any, loss: Any, *, scored: bool) -> tuple[float, float
     made.module.train()
     out = made.forward_backward_batch(data, loss, forward_only=False)
     seconds = time.process_time() - started
-    gradients = [x.grad.flatten() for x in made.module.parameters() if x.grad is not None]
-    return seconds, sum(out["loss"]), torch.cat(gradients)
+    return seconds, sum(out["loss"]), gradient(made.module)
 
 
 def actor_loss(group: int, micro: int) -> Any:

@@ -15,7 +15,7 @@ import torch
 from benchmarks import peer_memory
 from benchmarks.cases import case, make_inputs
 from benchmarks.providers import build
-from benchmarks.run import Step
+from benchmarks.run import step
 from grpo_kernels import Run, grpo_loss, linear_logprob
 from grpo_kernels.commands.memory import MIB, MODELS, Size, estimate
 from tests.support.gpu_tape import GPUAllocations, taped, tensor
@@ -70,9 +70,9 @@ def test_every_figure_is_what_is_allocated(name: str, monkeypatch: pytest.Monkey
     for need in estimate(size) + peers:
         provider = PROVIDERS[need.name]
         inputs = make_inputs(case("counted", **fields), torch.device("cpu"))
-        step = Step(build(f"{provider}@1" if provider.startswith("ours") else provider, inputs))
+        forward = build(f"{provider}@1" if provider.startswith("ours") else provider, inputs)
         with AllocationWatcher() as watch:
-            step()
+            step(forward)
         assert need.returned == sum(x.grad.nbytes for x in inputs.leaves if x.grad is not None)
         assert abs(need.peak - watch.peak) <= 0.02 * watch.peak + 160 * fields["n"], need
 

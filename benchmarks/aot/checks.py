@@ -11,18 +11,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
 from typing import Any
 
 import triton
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.aot.launches import Launch
-from benchmarks.aot.sass import SPILLING, Instruction, count, disassembled, inner_loops
+from benchmarks.aot.sass import SPILLING, Instruction, count, disassembled, inner_loops, printed
 from grpo_kernels.backends.triton_rows.device import family
 
 # The most shared memory of a program; "default" stands for all other devices.
@@ -76,11 +73,7 @@ def compile_launch(launch: Launch, arch: str) -> Result:
 
 def nvidia_usage(asm: dict[str, Any]) -> tuple[int, int]:
     """(registers, bytes of stack) of a cubin: a stack is where spilled registers go."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(asm["cubin"])
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = printed("cuobjdump", asm["cubin"], "--dump-resource-usage")
     return _number(r"\bREG:(\d+)", usage), _number(r"\bSTACK:(\d+)", usage)
 
 

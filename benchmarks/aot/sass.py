@@ -41,14 +41,19 @@ class Instruction:
         return next((WIDTHS[word] for word in self.code.split(".") if word in WIDTHS), 4)
 
 
-def disassembled(cubin: bytes) -> list[Instruction]:
+def printed(tool: str, cubin: bytes, *options: str) -> str:
+    """What one of the tools that come with Triton prints about `cubin`."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.nvdisasm.path, "-c", "-ndf", file.name]
-        return parsed(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        command = [getattr(knobs.nvidia, tool).path, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def disassembled(cubin: bytes) -> list[Instruction]:
+    return parsed(printed("nvdisasm", cubin, "-c", "-ndf"))
 
 
 def parsed(text: str) -> list[Instruction]:

@@ -19,7 +19,7 @@ from benchmarks.cases import Absence, BenchCase, Inputs, make_inputs
 from benchmarks.machine import ROOT
 from benchmarks.providers import Outcome, build, forgotten
 from benchmarks.reference import errors, is_right, reference
-from benchmarks.run import Step
+from benchmarks.run import step
 
 CPU = torch.device("cpu")
 TOY = BenchCase("toy").toy()
@@ -59,7 +59,7 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def run(name: str, inputs: Inputs) -> Outcome:
     """What the provider computed, right."""
-    outcome = Step(build(name, inputs))()
+    outcome = step(build(name, inputs))
     off = errors(outcome, inputs, reference(inputs))
     assert is_right(off, inputs.case), off
     return outcome
@@ -106,10 +106,10 @@ def test_the_result_is_right_or_there_is_a_reason(name: str, case: BenchCase) ->
 def test_compiled() -> None:
     inputs = make_inputs(replace(TOY, softcap=5.0, padding=0.5, top_entropy=0.5), CPU)
     with torch._dynamo.config.patch(recompile_limit=8):  # which the adapter raises
-        step = Step(build("compiled", inputs))
+        compiled = build("compiled", inputs)
         for _ in range(2):  # compiles, and takes what it compiled
             inputs.clear_gradients()
-            assert is_right(errors(step(), inputs, reference(inputs)), inputs.case)
+            assert is_right(errors(step(compiled), inputs, reference(inputs)), inputs.case)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from benchmarks.machine import ROOT
 from benchmarks.plan import cpu_cases, gpu_cases
 from benchmarks.providers import Outcome, build, heads, named, peers
 from benchmarks.reference import Reference, errors, is_right, reference
-from benchmarks.run import How, Results, Step, check, measure_case
+from benchmarks.run import How, Results, check, measure_case, step
 from tests.support.bench_results import parsed, results
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ POLICIES |= {"frozen": replace(PLAIN, frozen=True), "scored": replace(PLAIN, sco
 def stepped(given: BenchCase) -> tuple[Any, Reference, Outcome]:
     inputs = make_inputs(given, CPU)
     want = reference(inputs)
-    return inputs, want, Step(build("eager", inputs))()
+    return inputs, want, step(build("eager", inputs))
 
 
 @pytest.mark.parametrize("given", POLICIES.values(), ids=POLICIES)
@@ -71,7 +71,7 @@ def test_counted_operations(name: str, counted: tuple[int, ...]) -> None:
     found = []
     for x in (given, replace(given, n=128, t=16, padding=0.5), replace(given, frozen=True)):
         inputs = make_inputs(x, CPU)
-        checked = check(name, Step(build(name, inputs)), inputs, reference(inputs))
+        checked = check(name, build(name, inputs), inputs, reference(inputs))
         assert checked["status"] == "checked"
         found.append(checked["flops_nvh"])
     assert tuple(found) == counted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tests.emulator.arithmetic import flushed
@@ -15,10 +16,7 @@ ROUNDINGS = {"rmi": np.floor, "rni": np.rint}
 
 
 def to_bfloat16(x: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """To the nearest, ties to even."""
-    bits = x.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded.astype(np.uint16))
+    return torch.tensor(x).bfloat16().view(torch.uint16).numpy()
 
 
 @known(r"mov\.([busf](?:16|32|64)|pred)")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.emulator.arithmetic import fused_multiply_add
 from tests.emulator.lanes import Lanes
 from tests.emulator.memory import Global, marked
-from tests.emulator.moves import to_bfloat16
 from tests.emulator.ptx import Fault, UnknownInstruction, parse
 from tests.emulator.races import WARP
 
@@ -250,53 +246,3 @@ def test_wide_and_narrow_registers() -> None:
     assert result("mul.lo.s64 %rd20, 0x100000001, 3;", "b64") == 0x300000003
     assert result("cvt.u16.u32 %rs2, 0x12345678;", "b16") == 0x5678
     assert result("mov.b32 %r2, 0; mov.b16 %rs1, -1; cvt.u32.u16 %r2, %rs1;") == 0xFFFF
-
-
-def test_one_rounding_of_a_product_and_a_sum() -> None:
-    """Against fractions, also where a sum in double lies in the middle of two floats."""
-    rng = np.random.default_rng(0)
-    x, y = (rng.standard_normal(20_000).astype(np.float32) for _ in range(2))
-    z = np.where(rng.random(20_000) < 0.5, -x * y, x * y * np.float32(2.0**-24)).astype(np.float32)
-    x[:4], y[:4] = np.float32(1 + 2.0**-12), np.float32(1 + 2.0**-12)  # the product ends in 2^-24
-    z[:4] = [2.0**-70, -(2.0**-70), 0.0, 2.0**-23]
-    x[4:8], y[4:8], z[4:8] = 2.0**-75, [2.0**-75, -(2.0**-75), 2.0**-74, 2.0**-76], 3 * 2.0**-149
-    x[8:1000] *= np.float32(2.0**-70)
-    y[8:1000] *= np.float32(2.0**-70)
-    z[8:1000] *= np.float32(2.0**-140)
-    found = fused_multiply_add(x, y, z)
-    for a, b, c, d in zip(x, y, z, found, strict=True):
-        exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
-        near = [np.nextafter(d, np.float32(-INF)), d, np.nextafter(d, np.float32(INF))]
-        errors = [abs(Fraction(float(value)) - exact) for value in near]
-        assert errors[1] == min(errors), (a, b, c, d)
-        if errors.count(min(errors)) == 2:
-            assert int(d.view(np.uint32)) % 2 == 0, "ties go to even"
-
-
-def test_bfloat16_is_rounded_to_the_nearest() -> None:
-    special = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, INF, -INF, 3.4e38, 0.0, -0.0])
-    x = torch.cat([torch.randn(10_000), special])
-    want = x.bfloat16().view(torch.int16).numpy().view(np.uint16)
-    assert np.array_equal(to_bfloat16(x.numpy()), want)
-
-
-def test_text_is_read_as_written() -> None:
-    """Labels, guards, source lines, comments, blocks, and vectors among operands."""
-    body = """
-    .loc 1 12 5 // steps.py:12:5 @[ grad.py:3:4 ]
-    // begin inline asm
-    { .reg .pred %q; setp.eq.s32 %q, %r0, 3; }
-    // end inline asm
-    @!%p1 bra $L__BB0_2;
-    $L__BB0_2: ld.global.v2.b32 { %r2, %r3 }, [%rd0+16];
-    """
-    head = '.file 1 "/somewhere/steps.py"\n'
-    given = {"parameters": ".param .u64 written_param_0", "threads": 32, "loads": ""}
-    kernel = parse(head + TEXT.format(**given, body=body))
-    assert kernel.parameters == ("written_param_0",)
-    compare, branch, load, _ret = kernel.code[-4:]
-    assert (compare.opcode, compare.line) == ("setp.eq.s32", "steps.py:12")
-    assert (branch.guard, branch.negated, branch.operands) == ("%p1", True, ("$L__BB0_2",))
-    assert load.operands == ("{ %r2, %r3 }", "[%rd0+16]")
-    assert kernel.labels == {"$L__BB0_2": len(kernel.code) - 2}
-    assert (kernel.bits("%rd7"), kernel.bits("%q"), kernel.bits("%p3")) == (64, 0, 0)

@@ -361,15 +361,14 @@ class Interrupted:
         return super().training_step(*args, **kwargs)  # type: ignore[misc,no-any-return]
 
 
-def trained_again(trainer_class: type, **options: Any) -> Any:
+def trained_again(trainer_class: type, **options: Any) -> list[dict[str, float]]:
     """What a trainer has logged that was interrupted within an optimizer step and called again."""
     found: list[Any] = []
     with pytest.raises(KeyboardInterrupt):
         train(mixed(Interrupted, trainer_class), prepare=found.append, steps=4, **options)
-    history = tiny_run.History()
-    tiny_run.record(found[0], history)
+    run = tiny_run.recorded(found[0])
     found[0].train()
-    return history
+    return run.steps
 
 
 @pytest.mark.parametrize("again", [{"num_iterations": 2}, {"steps_per_generation": 4}], ids=str)
@@ -378,11 +377,11 @@ def test_a_training_that_was_interrupted_goes_on_as_stock_trls(again: dict[str, 
     options = {"epsilon": 0.02, **SGD, **again}
     stock = trained_again(GRPOTrainer, **options)
     ours = trained_again(FusedGRPOTrainer, regroup=False, **options)
-    assert len(stock.steps) == 4
-    assert max(parity.differences(stock.steps, ours.steps).values()) <= 1e-5
+    assert len(stock) == 4
+    assert max(parity.differences(stock, ours).values()) <= 1e-5
     with pytest.warns(UserWarning, match="regroup: training was interrupted within an optimizer"):
         ours = trained_again(FusedGRPOTrainer, **REGROUP, **options)
-    for i, (want, got) in enumerate(zip(stock.steps, ours.steps, strict=True)):
+    for i, (want, got) in enumerate(zip(stock, ours, strict=True)):
         # of the step that was interrupted stock TRL has logged what it had measured by then
         for name in want.keys() if i else ("loss", "grad_norm"):
             assert difference(name, want[name], got[name]) <= 1e-5, (i, name)

@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "LoRA": {"learning_rate": 1e-2, "peft_config": parity.lora(), "steps": 4, **TWICE},
     # a saturated cap makes many small gradients, of whose last bits Adam's first steps make
     # directions: 4.1e-5 with the C++ kernels, 1.9e-6 with torch, both as near to float64
-    "soft-capping": {"model": "softcap", "tolerance": 1e-4, **TWICE},
+    "soft-capping": {"kind": "softcap", "tolerance": 1e-4, **TWICE},
     "fp32 head in bf16": {
         "cast_lm_head_to_fp32": True, "dtype": torch.bfloat16, "tolerance": 2e-2
     },
@@ -52,7 +52,7 @@ def test_a_mixture_of_experts_with_its_load_balancing_loss(monkeypatch):
     kind = "Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**tiny_models.KINDS["qwen3"][2], **fields}
     monkeypatch.setitem(tiny_models.KINDS, "other", kind)
     # without the KL term: sequences without an advantage have the gradient of this loss alone
-    theirs, ours = (train(x, model="other") for x in (trl.GRPOTrainer, FusedGRPOTrainer))
+    theirs, ours = (train(x, kind="other") for x in (trl.GRPOTrainer, FusedGRPOTrainer))
     assert_same(theirs, ours)
     assert all(step["aux_loss"] > 0 for step in theirs.steps)
 

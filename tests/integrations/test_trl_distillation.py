@@ -44,7 +44,7 @@ STOCK, OURS = (mixed(Drawn, x) for x in (trl.DistillationTrainer, FusedDistillat
 def trained(trainer_class: type, name: str, **options: Any) -> Run:
     student, teacher, changes, beta, of_case = CASES[name]
     given = {
-        "model": student,
+        "kind": student,
         "teacher_model": tiny_models.model(teacher, seed=5, num_hidden_layers=1, **changes),
         "beta": beta,
         "per_device_train_batch_size": 4,

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.unit
 EXACT = {"kl_estimator": "full", "beta": 0.3, "learning_rate": 1e-2}
 TWICE = {"num_iterations": 2, **EXACT}
 BONUS = {"entropy_coef": 0.01, "temperature": 0.7, "loss_type": "grpo"}
-LUSPO = {"loss_type": "luspo", "importance_sampling_level": "sequence", "model": "softcap"}
+LUSPO = {"loss_type": "luspo", "importance_sampling_level": "sequence", "kind": "softcap"}
 WRITTEN, STOCK = mixed(Written, FusedGRPOTrainer), mixed(Written, GRPOTrainer)
 
 

@@ -50,8 +50,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_that_of_all_logits(name: str) -> None:
-    model, shape, options = CASES[name]
-    options = {"model": model, "peft_config": on_head(**shape), **options}
+    kind, shape, options = CASES[name]
+    options = {"kind": kind, "peft_config": on_head(**shape), **options}
     assert_same(*(train(cls, **options) for cls in (Plain, Ours)))
 
 

@@ -68,7 +68,7 @@ def train(job, processes=1, prepare=None, **options):
     )
     # each rank has the reference in a folder of its own
     with saves, patch_trl() if job.patched else nullcontext():
-        run = trl_training.train(mixed(Written, base), model=job.kind, prepare=begin, **options)
+        run = trl_training.train(mixed(Written, base), kind=job.kind, prepare=begin, **options)
     after = _whole_parameters(run.trainer.model)
     return run.steps, {name: x - before[name] for name, x in after.items()}, run.trainer
 

@@ -7,7 +7,6 @@ import gc
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from trl.experimental.gmpo import GMPOTrainer
 
 from benchmarks import parity, tiny_models, tiny_run
+from benchmarks.tiny_run import Run
 from grpo_kernels.trl import FusedLossMixin
 from tests.support.case_builder import seeded
 
@@ -87,20 +87,6 @@ class Half:
         return batch
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What a training has logged for each step, each micro-batch's loss, and the trainer."""
-
-    steps: list[dict[str, float]]
-    losses: list[float]
-    trainer: Any
-
-    @property
-    def sums(self) -> list[float]:
-        count = self.trainer.args.gradient_accumulation_steps
-        return [sum(self.losses[i : i + count]) for i in range(0, len(self.losses), count)]
-
-
 def mixed(mixin: type, trainer_class: type) -> type:
     """`trainer_class` with `mixin` in front."""
     return type(trainer_class.__name__, (mixin, trainer_class), {})
@@ -111,32 +97,17 @@ def train(
     steps: int = 2,
     *,
     config_class: Any = trl.GRPOConfig,
-    model: str = "qwen3",
-    dtype: torch.dtype = torch.float32,
-    prepare: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> Run:
-    """A training of that `model`; `options` that the configuration lacks are the trainer's.
-
-    `prepare` gets the trainer before it starts.
-    """
+    """A training by a configuration of `options`; those that it lacks are `tiny_run.train`'s."""
     of_config = {x.name for x in dataclasses.fields(config_class)}
     arguments = {name: options.pop(name) for name in [*options] if name not in of_config}
-    trainers = []
-
-    def begin(made: Any) -> None:
-        trainers.append(made)
-        if prepare is not None:
-            prepare(made)
-
     with tempfile.TemporaryDirectory() as folder:
         if issubclass(config_class, trl.GRPOConfig):
             args = tiny_run.config(folder, steps, config_class, **options)
         else:
             args = config_class(**{**tiny_run.common_options(folder, steps), **options})
-        how = {"kind": model, "dtype": dtype, "prepare": begin}
-        history = tiny_run.train(trainer, args, **how, **arguments)
-    return Run(history.steps, history.losses, trainers[0])
+        return tiny_run.train(trainer, args, **arguments)
 
 
 def assert_same(stock: Run, ours: Run, tolerance: float | None = None) -> None:
@@ -149,9 +120,15 @@ def assert_same(stock: Run, ours: Run, tolerance: float | None = None) -> None:
     assert max(errors.values()) <= of_steps, errors
     losses = [stock.losses, ours.losses]
     if getattr(ours.trainer, "regroup", False):
-        losses = [stock.sums, ours.sums]
+        losses = [sums(stock), sums(ours)]
         of_losses *= 5  # sums in another order, over steps
     assert losses[1] == pytest.approx(losses[0], rel=of_losses, abs=of_losses)
+
+
+def sums(run: Run) -> list[float]:
+    """The sum of each optimizer step's losses."""
+    count = run.trainer.args.gradient_accumulation_steps
+    return [sum(run.losses[i : i + count]) for i in range(0, len(run.losses), count)]
 
 
 def count_scored(trainer: Any) -> None:
