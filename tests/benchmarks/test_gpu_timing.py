@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,71 +15,50 @@ from benchmarks.timing import Clock, TooLongToQueue, interleaved, quantiles
 CPU = torch.device("cpu")
 
 
-class Device:
-    """What the host asks of a GPU, in its order; `busy` is for how many cycles of sleep a launch is
-    not in time."""
+def acted(monkeypatch: pytest.MonkeyPatch, late_below: int = 0) -> Mock:
+    """`torch.cuda`, whose calls are noted; a launch is late while it sleeps fewer cycles."""
+    cuda = Mock()
+    cuda.Event().elapsed_time.return_value = 0.25
+    cuda.Event().query.side_effect = lambda: cuda._sleep.call_args.args[0] < late_below
+    cuda.reset_mock()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    return cuda
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, late_below: int = 0) -> None:
-        self.asked: list[str] = []
-        self.slept = 0
-        device = self
 
-        class Event:
-            def __init__(self, enable_timing: bool) -> None:
-                assert enable_timing
+def clock_of(cuda: Mock, **options: bool) -> Clock:
+    clock = Clock(torch.device("cuda"), **options)
+    clock.flushed = cuda.flushed
+    return clock
 
-            def record(self) -> None:
-                device.asked.append("event")
 
-            def query(self) -> bool:
-                return device.slept < late_below
-
-            def synchronize(self) -> None:
-                device.asked.append("wait")
-
-            def elapsed_time(self, other: Event) -> float:
-                return 0.25
-
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.asked.append("synchronize"))
-        monkeypatch.setattr(torch.cuda, "_sleep", self.sleep)
-
-    def sleep(self, cycles: int) -> None:
-        self.slept = cycles
-        self.asked.append("sleep")
-
-    def zero_(self) -> None:
-        self.asked.append("flush")
-
-    def clock(self, **options: bool) -> Clock:
-        clock = Clock(torch.device("cuda"), **options)
-        clock.flushed = self
-        return clock
+def asked(cuda: Mock) -> str:
+    """What the device was asked for, in order."""
+    names = [
+        name.rpartition(".")[2] for name, _, how in cuda.mock_calls if "enable_timing" not in how
+    ]
+    return " ".join(names)
 
 
 def test_a_launch_is_no_part_of_a_kernels_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device sleeps while the host launches; where the sleep was too short, once more with a
     longer one."""
-    device = Device(monkeypatch)
-
-    def step() -> None:
-        device.asked.append("launch")
-
-    assert device.clock(queued=True).time(step) == 0.25
-    assert device.asked == ["synchronize", "flush", "sleep", "event", "launch", "event", "wait"]
-    device = Device(monkeypatch, late_below=3 * 2**20)
-    clock = device.clock(queued=True)
-    clock.time(step)
-    assert (device.asked.count("launch"), device.slept) == (3, 2**22)
-    clock.time(step)
-    assert device.asked.count("launch") == 4  # it has learnt
-    device = Device(monkeypatch, late_below=2**40)
+    cuda = acted(monkeypatch)
+    assert clock_of(cuda, queued=True).time(cuda.launch) == 0.25
+    queued = "synchronize zero_ _sleep record launch query record synchronize elapsed_time"
+    assert asked(cuda) == queued
+    cuda = acted(monkeypatch, late_below=3 * 2**20)
+    clock = clock_of(cuda, queued=True)
+    clock.time(cuda.launch)
+    assert [x.args for x in cuda._sleep.call_args_list] == [(2**20,), (2**21,), (2**22,)]
+    clock.time(cuda.launch)
+    assert cuda.launch.call_count == 4  # it has learnt
+    cuda = acted(monkeypatch, late_below=2**40)
     with pytest.raises(TooLongToQueue, match="longer to launch the step than 67108864 cycles"):
-        device.clock(queued=True).time(step)
-    device = Device(monkeypatch)
-    device.clock().time(step)
-    asked = "synchronize flush synchronize event launch event wait"
-    assert " ".join(device.asked) == asked
+        clock_of(cuda, queued=True).time(cuda.launch)
+    cuda = acted(monkeypatch)
+    clock_of(cuda).time(cuda.launch)
+    of_wall = "synchronize zero_ synchronize record launch record synchronize elapsed_time"
+    assert asked(cuda) == of_wall
 
 
 def test_every_round_has_an_order_of_its_own() -> None:

@@ -24,7 +24,6 @@ from benchmarks.plan import cpu_cases, gpu_cases
 from benchmarks.providers import Outcome, build, heads, named, peers
 from benchmarks.reference import Reference, errors, is_right, reference
 from benchmarks.run import How, Results, check, measure_case, step
-from tests.support.bench_results import parsed, results
 
 CPU = torch.device("cpu")
 PLAIN = BenchCase("plain").toy()
@@ -187,11 +186,24 @@ def test_smoke(tmp_path: Path) -> None:
 
 @pytest.fixture
 def data() -> dict[str, Any]:
-    return results()
+    """The results that are committed: all parts, each from the newest run that has it."""
+    newest = sorted(command.RESULTS.glob("cpu-20*.json"))[-1]
+    return command.with_others(json.loads(newest.read_text()), command.RESULTS)
+
+
+def parsed(text: list[str], title: str) -> list[list[dict[str, str]]]:
+    """The tables under a heading, each a list of rows by column."""
+    section = "\n".join([*text, "## "]).partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    found = []
+    for block in section.strip().split("\n\n"):
+        if block.startswith("| "):
+            head, _, *rows = ([x.strip() for x in x[1:-1].split("|")] for x in block.splitlines())
+            found.append([dict(zip(head, row, strict=True)) for row in rows])
+    return found
 
 
 def test_the_page_is_what_the_committed_results_say(tmp_path: Path) -> None:
-    newest = sorted((ROOT / "benchmarks" / "results").glob("cpu-20*.json"))[-1]
+    newest = sorted(command.RESULTS.glob("cpu-20*.json"))[-1]
     assert command.main(["--report", str(newest), "--page", "--into", str(tmp_path)]) == 0
     assert (tmp_path / "README.md").read_text() == (newest.parent / "README.md").read_text()
 

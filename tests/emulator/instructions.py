@@ -1,8 +1,7 @@
 """The meaning of each instruction: a function of the lanes, its name's parts, and its operands.
 
 An opcode that matches no pattern is an error that names it. Arithmetic, bits and comparisons are in
-`arithmetic`, conversions, moves, loads and stores in `moves`, and what lanes do together in
-`together`.
+`arithmetic`; conversions, moves, loads and stores, and what lanes do together, in `moves`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def meaning(opcode: str) -> tuple[Callable[..., None], tuple[Any, ...]]:
     Raises:
         UnknownInstruction: there is none.
     """
-    from tests.emulator import arithmetic, moves, together  # noqa: F401  (they enter their functions)
+    from tests.emulator import arithmetic, moves  # noqa: F401  (they enter their functions)
 
     for pattern, function in _KNOWN:
         found = pattern.fullmatch(opcode)

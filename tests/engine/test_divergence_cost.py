@@ -1,4 +1,4 @@
-"""What a second head costs: counted floating point operations, bytes, and waits for the device."""
+"""What a second head costs: counted floating point operations, and bytes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import torch
 from grpo_kernels import LossConfig, Run, grpo_loss, linear_divergence
 from tests.support.flat import flat
 from tests.support.measure import AllocationWatcher, count_flops
-from tests.support.pretend_gpu import OnGPU, here, pretended
 
 N, H, V = 96, 10, 64
 MIB = 2**20
-ON_TORCH = Run(backend="torch")
 KINDS = ({}, {"divergence": "forward_kl"}, {"divergence": "jsd", "beta": 0.3})
 
 
@@ -60,15 +58,14 @@ def paired(given: Any) -> tuple[Any, ...]:
     return hidden, weight, tuple(teacher)
 
 
-def with_exact_kl(given: Any, there: Any = lambda x: x, **options: Any) -> torch.Tensor:
+def with_exact_kl(given: Any, **options: Any) -> torch.Tensor:
     """A loss whose KL term is the divergence from a reference, of on-policy tokens."""
     hidden, weight, other, other_weight = given
     shape = (8, N // 8)
     config = LossConfig(beta=0.1, kl_estimator="full", **options.pop("config", {}))
     return grpo_loss(
-        hidden.view(*shape, H), weight, there(torch.zeros(shape, dtype=torch.long)), None,
-        there(torch.ones(8)), reference=(other.view(*shape, H), other_weight), config=config,
-        **options,
+        hidden.view(*shape, H), weight, torch.zeros(shape, dtype=torch.long), None, torch.ones(8),
+        reference=(other.view(*shape, H), other_weight), config=config, **options,
     ).loss  # fmt: skip
 
 
@@ -102,49 +99,3 @@ def test_the_workspace_holds_both_logits(engine: str) -> None:
     gradients = 2 * 4 * (n * h + v * h)  # in the accumulator, and as they are returned
     assert watch.peak <= workspace + gradients + 60 * n * 4
     assert watch.largest < n * v / 8
-
-
-# what trains (hidden, weight), engine, what arrives, waits of forward and backward with a mask
-WAITS = {
-    "score": ((False, False), "auto", "same", (1, 0)),
-    "frozen": ((True, False), "auto", "any", (1, 0)),
-    "one_pass": ((True, True), "auto", "same", (1, 1)),
-    "one_pass-any": ((True, True), "auto", "any", (1, 2)),
-    "two_pass": ((True, True), "two_pass", "any", (1, 1)),
-    "lean": ((True, True), "lean", "any", (1, 1)),
-}
-
-
-def on_gpu(trains: tuple[bool, bool]) -> list[Any]:
-    given = [OnGPU(x.detach()) for x in tensors("no grad")]
-    for x, wanted in zip(given, trains, strict=False):
-        x.requires_grad_(wanted)
-    return given
-
-
-@pytest.mark.parametrize("name", WAITS)
-def test_waits_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    trains, engine, arrives, documented = WAITS[name]
-    with pretended(monkeypatch) as waits:
-        given = on_gpu(trains)
-        mask, run = OnGPU(torch.arange(N) % 3), Run(engine=engine, backend="torch")
-        found = linear_divergence(*paired(given), completion_mask=mask, run=run).divergence
-        forward = len(waits)
-        if found.requires_grad:
-            gradient = torch.full((N,), 0.5) if arrives == "same" else torch.linspace(0.1, 1.0, N)
-            torch.autograd.backward(found, OnGPU(gradient))
-    assert (forward, len(waits) - forward) == documented
-
-
-@pytest.mark.parametrize("trains", [(True, True), (True, False), (False, False)])
-def test_without_a_mask_it_can_be_captured(
-    trains: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = linear_divergence(*paired(tensors("no grad")), run=ON_TORCH).divergence
-    with pretended(monkeypatch, capturing=True) as waits:
-        given = on_gpu(trains)
-        found = linear_divergence(*paired(given), run=ON_TORCH).divergence
-        if any(trains):
-            torch.autograd.backward(found.sum())
-        assert not waits
-        torch.testing.assert_close(here(found.detach()), plain, rtol=1e-5, atol=1e-6)

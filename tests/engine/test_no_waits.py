@@ -14,7 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import Expectation, Head, LoRA, LossConfig, Run, grpo_loss, linear_logprob
+from grpo_kernels import (
+    Expectation,
+    Head,
+    LoRA,
+    LossConfig,
+    Run,
+    grpo_loss,
+    linear_divergence,
+    linear_logprob,
+)
 from tests.support.case_builder import seeded
 from tests.support.pretend_gpu import OnGPU, Waits, here, pretended
 
@@ -154,40 +163,71 @@ def constant(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Tensor:
 
 HALF = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 0, 0, 0]], dtype=torch.bool)
 RISING = torch.arange(5.0).expand(B, T)
-# what trains, expectation, gradient of the logps and factor of the entropies -> waits of forward
-# and backward
-LOGPROBS = {
-    "score": (NEITHER, None, MASK, 0.0, (1, 0)),
-    "two_pass": (BOTH, None, MASK, 1.0, (1, 1)),
-    "two_pass-logps": (BOTH, None, MASK, 0.0, (1, 1)),
-    "frozen": (HIDDEN, None, MASK, 0.0, (1, 0)),
-    "frozen-entropies": (HIDDEN, None, MASK, 1.0, (1, 2)),
-    "right": (BOTH, Expectation(constant), MASK, 0.0, (1, 1)),
-    "right-some": (BOTH, Expectation(constant, live=HALF), HALF, 0.0, (2, 1)),
-    "wrong": (BOTH, Expectation(constant), RISING, 0.0, (1, 2)),
+TWO_PASS, LEAN = Run("two_pass", "torch"), Run("lean", "torch")
+# what trains, options, gradient of the scores and factor of the entropies -> waits of forward and
+# backward
+LOGPROBS: dict[str, tuple[Any, ...]] = {
+    "score": (NEITHER, {}, MASK, 0.0, (1, 0)),
+    "two_pass": (BOTH, {}, MASK, 1.0, (1, 1)),
+    "two_pass-logps": (BOTH, {}, MASK, 0.0, (1, 1)),
+    "frozen": (HIDDEN, {}, MASK, 0.0, (1, 0)),
+    "frozen-entropies": (HIDDEN, {}, MASK, 1.0, (1, 2)),
+    "right": (BOTH, {"expected": Expectation(constant)}, MASK, 0.0, (1, 1)),
+    "right-some": (BOTH, {"expected": Expectation(constant, live=HALF)}, HALF, 0.0, (2, 1)),
+    "wrong": (BOTH, {"expected": Expectation(constant)}, RISING, 0.0, (1, 2)),
+}
+DIVERGENCES: dict[str, tuple[Any, ...]] = {
+    "score": (NEITHER, {}, MASK, 0.0, (1, 0)),
+    "frozen": (HIDDEN, {}, RISING, 0.0, (1, 0)),
+    "one_pass": (BOTH, {}, MASK, 0.0, (1, 1)),
+    "one_pass-any": (BOTH, {}, RISING, 0.0, (1, 2)),
+    "two_pass": (BOTH, {"run": TWO_PASS}, RISING, 0.0, (1, 1)),
+    "lean": (BOTH, {"run": LEAN}, RISING, 0.0, (1, 1)),
 }
 
 
-@pytest.mark.parametrize("name", LOGPROBS)
-def test_linear_logprob(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def scores_of(given: dict[str, Any], *, diverges: bool, **options: Any) -> Any:
+    options = {"run": ON_TORCH, **options}
+    if diverges:
+        teacher = 0.5 * given["hidden"].detach(), given["head"].detach()
+        return linear_divergence(given["hidden"], given["head"], teacher, **options)
+    return linear_logprob(given["hidden"], given["head"], given["completion_ids"], **options)
+
+
+@pytest.mark.parametrize(
+    ("diverges", "name"), [*((False, x) for x in LOGPROBS), *((True, x) for x in DIVERGENCES)]
+)
+def test_scores(diverges: bool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a mask. What is expected costs a look at what came, and, where it was wrong, one at how
     much."""
-    trains, expected, gradient, of_entropies, documented = LOGPROBS[name]
+    rows = DIVERGENCES if diverges else LOGPROBS
+    trains, options, gradient, of_entropies, documented = rows[name]
     with pretended(monkeypatch) as waits:
-        given = batch(trains=trains)
+        expected = options.get("expected")
         if expected is not None and expected.live is not None:
-            expected = replace(expected, live=OnGPU(expected.live))
-        tensors = (given[x] for x in ("hidden", "head", "completion_ids"))
-        scores = linear_logprob(
-            *tensors, completion_mask=OnGPU(MASK), expected=expected, run=ON_TORCH
-        )
+            options = {"expected": replace(expected, live=OnGPU(expected.live))}
+        mask = OnGPU(MASK)
+        scores = scores_of(batch(trains=trains), diverges=diverges, completion_mask=mask, **options)
         forward = len(waits)
-        loss = (scores.logps * OnGPU(gradient)).sum()
+        loss = ((scores.divergence if diverges else scores.logps) * OnGPU(gradient)).sum()
         if of_entropies:
             loss = loss + of_entropies * scores.entropies.sum()
         if loss.requires_grad:
             torch.autograd.backward(loss)
     assert (forward, len(waits) - forward) == documented
+
+
+@pytest.mark.parametrize("trains", [BOTH, HIDDEN, NEITHER])
+def test_divergences_can_be_captured(
+    trains: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = scores_of(batch(trains=NEITHER, there=False), diverges=True).divergence
+    with pretended(monkeypatch, capturing=True) as waits:
+        found = scores_of(batch(trains=trains), diverges=True).divergence
+        if found.requires_grad:
+            torch.autograd.backward(found.sum())
+    assert not waits
+    torch.testing.assert_close(here(found.detach()), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("mask", [None, MASK], ids=["all", "some"])

@@ -254,16 +254,8 @@ def _fit(trainer: Any, data: list[dict[str, Tensor]]) -> tuple[list[Any], list[A
     trainer.train_dataset = SimpleNamespace(on_batch_end=lambda batch: seen.append(batch.batch))
     trainer.total_training_steps = len(data) + 1
     trainer.async_rollout_manager = SimpleNamespace(generate_sequences=generate_sequences)
-    tracking = verl_module("utils.tracking")
-
-    class Tracking:
-        def __init__(self, **_: Any) -> None:
-            pass
-
-        def log(self, data: dict[str, Any], step: int) -> None:
-            logged.append(data)
-
-    with mock.patch.object(tracking, "Tracking", Tracking):
+    tracking = SimpleNamespace(log=lambda data, step: logged.append(data))
+    with mock.patch.object(verl_module("utils.tracking"), "Tracking", return_value=tracking):
         trainer.fit()
     return logged, seen
 
