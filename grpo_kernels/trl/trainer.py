@@ -39,12 +39,13 @@ Scores are kept for later passes over the batch (``num_iterations``). Sequences 
 gradient are not scored, unless metrics read their scores. The ratio to the sampler is computed
 inside TRL's loss, after the log-probabilities and before TRL reads the ratio.
 
-**The reference** scores a micro-batch just before its loss, with the loss's rows and layout. If
-policy and reference are equal, their log-probabilities are then equal bit for bit, and the gradient
-of the KL term is exactly 0. Otherwise, a rounding error would become a full step of Adam. For the
-KL over the whole vocabulary, a micro-batch keeps the input of the reference's head, (B, T, H'), in
-place of log-probabilities. The loss's call of the policy's head then projects both inputs, and
-returns each token's divergence along with its log-probability.
+**The reference** scores a micro-batch with the loss's rows and layout, just before its loss. It
+scores those of later optimizer steps before the first of these steps ends, since a callback may
+then change the reference. If policy and reference are equal, their log-probabilities are equal bit
+for bit, and the gradient of the KL term is exactly 0. Otherwise, a rounding error would become a
+full step of Adam. For the KL over the whole vocabulary, a micro-batch keeps the input of the
+reference's head, (B, T, H'), in place of log-probabilities. The loss's call of the policy's head
+then projects both inputs, and returns each token's divergence along with its log-probability.
 """
 
 from __future__ import annotations
@@ -356,6 +357,10 @@ class FusedLossMixin(LogsShares):
             for batch in self._due():
                 if batch is not inputs:
                     self._score_old(batch)
+            # a callback may change the reference; for the exact KL, that is not supported
+            later = self._buffered_inputs[self._step % len(self._buffered_inputs) + 1 :]
+            for batch in () if self._has_exact_kl else later:
+                batch.update(self._with_reference(batch))
         return self._with_reference(inputs)
 
     def _generate_and_score_completions(self, inputs: Any) -> Batch:

@@ -314,14 +314,19 @@ def losses_by_size(trainer: Any) -> None:
     trainer.compute_loss = compute_loss
 
 
+def reference_as_policy(trainer: Any) -> None:
+    trainer.ref_model.load_state_dict(trainer.model.state_dict())
+
+
 @pytest.mark.parametrize(
     ("change", "regroups"),
     [
         (lambda x: setattr(x, "loss_type", "grpo"), True),
         (lambda x: setattr(x, "loss_type", "bnpo"), False),
         (losses_by_size, False),
+        (reference_as_policy, True),
     ],
-    ids=["another loss", "a loss that is not regrouped", "a method of its own"],
+    ids=["another loss", "a loss that is not regrouped", "a method of its own", "the reference"],
 )
 def test_what_a_callback_changes_is_stock_trls(change: Any, regroups: bool) -> None:
     found = []
@@ -329,6 +334,7 @@ def test_what_a_callback_changes_is_stock_trls(change: Any, regroups: bool) -> N
         callback = Changed(change)
         prepare = partial(setattr, callback, "trainer")
         options = {"steps": 3, "steps_per_generation": 4, "callbacks": [callback], **SGD}
+        options |= {"beta": 0.04}
         found.append(train(base, prepare=prepare, **options))
     assert found[1].trainer.regroup == regroups
     assert max(parity.differences(found[0].steps, found[1].steps).values()) <= parity.TOLERANCE
