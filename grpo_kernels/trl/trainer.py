@@ -61,6 +61,7 @@ from typing import Any, Literal
 import torch
 import trl.trainer.grpo_trainer as trl_grpo
 from torch import Tensor
+from transformers import Trainer
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
@@ -134,6 +135,22 @@ class FusedLossMixin(LogsShares):
     # Training (True) and evaluation (False) have separate lists, since evaluation may interrupt
     # training.
     _figures: dict[bool, list[tuple[Tensor, Tensor]]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        name, order = cls.__name__, cls.__mro__
+        others = [x for x in order if issubclass(x, Trainer) and not issubclass(x, FusedLossMixin)]
+        if others and GRPOTrainer not in others:
+            raise TypeError(
+                f"{name}: expected a subclass of trl.GRPOTrainer, got {others[0].__name__}; "
+                "for TRL's other trainers, call patch_trl()"
+            )
+        if others and order.index(others[0]) < order.index(FusedLossMixin):
+            first = others[0].__name__
+            raise TypeError(
+                f"{name}: expected FusedLossMixin before {first}, as in class "
+                f"{name}(FusedLossMixin, {first}), got {first} first"
+            )
 
     def __init__(
         self,

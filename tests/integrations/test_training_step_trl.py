@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor
 
 pytest.importorskip("trl")
+import trl
 from trl import GRPOTrainer
 
 from benchmarks import parity, tiny_models, tiny_run
@@ -243,6 +244,15 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_options_that_the_loss_does_not_allow_are_refused(options, arguments, message):
     with pytest.raises(ValueError, match=message):
         trainer_of(FusedGRPOTrainer, options, **arguments)
+
+
+def test_a_mixin_in_front_of_no_grpo_trainer_or_behind_one_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"expected a subclass .* got RLOOTrainer; .* patch_trl"):
+        type("OfRLOO", (FusedLossMixin, trl.RLOOTrainer), {})
+    with pytest.raises(TypeError, match=r"Behind: .* class Behind\(FusedLossMixin, GRPOTrainer\)"):
+        type("Behind", (GRPOTrainer, FusedLossMixin), {})
+    before = type("Before", (FusedLossMixin,), {})  # a mixin of the user's own
+    assert issubclass(mixed(before, GRPOTrainer), FusedLossMixin)
 
 
 def assert_regrouped(stock: Run, ours: Run) -> None:
