@@ -48,7 +48,7 @@ from grpo_kernels.results import LossOutput, Scores
 from grpo_kernels.scores import linear_divergence, linear_logprob
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.batch import Batch, run_scored
-from grpo_kernels.transformers.head import RESULTS, HeadCall, HeadCheck, Results
+from grpo_kernels.transformers.head import RESULTS, HeadCall, Results
 
 # Arguments of `grpo_loss` that `causal_lm_loss` does not accept, and what to do instead
 _INSTEAD = {
@@ -525,10 +525,8 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
         RuntimeError: the model did not run inside the context, or called its head more than once.
     """
     base = heads.causal_lm(model)
-    head, facts, is_checked = heads.known_head(model, {})
-    check = None if is_checked else HeadCheck(head, None)
     found, model_forward = HeadInputs(), base.forward
-    call = HeadCall(head, lambda hidden, _: {"hidden": hidden}, check)
+    call = HeadCall(model, lambda hidden, _: {"hidden": hidden})
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         output = model_forward(*args, **kwargs)
@@ -548,7 +546,8 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
             last.remove()
     if not call.results:
         raise RuntimeError("head_inputs: expected one forward of the model inside, got none")
-    found.of_model = head if check is None else check.verified(base, facts)
+    call.verify()  # if not, the head gets the measured constants, and the states are right
+    found.of_model = call.head
 
 
 def check_skip(config: LossConfig) -> None:

@@ -202,7 +202,6 @@ def run_in_head(
     base = causal_lm(model)
     if "adapter_names" in inputs:  # PEFT expects one per sequence of the padded batch
         layout, live = "padded", None
-    head, facts, is_checked = known_head(model, inputs)
 
     def score_whole(hidden: Tensor, head: Head) -> Results:
         # accelerate makes FSDP2 cast logits to 16 bits, where log-probabilities keep only 8 bits
@@ -212,11 +211,9 @@ def run_in_head(
             root._mp_policy = replace(root._mp_policy, output_dtype=None)
         return score(hidden, head)
 
-    groups = rank_groups(trunk_of(model))
+    groups, call = rank_groups(trunk_of(model)), HeadCall(model, score_whole, inputs, needed)
     for _ in range(_MOST_RUNS):
         is_whole = base in _models_with_scalars
-        check = None if is_checked else HeadCheck(head, needed)
-        call = HeadCall(head, score_whole, check)
         runs = ("padded", None) if is_whole else (layout, live)
         with live_trunk(model, *runs, needed) as of_trunk:
             returned = run(call)
@@ -226,13 +223,12 @@ def run_in_head(
         if has_scalar and not is_whole and most_of_ranks(groups, [int(part is not None)])[0]:
             _models_with_scalars.add(base)  # such as an aux_loss, which may need all hidden states
             continue
-        used, head = head, head if check is None else check.verified(base, facts)
-        if constants_of(head) != constants_of(used):  # equal on all ranks, so all run again
+        if not call.verify():  # equal on all ranks, so all run again
             continue
         if part is not None:
             fields = pytree.tree_map(functools.partial(_nan_but_at, part), fields)
         return returned[RESULTS], call.output_type(**fields), of_trunk.counts()
-    raise _differing_constants(head)
+    raise _differing_constants(call.head)
 
 
 def _differing_constants(head: Head) -> ValueError:
@@ -257,10 +253,7 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
     use, `forward` runs on two tokens as a guest. It runs inside the caller's own call of `base`, so
     FSDP2 and ZeRO-3 have gathered what it reads.
     """
-    head, facts, is_checked = known_head(base, {})
-    # `states` gets the body's output, then the head's input
-    linear, states = linear_of(head.weight), list[Tensor]()
-    ids = torch.full((1, 2), ordinary_id(base), device=linear.weight.device)
+    states: list[Tensor] = []  # gets the body's output, then the head's input
 
     def keep(hidden: Tensor, _: Head) -> Results:
         states.append(hidden)
@@ -270,21 +263,21 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
         output = args[-1]
         states.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
 
-    if not is_checked or head.weight not in _factors:
+    call = HeadCall(base, keep)
+    module, linear = call.head.weight, linear_of(call.head.weight)
+    if not call.is_checked or module not in _factors:
+        ids = torch.full((1, 2), ordinary_id(base), device=linear.weight.device)
         for _ in range(_MOST_RUNS):
-            check, used = HeadCheck(head, None), head
-            call = HeadCall(head, keep, check)
             with torch.no_grad(), guest(base, ids.device), evaluating(base), call.in_head():
                 looking = trunk_of(base).register_forward_hook(look)
                 try:
                     call.pack_output(forward(input_ids=ids))
                 finally:
                     looking.remove()
-            head = check.verified(base, facts)
-            if constants_of(head) == constants_of(used):
+            if call.verify():
                 break
         else:
-            raise _differing_constants(head)
+            raise _differing_constants(call.head)
         of_body, made = (x[0, -1].double() for x in states[-2:])
         factor = ((made @ of_body) / (of_body @ of_body)).item()
         factor = 1.0 if abs(factor - 1.0) < 1e-3 else factor
@@ -294,35 +287,54 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
                 f"{type(base).__name__} changes it in between; use causal_lm_loss and "
                 "completion_logprobs, which are exact for it"
             )
-        _factors[head.weight] = factor
-    factor = _factors[head.weight]
+        _factors[module] = factor
+    factor = _factors[module]
     if factor != 1.0 and linear.bias is not None:
         raise ValueError(
             "model: expected a head without bias, since its hidden states are scaled by "
             f"{factor:g}, got one with bias"
         )
-    return replace(head, logit_scale=head.logit_scale * factor)
+    return replace(call.head, logit_scale=call.head.logit_scale * factor)
 
 
 class HeadCall:
-    """Replacement for a head during one forward; it returns scores instead of logits.
+    """Replacement for a model's head during a forward; it returns scores instead of logits.
 
-    Scores are laid out in a (1, R, V) tensor, so that the model can treat them as logits. With a
-    `check`, the two rows of the check come first.
+    Scores are laid out in a (1, R, V) tensor, so that the model can treat them as logits. Until the
+    head `is_checked`, the two rows of a `HeadCheck` come first.
+
+    For each forward: `in_head`, inside it `pack_output` with what the model returns; then
+    `verify`.
+
+    Args:
+        inputs: the model's inputs, on which the head's constants may depend.
+        needed: (B, L) bool, cells whose hidden states are read; None: all.
     """
 
-    def __init__(self, head: Head, score: Score, check: HeadCheck | None) -> None:
-        self.head, self.score, self.check = head, score, check
-        self.project: Callable[..., Tensor] = head.weight.forward
-        # the head's forward sets these
-        self.result_specs: dict[str, tuple[torch.Size, torch.dtype]] = {}  # name -> shape, dtype
-        self.output = self.rows = torch.empty(0)  # output (1, R, V); rows (R, V), detached
-        self.results: Results = {}
-        self.output_type = ModelOutput
+    # each forward sets these
+    check: HeadCheck | None
+    project: Callable[..., Tensor]  # the head's own forward
+    result_specs: dict[str, tuple[torch.Size, torch.dtype]]  # name -> shape, dtype
+    results: Results
+    output: Tensor  # (1, R, V)
+    rows: Tensor  # (R, V), detached
+    output_type: type[ModelOutput]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        score: Score,
+        inputs: Mapping[str, Any] | None = None,
+        needed: Tensor | None = None,
+    ) -> None:
+        self.model, self.score, self.needed = causal_lm(model), score, needed
+        self.head, self.facts, self.is_checked = known_head(model, inputs or {})
 
     @contextmanager
     def in_head(self) -> Iterator[None]:
-        """Replace the head inside the context. Then pass the model's output to `pack_output`."""
+        """Replace the head inside the context."""
+        self.check = None if self.is_checked else HeadCheck(self.head, self.needed)
+        self.result_specs, self.results = {}, {}
         head, name = self.head.weight, forward_name(self.head.weight)
         self.project = getattr(head, name)
         if isinstance(getattr(self.project, "__self__", None), HeadCall):
@@ -410,6 +422,16 @@ class HeadCall:
         self.output_type = type(output)
         others = {name: x for name, x in output.items() if name != "logits"}
         return {RESULTS: self.results, FIELDS: others}
+
+    def verify(self) -> bool:
+        """True if the model uses the constants of `head`, which the forward has used.
+
+        Otherwise `head` gets the measured constants, and the model has to run again.
+        """
+        if self.check is None:
+            return True
+        used, self.head = self.head, self.check.verified(self.model, self.facts)
+        return constants_of(self.head) == constants_of(used)
 
 
 class HeadCheck:
