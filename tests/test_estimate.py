@@ -29,7 +29,8 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: str, *paths: object) 
 
 
 def written(folder: Path, rows: list[Any], name: str = "samples.jsonl") -> Path:
-    (folder / name).write_text("\n".join(json.dumps(x) for x in rows))
+    lines = (json.dumps(x, ensure_ascii=False) for x in rows)
+    (folder / name).write_text("\n".join(lines), encoding="utf-8")
     return folder / name
 
 
@@ -92,8 +93,11 @@ def test_lengths_and_rewards_of_samples(tmp_path: Path, capsys: pytest.CaptureFi
     """Two batches of two groups; a row of a third batch is left out."""
     rewards = [1, 1, 0, 1, 0, 0, 0.5, 0.5, 0]
     rows = [{"prompt": [5] * 3, "completion": 2 + i, "reward": x} for i, x in enumerate(rewards)]
+    rows[0]["text"] = "a line\u2028separator"
     given = "--group 2 --batch 2 --accumulate 2 --samples"
-    lengths = estimated(capsys, given, written(tmp_path, rows))["lengths"]
+    samples = written(tmp_path, rows)
+    samples.write_text(samples.read_text("utf-8"), "utf-8-sig")  # as Windows' editors write it
+    lengths = estimated(capsys, given, samples)["lengths"]
     expected = {"batches": 2, "prompt": 3, "longest_prompt": 3, "completion": 5.5, "longest": 7}
     assert lengths == expected | {"equal": 0.75}
 
@@ -152,12 +156,28 @@ def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> N
 LENGTHS, ROW = "--prompt 256 --completion 512", {"prompt": 1, "completion": 1}
 STATE, MEAN = "--log: expected a trainer_state.json", "completions/mean_length"
 EMPTY = {MEAN: 0.0, "completions/max_length": 0.0, "frac_reward_zero_std": 1.0}
-NO_LOGS = ({}, [], {"log_history": [{MEAN: 5.0}]}, {"log_history": [EMPTY]})
+ODD = {"log_history": [3, {**EMPTY, MEAN: "x"}], "train_batch_size": "x"}
+NO_LOGS = (
+    {},
+    [],
+    ODD,
+    {"log_history": {}},
+    {"log_history": [{MEAN: 5.0}]},
+    {"log_history": [EMPTY]},
+)
+MESSAGE = {"role": "user", "content": "two words"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "rows", "message"),
     [
+        (f"{LENGTHS} --beta nan", [], "--beta: expected a finite number >= 0, got nan"),
+        (f"{LENGTHS} --tokenizer x", [], "--tokenizer: not used with --completion"),
+        (f"{LENGTHS} --max-completion 9", [], "at least the mean of --completion, 512, got 9"),
+        ("--prompt 9 --samples FILE", [ROW] * 8, "--prompt: not used with --samples"),
+        ("--equal 0.5 --samples FILE", [ROW | {"reward": 1}] * 8, "--equal: expected none with"),
+        ("--equal 0.5 --prompt 9 --log FILE", {}, "--equal: not used with --log"),
+        ("--samples FILE", [{**ROW, "prompt": [MESSAGE]}] * 8, "prompt: expected a number of tok"),
         ("--prompt 256", [], "one of the arguments --completion --samples --log is required"),
         ("--completion 512,x", [], "--completion: invalid mean_and_variation value: '512,x'"),
         (f"{LENGTHS} --batch 6", [], "expected a multiple or a divisor of --group"),

@@ -148,7 +148,8 @@ def batches_of_samples(
             x = value = row.get(name) if isinstance(row, dict) else None
             if isinstance(x, str) and encode is not None:
                 x = encode(x, add_special_tokens=False)
-            x = len(x) if isinstance(x, list) else x
+            if isinstance(x, list) and all(type(y) is int for y in x):  # not a list of messages
+                x = len(x)
             if type(x) is not int or x < 1:
                 text = "expected a number of tokens, a list of ids, or text with --tokenizer"
                 raise ValueError(f"--samples, line {i}: {name}: {text}, got {str(value)[:40]!r}")
@@ -198,6 +199,12 @@ def mean_and_variation(argument: str) -> tuple[float, float]:
     return mean, variation
 
 
+def _coefficient(argument: str) -> float:
+    if not 0.0 <= float(argument) < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number >= 0, got {argument}")
+    return float(argument)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``python -m grpo_kernels estimate``."""
     add = parser.add_mutually_exclusive_group(required=True).add_argument
@@ -225,7 +232,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "gradient_accumulation_steps, equal to steps_per_generation; default: 1"
     add("--accumulate", type=whole_number, default=1, help=about)
     add("--iterations", type=whole_number, default=1, help="num_iterations; default: 1")
-    add("--beta", type=float, default=0.0, help="coefficient of the KL term; default: 0")
+    add("--beta", type=_coefficient, default=0.0, help="coefficient of the KL term; default: 0")
     add("--vllm", action="store_true", help="vLLM generates, with TRL's sampler correction")
     about = "share of stock TRL's step spent in generation; default: 0.5, an assumption"
     add("--generation", type=share, default=0.5, help=about)
@@ -245,14 +252,33 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_combination(options: argparse.Namespace) -> None:
+    """Require what the source of the lengths needs, and none of the options that it ignores."""
+    source = next(x for x in ("completion", "samples", "log") if getattr(options, x) is not None)
+    if source != "samples" and options.prompt is None:
+        raise ValueError("--prompt is required with --completion and --log")
+    unread = {
+        "completion": ("tokenizer",),
+        "samples": ("prompt", "max_completion"),
+        "log": ("tokenizer", "max_completion", "equal"),
+    }
+    for name in unread[source]:
+        if getattr(options, name):
+            raise ValueError(f"--{name.replace('_', '-')}: not used with --{source}; leave it out")
+    most = options.max_completion
+    if most is not None and most < options.completion[0]:
+        expected = f"expected at least the mean of --completion, {options.completion[0]:g}"
+        raise ValueError(f"--max-completion: {expected}, got {most}")
+
+
 def _computed(options: argparse.Namespace) -> dict[str, Any]:
     """The result, as printed with --json."""
     prompt = options.prompt
-    if prompt is None and options.samples is None:
-        raise ValueError("--prompt is required with --completion and --log")
-    state = {} if options.log is None else json.loads(options.log.read_text())
+    _check_combination(options)
+    state = {} if options.log is None else json.loads(options.log.read_text("utf-8-sig"))
     state = state if isinstance(state, dict) else {}
-    batch = options.batch or state.get("train_batch_size") or 8
+    logged_batch = state.get("train_batch_size")
+    batch = options.batch or (logged_batch if type(logged_batch) is int else None) or 8
     kl, iterations = options.beta > 0, options.iterations
     training = Training(
         options.group, batch, options.accumulate, iterations, options.lora, kl, options.vllm
@@ -262,7 +288,11 @@ def _computed(options: argparse.Namespace) -> dict[str, Any]:
         text = "expected a multiple or a divisor of --group"
         raise ValueError(f"--batch x --accumulate: {text}, got {n} with --group {group}")
     if options.samples is not None:
-        rows = [json.loads(x) for x in options.samples.read_text().splitlines() if x.strip()]
+        # not splitlines(): a JSON string may contain U+2028
+        lines = options.samples.read_text("utf-8-sig").split("\n")
+        rows = [json.loads(x) for x in lines if x.strip()]
+        if options.equal and any(isinstance(x, dict) and "reward" in x for x in rows):
+            raise ValueError("--equal: expected none with rewards in --samples, which say it")
         batches = batches_of_samples(rows, training, options.equal, options.tokenizer)
     else:
         prompts = prompt[0], longest_of(n / min(group, n), prompt)
@@ -270,8 +300,11 @@ def _computed(options: argparse.Namespace) -> dict[str, Any]:
             longest = longest_of(n, options.completion, options.max_completion or math.inf)
             lengths = [[options.completion[0], longest, options.equal]]
         else:
-            logged = [[x.get(name) for name in LOGGED] for x in state.get("log_history", [])]
-            lengths = [x for x in logged if None not in x and x[0] > 0]
+            entries = state.get("log_history")
+            entries = entries if isinstance(entries, list) else []
+            logged = [[x.get(name) for name in LOGGED] for x in entries if isinstance(x, dict)]
+            numbers = [x for x in logged if all(isinstance(y, (int, float)) for y in x)]
+            lengths = [x for x in numbers if x[0] > 0]
         batches = [Batch(*prompts, *x) for x in lengths]
     if not batches:
         text = f"expected a trainer_state.json that has {', '.join(LOGGED)}"
