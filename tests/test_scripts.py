@@ -169,6 +169,7 @@ def test_a_run_that_does_not_train_is_no_comparison(tmp_path: Path) -> None:
         ("run /nowhere.py", "1", "script: expected a Python file, got /nowhere.py"),
         ("compare /nowhere.py", "1", "script: expected a Python file, got /nowhere.py"),
         (f"compare {__file__}", "2", "expected one process, without accelerate launch"),
+        (f"compare --json {ROOT} {__file__}", "1", "--json: expected a file that can be written"),
         (f"compare --json /no/x {__file__}", "1", "--json: expected a file in a folder that exist"),
     ],
 )

@@ -304,8 +304,13 @@ def compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         parser.error("compare: expected one process, without accelerate launch or torchrun")
-    if options.save is not None and not options.save.absolute().parent.is_dir():
-        parser.error(f"--json: expected a file in a folder that exists, got {options.save}")
+    if options.save is not None:  # before the runs, which take long
+        folder_of_file = options.save.absolute().parent
+        if not folder_of_file.is_dir():
+            parser.error(f"--json: expected a file in a folder that exists, got {options.save}")
+        writable = os.access(options.save if options.save.exists() else folder_of_file, os.W_OK)
+        if options.save.is_dir() or not writable:
+            parser.error(f"--json: expected a file that can be written, got {options.save}")
     runs = {}
     with tempfile.TemporaryDirectory(prefix="grpo_kernels-") as folder:
         for variant in (STOCK, FUSED):
@@ -325,9 +330,9 @@ def compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
                 return 2
             runs[variant] = json.loads(file.read_text())
     result = _result(runs, options.tolerance)
+    print(_text(result), flush=True)
     if options.save is not None:
         options.save.write_text(json.dumps(result, indent=2) + "\n")
-    print(_text(result))
     return 0 if result["ok"] else 1
 
 
