@@ -112,8 +112,19 @@ def group_advantages(
     groups = _groups(table, num_generations, group_ids, process_group)
     batch = _one_group(table, process_group)
 
+    if multi_objective_aggregation == "normalize_then_sum" and scale_rewards != "group":
+        warn_once(
+            f"scale_rewards: {scale_rewards!r} is not used by multi_objective_aggregation = "
+            "'normalize_then_sum'; leave it out"
+        )
     if multi_objective_aggregation == "sum_then_normalize":
         total = _weighted_sum(table, weights)
+        if scale_rewards == "mean" and bool((total < 0).any()):
+            warn_once(
+                "rewards: expected rewards of at least 0 with scale_rewards='mean', which divides "
+                "by a group's mean, got negative ones; a group gets advantages of 0 unless its "
+                "mean is above 0"
+            )
         result, spread, count = _moments(total, groups, correction)
         if scale_rewards == "batch":
             _, spread, _ = _moments(total, batch, correction)
@@ -374,6 +385,15 @@ def reinforce_plus_plus(
     mask = _bool_mask(completion_mask)
     table, weights = _reward_table(rewards, reward_weights, num_generations)
     _check_shape("rewards", rewards, "(B,) or (B, F)", (len(mask), *rewards.shape[1:]))
+    if reward_weights is None and rewards.shape == mask.shape and mask.shape[1] > 1:
+        raise ValueError(
+            "rewards: expected (B,), or (B, F) with a column per reward function, got the shape "
+            f"of completion_mask, {tuple(mask.shape)}. If these are rewards of tokens, pass "
+            "rewards (B,), and per_token_kl= for the penalty; if each column is a reward function, "
+            "pass reward_weights"
+        )
+    if per_token_kl is None and beta not in (0.0, 0.01):  # neither off nor the default
+        warn_once("beta: not used without per_token_kl; pass it, or leave beta out")
     total = _weighted_sum(table, weights)
     scored = mask & ~total.isnan()
     if num_generations is not None or group_ids is not None:
@@ -469,7 +489,12 @@ def _groups(
     try:
         ids = torch.as_tensor(ids, device=device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise TypeError(f"group_ids: expected integers, got {group_ids!r:.80}") from error
+        hint = ""
+        if any(isinstance(x, str) for x in ids):
+            hint = "; pass numpy.unique(group_ids, return_inverse=True)[1]"
+            if process_group is not None:
+                hint = "; number the prompts, each with the same number on all ranks"
+        raise TypeError(f"group_ids: expected integers, got {group_ids!r:.80}{hint}") from error
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"group_ids: expected integers, got {ids.dtype}")
     _check_shape("group_ids", ids, "(B,)", (rows,))

@@ -606,6 +606,37 @@ def test_rewards_by_prompt_are_not_taken_for_reward_functions() -> None:
     adv.group_advantages(torch.rand(8, 1), 2)
 
 
+def test_rewards_of_tokens_are_not_taken_for_reward_functions() -> None:
+    mask = torch.ones(4, 3)
+    with pytest.raises(ValueError, match=r"^rewards: .* If these are rewards of tokens"):
+        adv.reinforce_plus_plus(torch.rand(4, 3), mask)
+    adv.reinforce_plus_plus(torch.rand(4, 3), mask, reward_weights=[1.0, 1.0, 1.0])
+    adv.reinforce_plus_plus(torch.rand(4, 1), mask[:, :1])
+
+
+def test_names_as_group_ids_are_told_how_to_become_numbers() -> None:
+    for ids in (["a", "a", "b"], np.array(["a", "a", "b"], dtype=object)):
+        with pytest.raises(TypeError, match=r"^group_ids: expected integers.*return_inverse=True"):
+            adv.group_advantages(torch.rand(3), group_ids=ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("group_advantages", {"scale_rewards": "mean", "rewards": R - 9}, "rewards: .*at least 0"),
+        (
+            "group_advantages",
+            {"scale_rewards": "none", "multi_objective_aggregation": "normalize_then_sum"},
+            "scale_rewards: 'none' is not used",
+        ),
+        ("reinforce_plus_plus", {"beta": 0.1, "per_token_kl": None}, "beta: not used without"),
+    ],
+)
+def test_an_option_without_use_is_warned_of(name, options, message, forget_warnings):
+    with pytest.warns(UserWarning, match=message):
+        call(name, **options)
+
+
 def test_a_step_that_ends_in_a_masked_column_is_warned_of(forget_warnings):
     """As ends counted from the prompt, or lengths in their place."""
     mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]])
