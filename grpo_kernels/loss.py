@@ -81,6 +81,7 @@ from grpo_kernels.base.checks import (
     check_tensor,
     hints_names,
     warn_of_ratio,
+    warn_once,
 )
 from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.engine.autograd import LossWithGradient, first_order
@@ -702,6 +703,13 @@ def _loss_of_logps(
     results = (logps, entropies)
     logps, entropies = (x.detach().reshape(-1)[layout.positions].to(dtype) for x in results)
     evaluation = row_objective.evaluate(stats_of_logps(logps, entropies))
+    reads_entropies = evaluation.coefficients.d_entropy is not None
+    given_logps, given_entropies = results
+    if reads_entropies and given_logps.requires_grad and not given_entropies.requires_grad:
+        warn_once(
+            "entropies: the loss has a gradient in them, but they have no graph, so this gradient "
+            "is lost; do not detach them, and compute them with gradient, as linear_logprob does"
+        )
     loss = _LossOfLogps.apply(*results, evaluation, layout)
     count = evaluation.has_gradient.sum()
     metrics = _metrics(config, tokens, logps, entropies, evaluation, count, num_items_in_batch)

@@ -136,6 +136,7 @@ def icepop_prime_rl(
     loss.
     Source: https://github.com/PrimeIntellect-ai/prime-rl/pull/3526.
     """
+    _check_order("ratio_low", ratio_low, "ratio_high", ratio_high)
     log_ratio = tokens.logps - _sampled(tokens)
     keep = (log_ratio >= math.log(ratio_low)) & (log_ratio <= math.log(ratio_high))
     return _kept(keep, log_ratio, tokens)
@@ -331,6 +332,7 @@ def clip_cov(
     the ranks draw different tokens.
     Source: https://arxiv.org/abs/2505.22617.
     """
+    _check_order("clip_cov_lb", clip_cov_lb, "clip_cov_ub", clip_cov_ub)
     log_ratio = tokens.logps - tokens.old_per_token_logps
     loss, clipped = _clipped(log_ratio, tokens, clip_ratio_low, clip_ratio_high)
     covariance = _covariance(tokens)
@@ -415,6 +417,11 @@ def m2po_mask(
     kept = torch.empty_like(counts[counts])
     kept[places] = (rest < threshold) | (number == 1)
     return counts.masked_scatter(counts, kept)
+
+
+def _check_order(low_name: str, low: float, high_name: str, high: float) -> None:
+    if low > high:
+        raise ValueError(f"{low_name}: expected at most {high_name} = {high}, got {low}")
 
 
 def _clipped(

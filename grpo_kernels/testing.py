@@ -49,7 +49,8 @@ def check_token_level(
             for 16-bit products.
 
     Raises:
-        AssertionError: losses or gradients differ; or all gradients are 0, which proves nothing.
+        AssertionError: losses or gradients differ; or all gradients are 0, which proves nothing;
+            or the function does not return a differentiable loss of each token.
         ValueError: fewer than two tokens.
     """
     if tokens is None:
@@ -69,7 +70,9 @@ def check_token_level(
     check_objective(config, objective)
 
     def evaluated(index: Tensor | slice) -> tuple[Tensor, ...]:  # losses, gradients of their sum
-        part: dict[str, Any] = {k: x if x is None else x.flatten()[index] for k, x in batch.items()}
+        part: dict[str, Any] = {  # copies, since the function may write into them
+            k: x if x is None else x.flatten()[index].clone() for k, x in batch.items()
+        }
         leaves = [part[x].detach().clone().requires_grad_() for x in ("logps", "entropies")]
         part["logps"], part["entropies"] = leaves
         m = len(leaves[0])
@@ -80,6 +83,17 @@ def check_token_level(
         losses = objective(
             with_loss(TokenInputs(**part), lambda: of_config.per_token_loss(*leaves, alone=True)[0])
         )
+        if not isinstance(losses, Tensor) or losses.shape != leaves[0].shape:
+            got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise AssertionError(
+                "check_token_level: expected a loss of each token, of the shape of tokens.logps = "
+                f"{tuple(leaves[0].shape)}, got {got}"
+            )
+        if not losses.requires_grad:
+            raise AssertionError(
+                "check_token_level: expected a loss that depends on tokens.logps or "
+                "tokens.entropies, got one without a gradient"
+            )
         options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
         return losses.detach(), *torch.autograd.grad(losses.sum(), leaves, **options)
 

@@ -433,10 +433,15 @@ def _check_no_nan(name: str, rows: Tensor, way_out: str) -> None:
 
 
 def check_ratios(name: str, rows: Tensor | None) -> None:
-    """Require non-negative ratios (n,), on a CPU."""
+    """Require finite, non-negative ratios (n,), on a CPU."""
     if rows is None or rows.device.type != "cpu":
         return
     _check_no_nan(name, rows, "give a token that the sampler could not score a ratio of 1")
+    if bool(rows.isinf().any()):
+        raise ValueError(
+            f"{name}: expected finite ratios where the mask counts, got inf: bound the log-ratios "
+            "before you take their exponential"
+        )
     if bool((rows < 0).any()):
         raise ValueError(
             f"{name}: expected ratios >= 0 where the mask counts, got {rows.amin().item():.4g}: "

@@ -665,6 +665,9 @@ def _unread(config: LossConfig) -> tuple[str, ...]:
         of_others.add("off_policy_mask_threshold")
     if loss_type_of(config).importance_ratio is None:
         of_others.add("vllm_importance_sampling_correction")
+    corrects_kl = config.estimates_kl and config.use_bias_correction_kl
+    if loss_type_of(config).argument is not None and not corrects_kl:
+        of_others.add("importance_sampling_level")  # no term has R
     if not divides_by_length(config):
         of_others.add("max_completion_length")
     is_set = {x.name: getattr(config, x.name) != x.default for x in fields(config)}

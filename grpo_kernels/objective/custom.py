@@ -244,8 +244,8 @@ class CustomObjective:
         """
         layout, tokens, couples = self.tokens.layout, self.tokens, self.known == "all_rows"
 
-        def shaped(x: Tensor) -> Tensor:
-            return layout.dense(x) if couples else x
+        def shaped(x: Tensor) -> Tensor:  # a copy: the function may write into it
+            return layout.dense(x) if couples else x.clone()
 
         old = logps.detach() if tokens.old_per_token_logps is None else tokens.old_per_token_logps
         given = {name: getattr(tokens, name) for name in OPTIONAL}

@@ -287,6 +287,8 @@ def test_log_ratios_in_the_place_of_ratios(per_sequence: bool) -> None:
         message = r"^importance_sampling_ratio: expected ratios >= 0 .*, got -1: take the exponen"
         with pytest.raises(ValueError, match=message):
             call(completion_mask=mask, importance_sampling_ratio=wrong)
+        with pytest.raises(ValueError, match=r"^importance_sampling_ratio: expected finite ratios"):
+            call(completion_mask=mask, importance_sampling_ratio=torch.exp(wrong.abs() * 1e9))
 
 
 def test_logits_in_the_place_of_a_teachers_log_probabilities() -> None:

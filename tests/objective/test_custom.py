@@ -49,6 +49,27 @@ def test_a_method_and_no_gradient() -> None:
     torch.testing.assert_close(declared.loss, want.loss)
 
 
+@pytest.mark.parametrize("declare", [token_level, lambda function: function])
+def test_a_function_may_write_into_its_inputs(declare: Any) -> None:
+    def writes(tokens: TokenInputs) -> Tensor:
+        old, advantages = tokens.old_per_token_logps, tokens.advantages
+        old += 0.1
+        advantages[advantages < 0] *= 0.5
+        return -advantages * (tokens.logps - old).exp()
+
+    def copies(tokens: TokenInputs) -> Tensor:
+        advantages = torch.where(tokens.advantages < 0, 0.5, 1.0) * tokens.advantages
+        return -advantages * (tokens.logps - tokens.old_per_token_logps - 0.1).exp()
+
+    inputs = training_batch()
+    outs = [grpo_loss(**inputs, objective=declare(x)) for x in (writes, copies)]
+    grads = [torch.autograd.grad(x.loss, [inputs["hidden"], inputs["head"]]) for x in outs]
+    torch.testing.assert_close(grads[0], grads[1])
+    torch.testing.assert_close(outs[0].loss, outs[1].loss)
+    for name in outs[0].metrics:
+        torch.testing.assert_close(outs[0].metrics[name], outs[1].metrics[name])
+
+
 def test_a_parameter_of_its_own_is_refused() -> None:
     """It would get no gradient; also where it is reached through a module, or trains together with
     `logps`."""
@@ -288,6 +309,10 @@ def test_functions_of_a_token_alone_pass() -> None:
     check_token_level(coupled_by_mean, tolerance=1e9)
     with pytest.raises(AssertionError, match="expected a gradient, got 0 at every token"):
         check_token_level(lambda tokens: 0.0 * tokens.logps)
+    with pytest.raises(AssertionError, match=r"of the shape of tokens.logps = \(99,\), got \(\)"):
+        check_token_level(lambda tokens: tokens.logps.sum())
+    with pytest.raises(AssertionError, match=r"a loss that depends on tokens.logps"):
+        check_token_level(lambda tokens: tokens.advantages)
     alone = torch.full((1,), -0.5)
     with pytest.raises(ValueError, match=r"^tokens: expected at least two"):
         check_token_level(penalized, TokenInputs(*[alone] * 5, *[None] * 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -76,6 +77,22 @@ def test_dtypes_masked_positions_and_a_second_derivative() -> None:
         with pytest.raises(RuntimeError, match=r"differentiating twice .* with torch"):
             torch.autograd.grad(d_logps.sum(), x, allow_unused=True, retain_graph=True)
     assert out.logps.tolist() == [[-1.5, 0.0]] and not out.logps.requires_grad
+
+
+@pytest.mark.usefixtures("forget_warnings")
+@pytest.mark.parametrize(
+    "bonus", [{"entropy_coef": 0.1}, {"objective": lambda x: -x.logps - x.entropies}]
+)
+def test_entropies_without_a_graph_are_warned_of(bonus: Any) -> None:
+    logps, entropies = torch.full((1, 2), -1.0, requires_grad=True), torch.ones(1, 2)
+    given: Any = (torch.ones(1, 2), torch.ones(1))
+    with pytest.warns(UserWarning, match="entropies: the loss has a gradient in them"):
+        policy_loss_from_logps(logps, entropies, *given, **bonus)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        policy_loss_from_logps(logps, entropies, *given)
+        policy_loss_from_logps(logps.detach(), entropies, *given, **bonus)
+        policy_loss_from_logps(logps, entropies.requires_grad_(), *given, **bonus)
 
 
 WRONG: list[tuple[str, Any, str]] = [

@@ -315,6 +315,8 @@ def test_a_sampler_is_asked_for(name: str) -> None:
     [
         ("ipo", {"eps": -0.1}, "eps: expected a finite number >= 0, got -0.1"),
         ("icepop_prime_rl", {"ratio_low": 0}, "ratio_low: .* > 0, got 0"),
+        ("icepop_prime_rl", {"ratio_low": 6.0}, "ratio_low: expected at most ratio_high = 5.0"),
+        ("clip_cov", {"clip_cov_lb": 6.0}, "clip_cov_lb: expected at most clip_cov_ub = 5.0"),
         ("kpop", {"threshold": None}, "threshold: expected a number, got None"),
         ("clip_cov", {"clip_cov_ub": math.nan}, "clip_cov_ub: expected a finite number, got nan"),
         ("kl_cov", {"kl_cov_ratio": 2}, r"kl_cov_ratio: expected a number in \(0, 1\], got 2"),
