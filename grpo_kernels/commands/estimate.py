@@ -303,7 +303,7 @@ def _computed(options: argparse.Namespace) -> dict[str, Any]:
             entries = state.get("log_history")
             entries = entries if isinstance(entries, list) else []
             logged = [[x.get(name) for name in LOGGED] for x in entries if isinstance(x, dict)]
-            numbers = [x for x in logged if all(isinstance(y, (int, float)) for y in x)]
+            numbers: list[Any] = [x for x in logged if all(isinstance(y, (int, float)) for y in x)]
             lengths = [x for x in numbers if x[0] > 0]
         batches = [Batch(*prompts, *x) for x in lengths]
     if not batches:
