@@ -320,7 +320,7 @@ def gae(
         _check_shape("rewards", rewards, "(B,)", mask.shape[:1])
         r = _counted_values("rewards", rewards[:, None].expand(mask.shape), last_counted(mask))
     v = _counted_values("values", values, mask)
-    order, inside = counted_first(mask)
+    order = counted_first(mask)
     v_packed = v.gather(1, order)
     next_v = pad(v_packed, (0, 1))[:, 1:]
     if last_value is not None:
@@ -329,7 +329,7 @@ def gae(
         _require_all(finite, last_value, "last_value", "finite values")
         is_last = last_counted(mask).gather(1, order)
         next_v = torch.where(is_last, widen(last_value)[:, None], next_v)
-    delta = torch.where(inside, r.gather(1, order) + gamma * next_v - v_packed, 0.0)
+    delta = r.gather(1, order) + gamma * next_v - v_packed  # 0 where masked, like its terms
     advantages = torch.zeros_like(v).scatter(1, order, discounted_sums(delta, gamma * lam))
     returns = advantages + v  # both are 0 where masked
     if whiten_advantages:
@@ -402,7 +402,7 @@ def reinforce_plus_plus(
     x = torch.where(last_counted(scored), total, 0.0)
     if per_token_kl is not None:
         x = x - beta * _counted_values("per_token_kl", per_token_kl, scored)
-    order, _ = counted_first(scored)
+    order = counted_first(scored)
     returns = torch.zeros_like(x).scatter(1, order, discounted_sums(x.gather(1, order), gamma))
     result = whiten(returns, scored, std=std, eps=eps, process_group=process_group)
     return result.to(_float_dtype(rewards))

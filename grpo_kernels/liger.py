@@ -199,9 +199,7 @@ def _clipped(
 ) -> Tensor:
     """Share of counted tokens whose ratio is clipped, without regard to `delta`."""
     loss_type, config = loss_type_of(config), replace(config, delta=None)
-    log_ratio = torch.zeros_like(logps)
-    if old is not None:
-        log_ratio = torch.where(counted, logps - old.to(logps), 0.0)
+    log_ratio = torch.zeros_like(logps) if old is None else logps - old.to(logps)
     if config.importance_sampling_level == "sequence":
         log_ratio = sequence_means(log_ratio, counted)
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]

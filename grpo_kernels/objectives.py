@@ -208,7 +208,7 @@ def topr(
         score = scores.flatten()[index]
     log_ratio = tokens.logps.detach() - tokens.old_per_token_logps
     tapered = negative_weight * torch.exp(log_ratio.clamp(max=0.0))
-    weight = torch.where(score > 0, torch.full_like(tapered, positive_weight), tapered)
+    weight = torch.where(score > 0, positive_weight, tapered)
     return times(tokens.logps, -weight * tokens.advantages)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ else:
     _Trainer = object
 
 _logger = logging.getLogger(__name__)
-_Value = TypeVar("_Value")
 Number = Tensor | int
 
 
@@ -47,11 +46,10 @@ class Patches(ExitStack):
             return
         inherited = attribute not in vars(owner)
 
-        def swap(old: Any, new: Any, *owners: Any) -> None:
-            loaded = [sys.modules[name] for name in importers if sys.modules.get(name)]
-            for x in (*owners, *loaded):
-                if vars(x).get(attribute) is old:
-                    setattr(x, attribute, new)
+        def swap_copies(old: Any, new: Any) -> None:
+            for module in filter(None, map(sys.modules.get, importers)):
+                if vars(module).get(attribute) is old:
+                    setattr(module, attribute, new)
 
         def log(message: str) -> None:
             if self._package is not None:
@@ -61,15 +59,17 @@ class Patches(ExitStack):
 
         def restore() -> None:
             is_ours = vars(owner).get(attribute) is ours
-            if inherited and is_ours:
+            if is_ours and inherited:
                 delattr(owner, attribute)
-            swap(ours, theirs, owner)
+            elif is_ours:
+                setattr(owner, attribute, theirs)
+            swap_copies(ours, theirs)
             whose = "restored" if is_ours else "kept, since somebody else replaced it later"
             log(f"unpatched %s: %s is {whose}")
 
         self.callback(restore)
         setattr(owner, attribute, ours)
-        swap(theirs, ours)
+        swap_copies(theirs, ours)
         log("patched %s: %s now comes from grpo_kernels")
 
     restore = ExitStack.close
@@ -103,11 +103,11 @@ def replaced(owner: Any, attribute: str, ours: Any) -> AbstractContextManager[No
 
 
 @contextmanager
-def during(variable: ContextVar[_Value], value: _Value) -> Iterator[_Value]:
+def during(variable: ContextVar[Any], value: Any) -> Iterator[None]:
     """Set a context variable to `value` inside the context."""
     token = variable.set(value)
     try:
-        yield value
+        yield
     finally:
         variable.reset(token)
 

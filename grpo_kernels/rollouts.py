@@ -197,7 +197,7 @@ def correct(
     counts = padded(counted)
     sequences = counts.any(dim=1)
     mask = counts[sequences]  # (R, T): from here on, only the R sequences with a counted token
-    old = torch.where(mask, widen(padded(old_per_token_logps)[sequences]), 0.0)
+    old = widen(padded(old_per_token_logps)[sequences])
     sampled = widen(padded(sampling_per_token_logps)[sequences])
     d = torch.where(mask, scored_difference(old, sampled), 0.0)
     results = _off_policy(old, d, mask, safety_bound)
@@ -234,7 +234,7 @@ def correct(
             values = aggregate(_DIVERGENCES[kind](d.clamp(-safety_bound, safety_bound)), mask)
         inside = ((values >= low) & (values <= high)).expand_as(mask)
         results |= _spread(f"rollout_rs_{name}", values, values, mask, (low, high))
-        results |= _rejected(f"rollout_rs_{name}", inside & mask, mask)
+        results |= _rejected(f"rollout_rs_{name}", inside, mask)
         kept = kept & inside
     if veto_threshold is not None:
         vetoed = mask & (d.exp() < veto_threshold)

@@ -68,10 +68,9 @@ def sequence_means(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0.0).sum(dim=1, keepdim=True) / counts
 
 
-def counted_first(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Order (B, T) that puts each row's counted positions first, and the mask in that order."""
-    order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
-    return order, mask.gather(1, order)
+def counted_first(mask: Tensor) -> Tensor:
+    """Order (B, T) that puts each row's counted positions first."""
+    return (~mask).to(torch.uint8).argsort(dim=1, stable=True)
 
 
 def last_counted(mask: Tensor) -> Tensor:
