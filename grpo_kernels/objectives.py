@@ -268,9 +268,10 @@ def dppo_tv(
 ) -> Tensor:
     """verl's DPPO with total variation.
 
-    -sg[min(e^R, `clip_ratio_c`)] A logp where the token is kept, else 0. It is made for large
-    vocabularies, where PPO's clip holds rare tokens back and lets likely ones move far. A token is
-    kept if p - old is at most `clip_ratio_high` (A > 0) or at least -`clip_ratio_low` (A <= 0).
+    -sg[min(e^R, `clip_ratio_c`)] A logp where the token is kept, else 0. DPPO is made for large
+    vocabularies, where PPO's clip holds rare tokens back and lets likely ones move far. Let m be
+    the token's probability minus its old probability. If A > 0, the token is kept while m is at
+    most `clip_ratio_high`; else, while m is at least -`clip_ratio_low`.
     `clip_ratio_c` caps the ratio. verl's config sets the cap to 3; the paper recommends a higher
     cap (section 5.4).
     Source: https://arxiv.org/abs/2602.04879.
@@ -350,8 +351,9 @@ def kl_cov(
 ) -> Tensor:
     """verl's KL-Cov: a penalty for the tokens that lower the entropy most.
 
-    -e^R A; plus a penalty `ppo_kl_coef` |R| for the ``max(1, int(kl_cov_ratio * counted tokens))``
-    tokens of highest covariance (see `clip_cov`). Use it if the entropy collapses.
+    A token's loss is -e^R A. The ``max(1, int(kl_cov_ratio * counted tokens))`` tokens of highest
+    covariance (see `clip_cov`) also get a penalty, `ppo_kl_coef` |R|. Use it if the entropy
+    collapses.
     Source: https://arxiv.org/abs/2505.22617.
     """
     check_number("kl_cov_ratio", kl_cov_ratio, 0.0, highest=1.0)

@@ -22,7 +22,7 @@ from grpo_kernels.tokens import Tokens
 @hints_names
 @dataclass(frozen=True)
 class Expectation:
-    """The upstream gradient that you expect, as a function of log-probabilities and entropies.
+    """The gradient of your loss, if you can predict it; the logits are then computed only once.
 
     Args:
         coefficients: a function, called as ``coefficients(index, logps, entropies)`` for n tokens

@@ -508,8 +508,8 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
         scores = linear_logprob(states, found.head(states), ids[:, 1:])
 
     Use it for losses that `completion_logprobs` and `causal_lm_loss` do not cover, or to get a
-    teacher's hidden states. In the model's output, `logits` holds these hidden states (B, L, H);
-    all other fields are unchanged.
+    teacher's hidden states. In the model's output, `logits` holds the head's input (B, L, H); all
+    other fields are unchanged.
 
     Args:
         model: as in `completion_logprobs`. The head's parameters are read after the forward. If
