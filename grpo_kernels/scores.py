@@ -294,8 +294,8 @@ def linear_divergence(
 
     Returns:
         `Scores` with `divergence`, and with `entropies` and `logps` if you asked for them. A
-        divergence is inf only in the reverse KL, where the teacher gives probability 0 to an id and
-        the student does not.
+        KL divergence is inf where one model rules out an id (probability 0) that the other does
+        not: in the forward KL the student, in the reverse KL the teacher.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is

@@ -125,9 +125,10 @@ def _measured(model: Any) -> Head | None:
 class FusedDistillationTrainer(LogsShares, DistillationTrainer):
     """Train like ``trl.DistillationTrainer``, but faster: same arguments, losses and metrics.
 
-    With heads of equal width, they need a third fewer operations per completion token
-    than in TRL, or half with a `beta` between 0 and 1. Prompt and padding tokens need none. You can use LoRA on the student's body; LoRA on its
-    head raises an error, as in TRL. The trainer also logs ``rows/projected`` and ``rows/gradient``.
+    With heads of equal width, the heads take a third fewer operations per completion token than in
+    TRL, or half as many with a `beta` between 0 and 1. Prompt and padding tokens are not projected
+    at all. You can use LoRA on the student's body; LoRA on its head raises an error, as in TRL. The
+    trainer also logs ``rows/projected`` and ``rows/gradient``.
 
     The trainer does not affect other trainers in the process. To speed up those, use `patch_trl`.
     """
