@@ -12,7 +12,7 @@ ranks do not communicate, even if ``torch.distributed`` is initialized.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -314,21 +314,13 @@ def gae(
     _correction(std, "whiten_advantages=False")
     mask = _bool_mask(completion_mask)
     check_tensor("rewards", rewards)
-    if rewards.dim() == 2:
-        r = _counted_values("rewards", rewards, mask)
-    else:
-        _check_shape("rewards", rewards, "(B,)", mask.shape[:1])
-        r = _counted_values("rewards", rewards[:, None].expand(mask.shape), last_counted(mask))
+    r = (_counted_values if rewards.dim() == 2 else _at_last)("rewards", rewards, mask)
     v = _counted_values("values", values, mask)
     order = counted_first(mask)
     v_packed = v.gather(1, order)
     next_v = pad(v_packed, (0, 1))[:, 1:]
     if last_value is not None:
-        _check_shape("last_value", last_value, "(B,)", mask.shape[:1])
-        finite = last_value.isfinite() | ~mask.any(dim=1)
-        _require_all(finite, last_value, "last_value", "finite values")
-        is_last = last_counted(mask).gather(1, order)
-        next_v = torch.where(is_last, widen(last_value)[:, None], next_v)
+        next_v = next_v + _at_last("last_value", last_value, mask).gather(1, order)
     delta = r.gather(1, order) + gamma * next_v - v_packed  # 0 where masked, like its terms
     advantages = torch.zeros_like(v).scatter(1, order, discounted_sums(delta, gamma * lam))
     returns = advantages + v  # both are 0 where masked
@@ -490,7 +482,7 @@ def _groups(
         ids = torch.as_tensor(ids, device=device)
     except (RuntimeError, TypeError, ValueError) as error:
         hint = ""
-        if any(isinstance(x, str) for x in ids):
+        if isinstance(ids, Iterable) and any(isinstance(x, str) for x in ids):
             hint = "; pass numpy.unique(group_ids, return_inverse=True)[1]"
             if process_group is not None:
                 hint = "; number the prompts, each with the same number on all ranks"
@@ -659,6 +651,12 @@ def _counted_values(name: str, x: Tensor, mask: Tensor) -> Tensor:
     _check_shape(name, x, "(B, T)", mask.shape)
     _require_all(x.isfinite() | ~mask, x, name, "finite values at counted positions")
     return torch.where(mask, widen(x), 0.0)
+
+
+def _at_last(name: str, x: Tensor, mask: Tensor) -> Tensor:
+    """``x`` (B,) at each row's last counted position of (B, T), widened, and 0 elsewhere."""
+    _check_shape(name, x, "(B,)", mask.shape[:1])
+    return _counted_values(name, x[:, None].expand(mask.shape), last_counted(mask))
 
 
 def _require_all(ok: Tensor, x: Tensor, name: str, expected: str) -> None:

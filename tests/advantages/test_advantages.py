@@ -529,6 +529,7 @@ WRONG: list[tuple[type[Exception], str, Any, str]] = [
     (ValueError, "num_generations", 3, "expected a divisor of the 4 .* got 3"),
     (ValueError, "num_generations", 0, "expected at least [12].*, got 0"),
     (TypeError, "group_ids", R, "expected integers, got torch.float32"),
+    (TypeError, "group_ids", object(), "expected integers, got <object"),
     (ValueError, "group_ids", [0] * 7, r"expected shape \(B,\) = \(4,\), got \(7,\)"),
     (ValueError, "scale_rewards", "groups", "expected one of .* got 'groups'"),
     (ValueError, "scale_rewards", True, "expected one of .* got True; True is 'group', False"),
