@@ -173,6 +173,21 @@ def batches_of_samples(
     return batches
 
 
+def read_log(file: Path) -> tuple[int | None, list[list[float]]]:
+    """Read TRL's trainer_state.json: the batch size if it is there, and `LOGGED` of each log."""
+    state = json.loads(file.read_text("utf-8-sig"))
+    state = state if isinstance(state, dict) else {}
+    entries, batch = state.get("log_history"), state.get("train_batch_size")
+    entries = entries if isinstance(entries, list) else []
+    logged = [[x.get(name) for name in LOGGED] for x in entries if isinstance(x, dict)]
+    numbers: list[Any] = [x for x in logged if all(isinstance(y, (int, float)) for y in x)]
+    lengths = [x for x in numbers if x[0] > 0]
+    if not lengths:
+        text = f"expected a trainer_state.json that has {', '.join(LOGGED)}"
+        raise ValueError(f"--log: {text}, got {file} without them")
+    return batch if type(batch) is int else None, lengths
+
+
 def read_model(name: str, config: Any) -> Model:
     """Read the sizes of a model from its transformers configuration, built on the meta device."""
     from transformers import AutoModel
@@ -273,13 +288,11 @@ def _check_combination(options: argparse.Namespace) -> None:
 
 def _computed(options: argparse.Namespace) -> dict[str, Any]:
     """The result, as printed with --json."""
-    prompt = options.prompt
     _check_combination(options)
-    state = {} if options.log is None else json.loads(options.log.read_text("utf-8-sig"))
-    state = state if isinstance(state, dict) else {}
-    logged_batch = state.get("train_batch_size")
-    batch = options.batch or (logged_batch if type(logged_batch) is int else None) or 8
-    kl, iterations = options.beta > 0, options.iterations
+    logged_batch, lengths = None, list[list[float]]()
+    if options.log is not None:
+        logged_batch, lengths = read_log(options.log)
+    batch, kl, iterations = options.batch or logged_batch or 8, options.beta > 0, options.iterations
     training = Training(
         options.group, batch, options.accumulate, iterations, options.lora, kl, options.vllm
     )
@@ -295,20 +308,11 @@ def _computed(options: argparse.Namespace) -> dict[str, Any]:
             raise ValueError("--equal: expected none with rewards in --samples, which say it")
         batches = batches_of_samples(rows, training, options.equal, options.tokenizer)
     else:
-        prompts = prompt[0], longest_of(n / min(group, n), prompt)
         if options.log is None:
             longest = longest_of(n, options.completion, options.max_completion or math.inf)
             lengths = [[options.completion[0], longest, options.equal]]
-        else:
-            entries = state.get("log_history")
-            entries = entries if isinstance(entries, list) else []
-            logged = [[x.get(name) for name in LOGGED] for x in entries if isinstance(x, dict)]
-            numbers: list[Any] = [x for x in logged if all(isinstance(y, (int, float)) for y in x)]
-            lengths = [x for x in numbers if x[0] > 0]
+        prompts = options.prompt[0], longest_of(n / min(group, n), options.prompt)
         batches = [Batch(*prompts, *x) for x in lengths]
-    if not batches:
-        text = f"expected a trainer_state.json that has {', '.join(LOGGED)}"
-        raise ValueError(f"--log: {text}, got {options.log} without them")
     model = memory.known_or_read(options.model, MODELS, partial(read_model, options.model))
     gains = factors(model, batches, training)
     gain, longest = math.prod(gains.values()), max(x.longest for x in batches)
