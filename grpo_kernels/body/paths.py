@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import varlen as torch_varlen
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils import _pytree as pytree
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -163,14 +164,12 @@ class Segments:
             return inner(module, query, *along, None, *args, **{**kwargs, **named})[0], None
         rows = [x.transpose(1, 2)[0] for x in (query, key, value)]
         if self.varlen and is_plain:
-            from torch.nn.attention.varlen import varlen_attn
-
             paths, *lengths = self.kept("lengths", self._lengths, device)
             of_rows: dict[str, Any] = dict(zip(_VARLEN_ROWS, lengths, strict=True))
             of_rows |= {"scale": kwargs.get("scaling"), "window_size": (-1, 0)}
             of_rows |= {"enable_gqa": heads != key.shape[1]}
             keys, values = (x.index_select(0, paths) for x in rows[1:])
-            of_varlen: Any = varlen_attn(rows[0], keys, values, **of_rows)
+            of_varlen: Any = torch_varlen.varlen_attn(rows[0], keys, values, **of_rows)
             return of_varlen[None], None
         groups, back = self.kept(
             "groups", lambda: group(self.paths, call_cells(heads * size, device)), device
@@ -218,13 +217,8 @@ def has_varlen(implementation: str, device: torch.device, dtype: torch.dtype) ->
 
     It needs sdpa, CUDA, a 16-bit dtype and the parameters that this module passes.
     """
-    if implementation != "sdpa" or device.type != "cuda" or dtype.itemsize != 2:
-        return False
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return {*inspect.signature(varlen_attn).parameters} >= _VARLEN_PARAMETERS
+    fits = implementation == "sdpa" and device.type == "cuda" and dtype.itemsize == 2
+    return fits and {*inspect.signature(torch_varlen.varlen_attn).parameters} >= _VARLEN_PARAMETERS
 
 
 def call_cells(width: int, device: torch.device) -> float:
