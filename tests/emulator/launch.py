@@ -35,7 +35,7 @@ class Emulation:
     """What a launch becomes."""
 
     arch: str
-    rows_before: int = 0
+    rows_before: int = 0  # that kernels are told come before those that are there
     launches: int = 0
 
     def launch(self, function: JITFunction, grid: Any, given: dict[str, Any]) -> None:
@@ -130,10 +130,9 @@ def _values(
 
 
 @contextmanager
-def emulated(arch: str, *, rows_before: int = 0) -> Iterator[Emulation]:
-    """Inside, Triton's kernels run on CPU tensors, as compiled for `arch`, and are told that
-    `rows_before` rows come before those that are there."""
-    emulation = Emulation(arch, rows_before)
+def emulated(arch: str) -> Iterator[Emulation]:
+    """Inside, Triton's kernels run on CPU tensors, as compiled for `arch`."""
+    emulation = Emulation(arch)
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
         assert not args, f"{self.__name__}: launched with positional arguments"

@@ -54,8 +54,8 @@ class Around(nn.Module):
         return self.change(self.inner, x)
 
 
-def around_mlp(model: Any, change: Callable[[Any, Tensor], Tensor], layer: int = 0) -> Any:
-    model.model.layers[layer].mlp = Around(model.model.layers[layer].mlp, change)
+def around_mlp(model: Any, change: Callable[[Any, Tensor], Tensor]) -> Any:
+    model.model.layers[0].mlp = Around(model.model.layers[0].mlp, change)
     return model
 
 
@@ -64,8 +64,8 @@ def mixed(inner: Callable[[Tensor], Tensor], x: Tensor, amount: float = 0.5) -> 
     return inner(x + amount * x.mean(1, keepdim=True))
 
 
-def counting(model: Any, layer: int = 0) -> list[int]:
-    calls, mlp = list[int](), model.model.layers[layer].mlp
+def counting(model: Any) -> list[int]:
+    calls, mlp = list[int](), model.model.layers[0].mlp
     plain = mlp.forward
     mlp.forward = lambda x: (calls.append(1), plain(x))[1]
     return calls

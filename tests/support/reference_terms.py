@@ -87,9 +87,9 @@ def either(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tens
     return torch.where(condition, torch.tensor(yes, dtype=dtype), torch.tensor(no, dtype=dtype))
 
 
-def pick(x: Tensor, counted: Tensor, other: float = 0.0) -> Tensor:
-    """`x` where counted, `other` elsewhere: a select, so that NaN and inf where masked vanish."""
-    return torch.where(counted, x, torch.full((), other, dtype=x.dtype))
+def pick(x: Tensor, counted: Tensor) -> Tensor:
+    """`x` where counted, 0 elsewhere: a select, so that NaN and inf where masked vanish."""
+    return torch.where(counted, x, torch.zeros((), dtype=x.dtype))
 
 
 def clip(x: Tensor, low: float = -math.inf, high: float = math.inf) -> Tensor:
