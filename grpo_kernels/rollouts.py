@@ -208,7 +208,8 @@ def correct(
         weights = bounded(raw, clip_min, clip_max, truncates=mode == "truncate")
         high = math.inf if clip_max is None else clip_max
         low = 1 / high if clip_min is None else clip_min
-        results |= _spread("rollout_is", weights, raw, mask, (low, high))
+        per_token = level == "token"
+        results |= _spread("rollout_is", weights, raw, mask, (low, high), per_token)
         tokens = weights.expand_as(mask)[mask]
         squares = tokens.square().mean()
         size = tokens.mean().square() / squares.clamp(min=torch.finfo(squares.dtype).tiny)
@@ -216,7 +217,7 @@ def correct(
         if mode == "mask":
             results["rollout_is_oob_ratio"] = _share(tokens != raw.expand_as(mask)[mask])
         if batch_normalize:
-            averaged = weights[mask] if level == "token" else weights[:, 0]
+            averaged = weights[mask] if per_token else weights[:, 0]
             total = torch.stack([averaged.sum(), averaged.new_tensor(len(averaged))])
             total, count = all_reduce(total, "sum", process_group)
             mean = total / count
@@ -233,7 +234,8 @@ def correct(
         else:
             values = aggregate(_DIVERGENCES[kind](d.clamp(-safety_bound, safety_bound)), mask)
         inside = ((values >= low) & (values <= high)).expand_as(mask)
-        results |= _spread(f"rollout_rs_{name}", values, values, mask, (low, high))
+        per_token = name.startswith("token_")
+        results |= _spread(f"rollout_rs_{name}", values, values, mask, (low, high), per_token)
         results |= _rejected(f"rollout_rs_{name}", inside, mask)
         kept = kept & inside
     if veto_threshold is not None:
@@ -324,12 +326,12 @@ def _spread(
     raw: Tensor,  # `values` before they were bounded
     mask: Tensor,
     bounds: tuple[float, float],
+    per_token: bool,  # one value per token; for T = 1, the shape does not say so
 ) -> dict[str, Tensor]:
     """Mean, standard deviation and extremes of `values`; shares of `raw` outside the bounds."""
     (low, high), of_weights = bounds, prefix == "rollout_is"
-    of_tokens = values.shape == mask.shape
     tokens = values.expand_as(mask)[mask]
-    extremes, judged = (tokens, raw[mask]) if of_tokens else (raw, raw)
+    extremes, judged = (tokens, raw[mask]) if per_token else (raw, raw)
     sequences = sequence_means(values.expand_as(mask), mask)[:, 0]
     raw_sequences = sequence_means(raw.expand_as(mask), mask)[:, 0]
     clamped = tokens.clamp(0.0 if of_weights else low, high)

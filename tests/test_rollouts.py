@@ -82,8 +82,8 @@ def test_weights_are_verls(level: str, threshold: float | str, batch_normalize: 
     if isinstance(threshold, str):
         bounds = {"mode": "mask", "clip_min": 0.9, "clip_max": 1.1}
     options = {"rollout_is": level, "rollout_is_threshold": threshold}
-    for seed in range(3):
-        data = batch(seed)
+    for seed, length in ((0, 9), (1, 9), (2, 9), (0, 1)):
+        data = batch(seed, length=length)
         found = ours(data, level=level, batch_normalize=batch_normalize, **bounds)
         check_verls(found, *of_verl(data, **options, rollout_is_batch_normalize=batch_normalize))
         assert ("rollout_corr/rollout_is_batch_norm_factor" in found.metrics) == batch_normalize
