@@ -157,7 +157,8 @@ def test_a_planted_difference_is_reported(planted: str, steps: int, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_run_that_does_not_train_is_no_comparison(tmp_path: Path) -> None:
-    done, result = compare("raise ValueError('planted')", tmp_path)
+    done, result = compare("raise ValueError('planted')", tmp_path, "--steps=9")
+    assert "compare: --steps after the script is passed to the script" in done.stderr
     assert (done.returncode, done.stdout, result) == (2, "", {})
     assert "ValueError: planted" in done.stderr
     assert "compare: the stock run ended with status 1 without finishing a training" in done.stderr

@@ -311,6 +311,11 @@ def compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
         writable = os.access(options.save if options.save.exists() else folder_of_file, os.W_OK)
         if options.save.is_dir() or not writable:
             parser.error(f"--json: expected a file that can be written, got {options.save}")
+    names = [x.partition("=")[0] for x in options.arguments]
+    passed_on = [x for x in ("--steps", "--tolerance", "--json") if x in names]
+    if passed_on:
+        text = f"compare: {', '.join(passed_on)} after the script is passed to the script"
+        print(f"{text}; put options of compare before the script", file=sys.stderr, flush=True)
     runs = {}
     with tempfile.TemporaryDirectory(prefix="grpo_kernels-") as folder:
         for variant in (STOCK, FUSED):
