@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from grpo_kernels.base.choices import BatchLayout, choices
 from grpo_kernels.base.distributed import rank_groups
-from grpo_kernels.base.modes import facts_of, guest, random_state
+from grpo_kernels.base.modes import evaluating, facts_of, guest, random_state
 from grpo_kernels.body import paths
 from grpo_kernels.body.layout import (
     TrunkInputs,
@@ -68,6 +68,8 @@ class Verdict:
 _verdicts: weakref.WeakKeyDictionary[nn.Module, dict[Any, dict[str, Verdict]]] = (
     weakref.WeakKeyDictionary()
 )
+# trunk -> facts -> `joins_sequences`
+_joins: weakref.WeakKeyDictionary[nn.Module, dict[Any, bool]] = weakref.WeakKeyDictionary()
 _new_in_a_row: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
@@ -160,6 +162,35 @@ def fits_trees(trunk: nn.Module) -> bool | None:
     found = [x["tree"] for x in _verdicts.get(trunk, {}).values() if "tree" in x]
     tried = [x.way is not None for x in found if x.way is not None or x.reason is not None]
     return all(tried) if tried else None
+
+
+def joins_sequences(trunk: nn.Module, forward: Callable[..., Any], given: dict[str, Any]) -> bool:
+    """True if sequences of packed rows, run as `given`, see those before them in the row.
+
+    The first call runs two small batches that differ in the first of two sequences.
+    """
+    ids, rows = given["input_ids"], min(2, len(given["input_ids"]))
+    known, facts = _joins.setdefault(trunk, {}), (attention_of(trunk), rows, str(ids.device))
+    if facts not in known and foreign_hook(trunk) is None:
+        one = ids.reshape(-1)[:1]
+        other = ids[ids != one][:1]
+        last, zeros = ids.reshape(-1)[-4:], torch.zeros(4 - min(4, ids.numel())).to(ids)
+        named: dict[str, Any] = {"position_ids": torch.arange(4, device=ids.device).repeat(rows, 2)}
+        if takes(forward, "use_cache"):
+            named["use_cache"] = False
+        states = []
+        for token in (one, other) if len(other) else ():
+            row = torch.cat([token.expand(4), last, zeros]).expand(rows, 8)
+            with (
+                torch.no_grad(),
+                torch.compiler.set_stance("force_eager"),
+                guest(trunk, ids.device),
+                evaluating(trunk),
+            ):
+                states.append(forward(input_ids=row, **named).last_hidden_state[:, 4:])
+        eps = torch.finfo(_dtype(trunk, ids.device)).eps
+        known[facts] = bool(states) and bool(_distance(*states) > 0.1 * eps**0.5)
+    return known.get(facts, False)
 
 
 def described(error: Exception) -> str:

@@ -37,12 +37,13 @@ from grpo_kernels.body.layout import (
     TrunkInputs,
     TrunkLayout,
     Way,
+    attention_of,
     by_rows,
     filled,
     read_inputs,
     run_layout,
 )
-from grpo_kernels.body.trial import MODES, Exactness, described
+from grpo_kernels.body.trial import MODES, Exactness, described, joins_sequences
 from grpo_kernels.patching import forward_name, replaced
 
 FSDP1 = "_fsdp_wrapped_module"  # name of the child of a FullyShardedDataParallel
@@ -161,7 +162,38 @@ class TrunkCall:
             exactness = None if self.was_called else self._exactness(given)
             self.was_called = True
             found = None if exactness is None else self._in_a_layout(exactness, forward)
-            return forward(**given) if found is None else found
+            if found is not None:
+                return found
+            self._warn_of_joined_sequences(given, forward)
+            return forward(**given)
+
+    def _warn_of_joined_sequences(self, given: dict[str, Any], forward: Callable[..., Any]) -> None:
+        """Warn if rows are packed and run as given, and the model does not tell sequences apart."""
+        ids, positions = given.get("input_ids"), given.get("position_ids")
+        is_packed = given.get("attention_mask") is None and given.get(paths.ENDS[0]) is None
+        if not is_packed or not isinstance(ids, Tensor) or not isinstance(positions, Tensor):
+            return
+        if positions.shape != ids.shape or self.needed.shape != ids.shape:
+            return
+        is_before = self.needed.flip(1).cumsum(1).flip(1) > 0  # what comes after is padding
+        begins = positions.diff(dim=1) != 1
+        if not bool((begins & is_before[:, 1:].to(begins.device)).any()):
+            return
+        try:
+            joins = joins_sequences(self.trunk, forward, given)
+        except Exception:  # the batch's own forward may work
+            return
+        if joins:
+            instead = ["one row per sequence, with an attention_mask"]
+            if paths.is_flash(attention_of(self.trunk)) and len(ids) > 1:
+                instead.insert(0, "one packed row per call")
+            if self.layout != "tree":
+                instead.insert(0, "layout='tree'")
+            warn_once(
+                f"position_ids: {type(self.trunk).__name__} does not keep packed sequences apart, "
+                "so each sequence sees those before it in its row. This batch ran as given; use "
+                f"{', or '.join(instead)}"
+            )
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """What ran of the padded batch: metric -> (count, total). Empty without gradients."""

@@ -248,6 +248,19 @@ def test_several_packed_rows() -> None:
         assert out.metrics["sequences/gradient"] == 0.5
 
 
+@pytest.mark.parametrize(
+    ("kind", "layout", "joins"),
+    [("gpt_oss", "trim", True), ("gpt_oss", "tree", False), ("llama", "trim", False)],
+)
+def test_a_model_that_does_not_keep_packed_rows_apart_is_named(kind, layout, joins) -> None:
+    model, given, row = model_of(kind, "eager"), batch(), packed(batch())
+    said = said_by(lambda: loss_of(model, row, layout=layout))
+    assert [x for x in said if "layout='tree', or one row per sequence" in x] == said[:joins]
+    got, want = loss_of(model, row, layout=layout)[1], loss_of(model, given, **PADDED)[1]
+    apart = max(float((x - want[name]).abs().max()) for name, x in got.items())
+    assert (apart > 1e-2) == joins
+
+
 def test_packed_rows_without_a_tree_run_as_given() -> None:
     """A hook, other ends, sequences that begin late, and rows that flash attention would join."""
     given, row = batch(), packed(batch())
@@ -256,14 +269,16 @@ def test_packed_rows_without_a_tree_run_as_given() -> None:
     hooked = model_of("llama", "sdpa")
     hook = hooked.model.layers[0].register_forward_hook(lambda *_: None)
     _, want = loss_of(hooked, given, **PADDED)
+    joined = ["one packed row at a time", "use one packed row per call, or one row per sequence"]
     for model, case, words in (
-        (hooked, row, "packed rows run as given"),
-        (model_of("llama", "sdpa"), {**row, **others}, "do not agree"),
-        (model_of("llama", "sdpa"), late, "do not begin at position 0"),
-        (model_of("llama", "flash_attention_2"), packed(given, rows=2), "one packed row"),
+        (hooked, row, ["packed rows run as given"]),
+        (model_of("llama", "sdpa"), {**row, **others}, ["do not agree"]),
+        (model_of("llama", "sdpa"), late, ["do not begin at position 0"]),
+        (model_of("llama", "flash_attention_2"), packed(given, rows=2), joined),
     ):
         said = said_by(lambda model=model, case=case: loss_of(model, case))
-        assert len(said) == 1 and words in said[0]
+        assert len(said) == len(words)
+        assert all(x in text for x, text in zip(words, said, strict=True))
         assert loss_of(model, case)[0].metrics["tokens/computed"] == 1
     assert_same(loss_of(hooked, row)[1], want)
     hook.remove()
