@@ -112,11 +112,6 @@ def group_advantages(
     groups = _groups(table, num_generations, group_ids, process_group)
     batch = _one_group(table, process_group)
 
-    if multi_objective_aggregation == "normalize_then_sum" and scale_rewards != "group":
-        warn_once(
-            f"scale_rewards: {scale_rewards!r} is not used by multi_objective_aggregation = "
-            "'normalize_then_sum'; leave it out"
-        )
     if multi_objective_aggregation == "sum_then_normalize":
         total = _weighted_sum(table, weights)
         if scale_rewards == "mean" and bool((total < 0).any()):
@@ -135,6 +130,11 @@ def group_advantages(
         if scale_rewards != "none":
             result = _divide(result, spread + eps)
     else:
+        if scale_rewards != "group":
+            warn_once(
+                f"scale_rewards: {scale_rewards!r} is not used by multi_objective_aggregation = "
+                "'normalize_then_sum'; leave it out"
+            )
         centered, spread, _ = _moments(table, groups, correction)
         total = _weighted_sum(_divide(centered, spread + eps), weights)
         # z-scores sum to 0 in every group, so their mean over the batch is only rounding error

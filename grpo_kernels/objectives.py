@@ -89,7 +89,7 @@ def _loss(*, token_level: bool) -> Callable[[F], F]:
                     f"{name}: expected TokenInputs, which grpo_loss(objective=objectives.{name}) "
                     f"passes; with other parameters functools.partial(objectives.{name}, ...)"
                 )
-            for name in options.keys() & {*numbers}:
+            for name in options.keys() & numbers:
                 lowest = -math.inf if name in _SIGNED else 0.0
                 check_number(name, options[name], lowest, inclusive=name not in _ABOVE_0)
             loss, ratio = function(tokens, **options), tokens.importance_sampling_ratio
