@@ -202,8 +202,8 @@ def topr(
         index, on_cpu = tokens.index, scores.device.type == "cpu"
         if on_cpu and index.numel() and scores.numel() <= int(index.max()):
             raise ValueError(
-                f"scores: expected the shape of completion_ids, got {tuple(scores.shape)}; of one "
-                "value per sequence, pass scores[:, None].expand_as(completion_ids)"
+                f"scores: expected the shape of completion_ids, got {tuple(scores.shape)}; for "
+                "one value per sequence, pass scores[:, None].expand_as(completion_ids)"
             )
         score = scores.flatten()[index]
     log_ratio = tokens.logps.detach() - tokens.old_per_token_logps
