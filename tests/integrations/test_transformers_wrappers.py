@@ -45,6 +45,22 @@ def test_peft(fields: dict[str, Any]) -> None:
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)  # its norms compute in float32
 
 
+def test_prompt_tuning() -> None:
+    """The head gets the virtual tokens, too, in columns before those of the batch."""
+    peft = pytest.importorskip("peft")
+    model, ids, attention_mask, mask = scene()
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(model, config)
+    got = completion_logprobs(model, ids, attention_mask, mask).logps
+    logits = model(input_ids=ids, attention_mask=attention_mask).logits
+    assert logits.shape[1] == ids.shape[1] + 3
+    want = logits[:, -6:-1].log_softmax(-1).gather(-1, ids[:, -5:, None]).squeeze(-1)
+    torch.testing.assert_close(got, want * mask)
+    prompt = model.prompt_encoder["default"].embedding.weight
+    d_got, d_want = (torch.autograd.grad((x * mask).sum(), prompt)[0] for x in (got, want))
+    torch.testing.assert_close(d_got, d_want, rtol=1e-5, atol=1e-5)
+
+
 def test_dropout_of_an_adapter_on_the_head_is_not_mistaken_for_another_head() -> None:
     model, *batch = scene()
     model = peft_model(model, target_modules=["lm_head"], lora_dropout=0.5).train()
