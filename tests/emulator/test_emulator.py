@@ -13,6 +13,7 @@ from tests.emulator.ptx import Fault, UnknownInstruction, parse
 from tests.emulator.races import WARP
 
 TEXT = """
+.file 1 "/somewhere/steps.py"
 .visible .entry written(
 {parameters}
 )
@@ -79,6 +80,9 @@ def test_a_kernel_that_keeps_the_rules() -> None:
 
 def test_bounds() -> None:
     """Views of one tensor are arguments of their own; columns between those of a view are none."""
+    at_line = ".loc 1 12 5 // steps.py:12:5 @[ grad.py:3:4 ]\n ld.global.b32 %r2, [%rd0+4096];"
+    named = r"written: ld\.global\.b32 %r2, \[%rd0\+4096\] \(steps\.py:12\): .*outside of"
+    refused(named, at_line, numbers())
     for offset in (-4, 4, 128, 4096):
         refused("outside of", f"{OWN} ld.global.b32 %r2, [%rd11+{offset}];", numbers())
         refused(
