@@ -523,13 +523,20 @@ class HeadCheck:
 
 def _agrees(head: Head, rungs: Tensor, logits: Tensor) -> bool:
     """True if `head` maps `rungs` (V,) to the model's own logits, up to rounding."""
+    wrong = _wrong_ids(head, rungs, logits)
+    return wrong is not None and not len(wrong)
+
+
+def _wrong_ids(head: Head, rungs: Tensor, logits: Tensor) -> Tensor | None:
+    """Ids whose logit `head` makes differently from `rungs`; None if it makes another number."""
     cap = head.final_logit_softcapping
     expected = head.logit_scale * rungs[: head.vocab_size].double()
     expected = expected if cap is None else cap * torch.tanh(expected / cap)
     if expected.shape != logits.shape:
-        return False
+        return None
     tolerance = 16 * torch.finfo(logits.dtype).eps
-    return bool(((logits.double() - expected).abs() <= tolerance * expected.abs()).all())
+    agrees = (logits.double() - expected).abs() <= tolerance * expected.abs()
+    return (~agrees).nonzero().squeeze(1)
 
 
 def _measured(head: Head, rungs: Tensor, logits: Tensor, name: str) -> Head:
@@ -554,7 +561,9 @@ def _measured(head: Head, rungs: Tensor, logits: Tensor, name: str) -> Head:
         )
         if _agrees(found, rungs, logits):
             return found
-    pairs = ", ".join(f"{x:g} -> {y:g}" for x, y in zip(rungs[:8:2], logits[:8:2], strict=False))
+    wrong = _wrong_ids(head, rungs, logits)
+    ids = [0, 2, 4, 6] if wrong is None else wrong[:4].tolist()
+    pairs = ", ".join(f"{rungs[i]:g} -> {logits[i]:g} (id {i})" for i in ids if i < count)
     raise ValueError(
         f"model: expected a scale, a soft-cap or a cut of the logits, but {name} turns "
         f"{rungs.shape[0]} raw logits into {count}: {pairs}"
