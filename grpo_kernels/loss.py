@@ -703,7 +703,7 @@ def _loss_of_logps(
     results = (logps, entropies)
     logps, entropies = (x.detach().reshape(-1)[layout.positions].to(dtype) for x in results)
     evaluation = row_objective.evaluate(stats_of_logps(logps, entropies))
-    reads_entropies = evaluation.coefficients.d_entropy is not None
+    reads_entropies = evaluation.coefficients.d_entropy is not None and torch.is_grad_enabled()
     given_logps, given_entropies = results
     if reads_entropies and given_logps.requires_grad and not given_entropies.requires_grad:
         warn_once(

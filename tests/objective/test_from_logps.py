@@ -92,6 +92,8 @@ def test_entropies_without_a_graph_are_warned_of(bonus: Any) -> None:
         warnings.simplefilter("error")
         policy_loss_from_logps(logps, entropies, *given)
         policy_loss_from_logps(logps.detach(), entropies, *given, **bonus)
+        with torch.no_grad():
+            policy_loss_from_logps(logps, entropies, *given, **bonus)
         policy_loss_from_logps(logps, entropies.requires_grad_(), *given, **bonus)
 
 
