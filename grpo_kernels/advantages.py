@@ -120,7 +120,7 @@ def group_advantages(
                 "by a group's mean, got negative ones; a group gets advantages of 0 unless its "
                 "mean is above 0"
             )
-        result, spread, count = _moments(total, groups, correction)
+        result, spread, count = _moments(total, groups, correction, _rounding_of(table, weights))
         if scale_rewards == "batch":
             _, spread, _ = _moments(total, batch, correction)
         if scale_rewards == "mean":
@@ -176,7 +176,8 @@ def rloo_advantages(
     check_number("eps", eps, lowest=0, inclusive=True)
     table, weights = _reward_table(rewards, reward_weights, num_generations)
     groups = _groups(table, num_generations, group_ids, process_group)
-    centered, _, n = _moments(_weighted_sum(table, weights), groups, 0)
+    total, error = _weighted_sum(table, weights), _rounding_of(table, weights)
+    centered, _, n = _moments(total, groups, 0, error)
     result = centered * n / (n - 1)  # where n = 1, 0 / 0 = NaN marks the row as unscored
     if normalize_advantages:
         _, spread, _ = _moments(result, _one_group(table, process_group), 1)
@@ -390,7 +391,7 @@ def reinforce_plus_plus(
     scored = mask & ~total.isnan()
     if num_generations is not None or group_ids is not None:
         groups = _groups(table, num_generations, group_ids, process_group)
-        total, _, _ = _moments(total, groups, 0)
+        total, _, _ = _moments(total, groups, 0, _rounding_of(table, weights))
     x = torch.where(last_counted(scored), total, 0.0)
     if per_token_kl is not None:
         x = x - beta * _counted_values("per_token_kl", per_token_kl, scored)
@@ -507,19 +508,21 @@ def _group_sums(x: Tensor, groups: _Groups) -> Tensor:
     return all_reduce(sums, "sum", groups.process_group)
 
 
-def _moments(x: Tensor, groups: _Groups, correction: int) -> tuple[Tensor, Tensor, Tensor]:
+def _moments(
+    x: Tensor, groups: _Groups, correction: int, error: Tensor | float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean, std, n) for each entry's group, (N, F) each; NaN entries are left out.
 
     std = sqrt(sum of (x - mean)^2 / (n - correction)), or 0 for a single entry. Each entry is first
     shifted by its group's minimum, so equal entries become exact zeros; x - mean(x) would keep the
-    mean's rounding error.
+    mean's rounding error. Entries up to `error` above the minimum count as equal to it.
     """
     scored = ~x.isnan()
     rows = groups.of_row[:, None].expand_as(x)
     least = x.new_full((groups.n_groups, x.shape[1]), math.inf)
     least = least.scatter_reduce(0, rows, torch.where(scored, x, math.inf), "amin")
     least = all_reduce(least, "min", groups.process_group)
-    shifted = torch.where(scored, x - least[groups.of_row], 0.0)
+    shifted = _unless_rounding(torch.where(scored, x - least[groups.of_row], 0.0), error)
     count = _group_sums(scored.to(x.dtype), groups)
     mean = _group_sums(shifted, groups) / count.clamp(min=1)
     centered = torch.where(scored, shifted - mean[groups.of_row], math.nan)
@@ -528,7 +531,7 @@ def _moments(x: Tensor, groups: _Groups, correction: int) -> tuple[Tensor, Tenso
     return centered, std[groups.of_row], count[groups.of_row]
 
 
-def _unless_rounding(x: Tensor, error: Tensor) -> Tensor:
+def _unless_rounding(x: Tensor, error: Tensor | float) -> Tensor:
     """`x`, or 0 where it does not exceed `error`, the rounding error of the numbers behind it."""
     return torch.where(x.abs() <= error, 0.0, x)
 
@@ -542,6 +545,18 @@ def _weighted_sum(table: Tensor, weights: Tensor) -> Tensor:
     """sum_f w_f r_f (N, 1) over the scored entries; NaN for a row without any."""
     unscored = table.isnan().all(dim=1, keepdim=True)
     return torch.where(unscored, math.nan, (table * weights).nansum(dim=1, keepdim=True))
+
+
+def _rounding_of(table: Tensor, weights: Tensor) -> Tensor | float:
+    """Bound (N, 1) on the rounding of sum_f w_f r_f, such as 0.1 + 0.2 - 0.3; one product has none.
+
+    The products, the weights and each partial sum are rounded.
+    """
+    columns = table.shape[1]
+    if columns == 1:
+        return 0.0
+    sizes = (table * weights).abs().nansum(dim=1, keepdim=True)
+    return 2 * (columns + 2) * torch.finfo(table.dtype).eps * sizes
 
 
 # Arguments

@@ -615,6 +615,20 @@ def test_rewards_of_tokens_are_not_taken_for_reward_functions() -> None:
     adv.reinforce_plus_plus(torch.rand(4, 1), mask[:, :1])
 
 
+def test_totals_that_differ_by_rounding_are_equal() -> None:
+    """0.1 + 0.2 and 0.3 differ in the last bit, which eps = 0 would divide by itself."""
+    rewards, options = torch.eye(3)[[0, 2]], {"reward_weights": [0.1, 0.2, 0.3]}
+    rewards[0, 1] = 1.0
+    for scale in ("group", "batch", "none", "mean"):
+        scaled = adv.group_advantages(rewards, 2, scale_rewards=scale, eps=0, **options)
+        assert scaled.tolist() == [0.0, 0.0]
+    assert adv.rloo_advantages(rewards, 2, **options).tolist() == [0.0, 0.0]
+    mask = torch.ones(2, 4)
+    assert not adv.reinforce_plus_plus(rewards, mask, num_generations=2, eps=0, **options).any()
+    apart = adv.group_advantages(rewards, 2, reward_weights=[0.1, 0.2, 0.3 + 1e-12], eps=0)
+    assert apart.abs().min() > 0.7
+
+
 def test_names_as_group_ids_are_told_how_to_become_numbers() -> None:
     for ids in (["a", "a", "b"], np.array(["a", "a", "b"], dtype=object)):
         with pytest.raises(TypeError, match=r"^group_ids: expected integers.*return_inverse=True"):
