@@ -170,8 +170,8 @@ def correct(
         raise TypeError(f"batch_normalize: expected True or False, got {batch_normalize!r}")
     if level is not None:
         check_choice("level", level, choices(CorrectionLevel))
-    elif batch_normalize or clip_min is not None or mode != "truncate":
-        why = "since clip_min, mode or batch_normalize ask for weights"
+    elif batch_normalize or clip_min is not None or mode != "truncate" or clip_max not in (2, None):
+        why = "since clip_max, clip_min, mode or batch_normalize ask for weights"
         raise ValueError(f"level: expected a name, {why}, got None")
     for name, bound in (("clip_max", clip_max), ("veto_threshold", veto_threshold)):
         if bound is not None:
@@ -259,7 +259,7 @@ def _bounds(name: str, bound: Any) -> tuple[float, float]:
     """(low, high) in the unit of the statistic: for k1, the logarithms of `bound`."""
     check_choice("reject", name, _STATISTICS, did_you_mean(str(name), _STATISTICS))
     is_k1, where = _STATISTICS[name][1] == "k1", f"reject[{name!r}]"
-    if isinstance(bound, tuple) and len(bound) == 2:
+    if isinstance(bound, (tuple, list)) and len(bound) == 2:  # a configuration file has lists
         low, high = bound
     else:
         check_number(where, bound, lowest=0)
@@ -269,7 +269,8 @@ def _bounds(name: str, bound: Any) -> tuple[float, float]:
             check_number(where, end, lowest=0, inclusive=not is_k1)
     low, high = 0.0 if low is None else low, math.inf if high is None else high
     if low > high:
-        raise ValueError(f"{where}: expected a lower bound of at most the upper one, got {bound}")
+        got = f"({low:g}, {high:g})"
+        raise ValueError(f"{where}: expected a lower bound of at most the upper one, got {got}")
     if is_k1:
         return math.log(low) if low else -math.inf, math.log(high)
     return low, high

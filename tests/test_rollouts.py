@@ -292,6 +292,9 @@ OLD, SAMPLING = "old_per_token_logps", "sampling_per_token_logps"
         ({"veto_threshold": NAN}, "veto_threshold: expected a finite number > 0, got nan"),
         ({"batch_normalize": 1}, "batch_normalize: expected True or False, got 1"),
         ({"level": None, "mode": "mask"}, "level: expected a name, .* ask for weights, got None"),
+        ({"level": None, "clip_max": 3.0}, "level: expected a name, .* ask for weights, got None"),
+        ({"reject": {"token_k1": 0.5}}, r".* of at most the upper one, got \(2, 0.5\)"),
+        ({"reject": {"token_k1": [2, 1]}}, r".* of at most the upper one, got \(2, 1\)"),
         ({"reject": [("token_k1", 2.0)]}, "reject: expected a mapping .*, or None, got list"),
         ({"reject": {"seq_k1": 2.0}}, "reject: expected one of token_ratio, .* got 'seq_k1'; did "
          "you mean seq_sum_k1, seq_mean_k1 or seq_max_k1"),
