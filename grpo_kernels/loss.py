@@ -251,8 +251,8 @@ def grpo_loss(
             pass. NaN means that the sampler could not score the token; its log-ratio then counts as
             0.
         importance_sampling_ratio: (B, T), (B, 1) or (B,), or packed (N,): a factor on the policy
-            term that corrects for the sampler. In ``"vespo"`` it is part of VESPO's weight;
-            ``"gmpo"`` does not use it.
+            term that corrects for the sampler. If N = B, it is read as one per sequence, like
+            `advantages`. In ``"vespo"`` it is part of VESPO's weight; ``"gmpo"`` does not use it.
         sampling_topk_ids, sampling_topk_logps: (B, T, K) or (N, K): the sampler's most likely ids
             at each position (signed integers in any order, padded with -1), and their
             log-probabilities in the distribution from which it sampled. These log-probabilities are
