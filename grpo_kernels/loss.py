@@ -5,7 +5,7 @@ A, and w one weight per token (the loss type's normalizer, objective/losses.py),
 
     R    = logps - old                                                    objective/policy.py
     l    = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A)        backends/formulas.py
-           + beta e^R KL                                                  the same
+           + beta e^R KL                                                  objective/policy.py
     loss = sum(w * l) - entropy_coef * mean entropy                       objective/policy.py
     a, b = d loss / d logps, d loss / d entropies                         the same
 
@@ -29,15 +29,16 @@ and its forward and backward are::
     backward: both times d_loss, rounded once to the inputs' dtypes;      engine/autograd.py
     rows of tokens that do not count become 0
 
-This listing leaves out logit scale, soft-cap and rounding (`LogitTransform`), the importance
-sampling ratio and the masks, which are factors of the policy term, and `use_bias_correction_kl`,
-which decides whether e^R stands before KL. It shows the loop as the torch backend runs it
-(backends/torch_rows.py). For most losses the C++ (csrc/ops.cpp) and Triton (backends/triton_rows)
-backends have a kernel, `fused`, that does the five lines from z to d_logits at once and also
-returns w * l of its rows (on-policy, without the part that is known beforehand); `Job.fuses` and
-`Objective.fused_loss` say when. Without such a kernel, the loss is evaluated for a and b of each
-chunk, and once more at the end for its value. Rows that certainly get no gradient, such as rows
-with A = 0, run through a separate loop without gradients.
+This listing leaves out logit scale, soft-cap and rounding (`LogitTransform`), the upper bound
+`delta`, the importance sampling ratio and the masks, which are factors of the policy term, and
+`use_bias_correction_kl`, which decides whether e^R stands before KL. It shows the loop as the torch
+backend runs it (backends/torch_rows.py). For most losses the C++ (csrc/ops.cpp) and Triton
+(backends/triton_rows) backends have a kernel, `fused`, that does the five lines from z to d_logits
+at once and also returns w * l of its rows (on-policy, without the part that is known beforehand);
+`Job.fuses` and `Objective.fused_loss` say when. Without such a kernel, the loss is evaluated for a
+and b of each chunk, and once more at the end for its value. Rows that certainly get no gradient
+(`Objective.live`), such as rows with A = 0 without a KL term and an entropy bonus, run through a
+separate loop without gradients.
 
 Other engines compute the gradient later, or without a and b:
 
@@ -725,6 +726,7 @@ def _loss_over_sets(
     tensors: HeadTensors,
     sets: KeptIds,
 ) -> LossOutput:
+    """The loss of log-probabilities over each token's kept set."""
     ids, on_missing_set = arguments["completion_ids"], arguments["on_missing_set"]
     expected = expectation_of(row_objective, tokens) if on_missing_set == "full" else None
     scores, metrics = score_kept(

@@ -1,7 +1,7 @@
 """Row backends: the work on each row of a chunk of logits, between the matrix products.
 
-A backend computes no matrix product. It knows the loss only by each row's coefficients. An engine
-makes these calls on a chunk, in this order::
+A backend computes no matrix product, and except in ``fused`` it knows the loss only by each row's
+coefficients. An engine makes these calls on a chunk, in this order::
 
     prepare_(logits, transform)             raw logits -> the form that the backend reads
     stats(chunk, ...)    -> RowStats        log-probability, entropy, the numbers `grad` needs

@@ -119,4 +119,6 @@ HELPERS = (times, phi)  # functions that the formulas call; the callee first
 SURROGATES: dict[str, Formula] = {
     f.__name__: f for f in (clipped, cispo, sapo, vespo, unclipped, constant, linear)
 }
+# a weight, which is a constant, times logp: the derivative in the log-ratio is 0
+LINEAR = ("cispo", "vespo")
 ESTIMATORS: dict[str, Formula] = {f.__name__: f for f in (k1, k2, k3)}

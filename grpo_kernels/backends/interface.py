@@ -192,7 +192,8 @@ class FusedLoss:
         d_logp_t  = d loss_t / d logp_t
         d_entropy = d loss / d entropy_t, the same for every token
 
-    On-policy R is 0, and the policy term's derivative, `d_policy`, is known beforehand. Two
+    A loss whose tokens share R can only be fused on-policy. There R is 0, and the policy term's
+    derivative, `d_policy`, is known beforehand, whatever the loss. Two
     surrogates exist only for that case: ``"linear"``, with the loss d_logp * logp, and
     ``"constant"``, which leaves the loss out because it is known too. The loss is NaN where the
     log-probability is not finite. Where the id is -1, d_logp is NaN as well.

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.formulas import phi
+from grpo_kernels.backends.formulas import LINEAR, phi
 from grpo_kernels.base.checks import check_number, check_tensor, warn_once
 from grpo_kernels.base.choices import LossTypeName
 from grpo_kernels.tokens import Layout, Tokens
@@ -133,15 +133,12 @@ class LossType:
     """
 
     name: LossTypeName
-    # a name in `formulas.SURROGATES`: of the log-ratio, or, if `is_linear`, a weight times logp.
-    # So its derivative at R = 0, on-policy, does not depend on logp.
+    # a name in `formulas.SURROGATES`: a function of the log-ratio, or one of `formulas.LINEAR`. So
+    # its derivative at R = 0, on-policy, does not depend on logp.
     surrogate: str
     constants: Callable[[Config], tuple[float, ...]]  # the surrogate's, in its order
     reads: tuple[str, ...]  # the fields of `LossConfig` that shape the policy term, all of them
     normalizer: Literal["sequence_mean", "token_mean", "num_items", "max_length", "sequence_sum"]
-    # the policy term is a constant times logp: its formula's derivative in the log-ratio is 0
-    is_linear: bool = False
-
     # what has one R: as `importance_sampling_level` says, always a token, always a sequence
     ratio_per: Literal["level", "token", "sequence"] = "level"
     # R of each token: config, tokens, token log-ratios (n,), and the tokens of high entropy
@@ -157,6 +154,11 @@ class LossType:
     clipped_tokens: Callable[[Config, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     capped_tokens: Callable[[Config, Tensor, Tensor], Tensor] | None = None
     phi: Callable[..., Tensor] | None = None  # a formula: argument, advantages, constants -> (n,)
+
+    @property
+    def is_linear(self) -> bool:
+        """True if the policy term is a constant times logp."""
+        return self.surrogate in LINEAR
 
     def shares_ratio(self, config: Config) -> bool:
         """True if one R serves all tokens of a sequence."""
@@ -194,7 +196,6 @@ LOSSES = {
         ),
         LossType(
             "cispo", "cispo", lambda c: (c.clip_high,), ("epsilon_high",), "num_items",
-            is_linear=True,
             capped_tokens=lambda c, ratio, advantages: (ratio > c.clip_high) & (advantages > 0),
         ),
         LossType(
@@ -207,7 +208,7 @@ LOSSES = {
         LossType(
             "vespo", "vespo", vespo_shape,
             ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "num_items",
-            is_linear=True, argument=sequence_log_weight, importance_ratio="argument", phi=phi,
+            argument=sequence_log_weight, importance_ratio="argument", phi=phi,
         ),
         LossType(
             "gmpo", "unclipped", lambda _: (), CLIP[:2], "sequence_mean", ratio_per="sequence",
