@@ -317,7 +317,9 @@ def grpo_loss(
         # the tokens that count, and their loss
         dtype, memory = dtype_and_memory(hidden, head, run, reference)
         tokens = _tokens(completion_ids, completion_mask, advantages, dtype, arguments)
-        rows = Rows(tokens.layout.positions, tokens.ids, 1.0 / config.temperature)
+        positions = tokens.layout.positions
+        ids = completion_ids.reshape(-1)[positions].long()
+        rows = Rows(positions, ids, 1.0 / config.temperature)
         if sampling_topk_ids is not None:
             rows, tokens = _with_candidates(rows, tokens, sampling_topk_ids, sampling_topk_logps)
         # of each row; `objective` is the caller's function
@@ -523,8 +525,8 @@ def policy_loss_from_logps(
         raise ValueError(f"logps: expected shape {written}, got {tuple(logps.shape)}")
     check_tensor("entropies", entropies, like=logps, floating=True)
     check_shape("entropies", entropies, ("logps.shape", tuple(logps.shape)))
-    no_ids, dtype = torch.zeros_like(logps, dtype=torch.long), accumulator_of(logps.dtype)
-    tokens = _tokens(no_ids, completion_mask, advantages, dtype, arguments)
+    dtype = accumulator_of(logps.dtype)
+    tokens = _tokens(logps, completion_mask, advantages, dtype, arguments)
     check_logps("logps", logps.detach().reshape(-1)[tokens.layout.positions])
     row_objective = _row_objective(config, objective, tokens, num_items_in_batch)
     return _loss_of_logps(
@@ -576,9 +578,8 @@ def policy_expectation(
     if completion_mask.dim() != 2:
         got = tuple(completion_mask.shape)
         raise ValueError(f"completion_mask: expected shape (B, T), got {got}")
-    no_ids = torch.zeros_like(completion_mask, dtype=torch.long)
     inputs = {name: arguments[name] for name in _TOKEN_INPUTS if name in arguments}
-    tokens = read_tokens(no_ids, completion_mask, advantages, torch.float32, **inputs)
+    tokens = read_tokens(completion_mask, completion_mask, advantages, torch.float32, **inputs)
     row_objective = _row_objective(config, None, tokens, num_items_in_batch)
     return expectation_of(row_objective, tokens)
 

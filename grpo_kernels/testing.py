@@ -78,7 +78,7 @@ def check_token_level(
         m = len(leaves[0])
         layout = Layout(part["index"], part["sequence"], part["position"], m, m, (m,))
         numbers = {x: part[x] for x in ("advantages", "old_per_token_logps", *OPTIONAL)}
-        inputs = Tokens(layout, torch.zeros_like(part["index"]), **numbers)
+        inputs = Tokens(layout, **numbers)
         of_config = PolicyObjective(config, inputs, torch.ones_like(leaves[0]))
         losses = objective(
             with_loss(TokenInputs(**part), lambda: of_config.per_token_loss(*leaves, alone=True)[0])

@@ -81,7 +81,6 @@ class Tokens:
     """
 
     layout: Layout
-    ids: Tensor  # int64
     advantages: Tensor
     old_per_token_logps: Tensor | None = None
     ref_per_token_logps: Tensor | None = None
@@ -114,7 +113,7 @@ class Tokens:
         return self.importance_sampling_ratio if of_sequences is None else of_sequences
 
     def __len__(self) -> int:
-        return self.ids.shape[0]
+        return self.advantages.shape[0]
 
 
 def counted_positions(mask: Tensor | None, ids: Tensor) -> Tensor:
@@ -137,7 +136,7 @@ def counted_positions(mask: Tensor | None, ids: Tensor) -> Tensor:
     positions = (torch.cat([counts, odd[None]]) | odd).nonzero()[:, 0]
     if positions.shape[0] <= mask.shape[0]:
         return positions
-    if mask.device.type == "cpu" and not mask.is_floating_point():
+    if mask.device.type == "cpu" and not (mask.is_floating_point() or ids.is_floating_point()):
         _refuse_swapped(mask, ids)
     check_mask_values(has_nan=bool(mask.isnan().any()))
     return counts.nonzero()[:, 0]
@@ -176,7 +175,8 @@ def read_tokens(
     """Check the per-token arguments of a loss and select the counted tokens, numbers in `dtype`.
 
     Args:
-        ids: checked; the other arguments must have their shape and device.
+        ids: checked ids, or another tensor in their place; the other arguments must have its shape
+            and device.
         logps: log-probabilities of other policies, by name.
 
     Raises:
@@ -224,7 +224,6 @@ def read_tokens(
         topk = sampling_topk_logps.detach().flatten(0, -2)[positions].to(dtype)
     return Tokens(
         layout=layout,
-        ids=ids.reshape(-1)[positions].long(),
         advantages=either(advantages),
         advantages_per_sequence=per_sequence(advantages),
         importance_sampling_ratio=None if ratio is None else either(ratio),

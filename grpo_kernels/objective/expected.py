@@ -50,11 +50,11 @@ class Expectation:
 
 def expectation_of(objective: PolicyObjective | CustomObjective, tokens: Tokens) -> Expectation:
     """Make the `Expectation` of a loss of `tokens`, for ids of the batch's shape."""
-    layout, ids, dtype = tokens.layout, tokens.ids, tokens.advantages.dtype
-    row = torch.zeros(math.prod(layout.shape), dtype=torch.long, device=ids.device)
+    layout, dtype = tokens.layout, tokens.advantages.dtype
+    row = layout.positions.new_zeros(math.prod(layout.shape))
     row[layout.positions] = torch.arange(len(tokens), device=row.device)
     live = objective.live
-    live = torch.ones_like(ids, dtype=torch.bool) if live is None else live
+    live = torch.ones_like(layout.positions, dtype=torch.bool) if live is None else live
 
     def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Coefficients:
         entropies = logps if entropies is None else entropies

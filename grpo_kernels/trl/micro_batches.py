@@ -145,8 +145,7 @@ def with_exact_kl(trainer: Any, loss: Tensor, inputs: Batch, divergences: Tensor
         items = inputs["num_items_in_batch"].clamp(min=1.0)
         steps = trainer.args.steps_per_generation if trains else 1
         per_item = trainer.accelerator.num_processes * steps
-    no_ids = torch.zeros_like(mask, dtype=torch.long)
-    layout = read_tokens(no_ids, mask, mask.new_zeros(len(mask)), divergences.dtype).layout
+    layout = read_tokens(mask, mask, mask.new_zeros(len(mask)), divergences.dtype).layout
     weights = per_item * token_weights(config, layout, items, divergences.dtype)
     term = config.beta * (weights * divergences.reshape(-1)[layout.positions]).sum()
     accumulated = trainer.current_gradient_accumulation_steps if trains else 1
