@@ -261,7 +261,8 @@ def process_advantages(
     centered, spread, _ = _moments(x.reshape(-1, 1), by_step, correction)
     is_float64 = not table.is_floating_point() or table.dtype == torch.float64  # integers are exact
     rounding = torch.finfo(x.dtype if is_float64 else torch.float32).eps
-    centered = _unless_rounding(centered, rounding * spread)
+    error = rounding * spread + torch.finfo(x.dtype).eps * x.reshape(-1, 1).abs()
+    centered = _unless_rounding(centered, error)
     normalized = _divide(centered, spread + eps).nan_to_num(nan=0.0).view(batch_size, steps)
     at_ends = x.new_zeros(batch_size, columns + 1).scatter(1, places, normalized)[:, :-1]
     sums = _unless_rounding(

@@ -215,9 +215,8 @@ def grpo_loss(
             state them.
         completion_ids: (B, T) or (N,) integers, in [0, V) at every counted position.
         completion_mask: (B, T) or (N,), bool, int or float. A token counts if its mask is not 0,
-            even if it is negative. NaN raises an error, and an additive attention mask (-inf)
-            triggers a warning. None: every token counts, and no host-device sync is needed to count
-            them.
+            even if it is negative. NaN and an additive attention mask (0 and -inf) raise an error.
+            None: every token counts, and no host-device sync is needed to count them.
         advantages: (B,), one per sequence, or (B, T) or (N,), one per token. If N = B, a tensor of
             this length is read as one advantage per sequence.
         config: the loss; default `LossConfig()`.

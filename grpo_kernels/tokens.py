@@ -138,7 +138,7 @@ def counted_positions(mask: Tensor | None, ids: Tensor) -> Tensor:
         return positions
     if mask.device.type == "cpu" and not (mask.is_floating_point() or ids.is_floating_point()):
         _refuse_swapped(mask, ids)
-    check_mask_values(has_nan=bool(mask.isnan().any()))
+    check_mask_values(mask)
     return counts.nonzero()[:, 0]
 
 

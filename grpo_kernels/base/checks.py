@@ -74,7 +74,9 @@ _SYNONYMS = {
     "causal_lm_logps": "completion_logprobs", "causal_lm_logprobs": "completion_logprobs",
     "causal_lm_logprob": "completion_logprobs",
     "alpha": "beta", "kl_type": "kl_estimator", "kl_loss_coef": "beta",
-    "kl_loss_type": "kl_estimator", "cliprange": "epsilon", "cliprange_low": "epsilon",
+    "kl_loss_type": "kl_estimator", "use_kl_loss": "beta", "clip_ratio_c": "delta",
+    "ref_input": "reference", "final_logit_softcapping": "head", "logit_scale": "head",
+    "cliprange": "epsilon", "cliprange_low": "epsilon",
     "cliprange_high": "epsilon_high", "loss_agg_mode": "loss_type", "rewards": "advantages",
 }  # fmt: skip
 
@@ -364,18 +366,25 @@ def read_mask(mask: Tensor) -> Tensor:
     """
     counts = mask != 0
     if mask.dtype != torch.bool and bool(mask.ne(counts).any()):
-        check_mask_values(has_nan=bool(mask.isnan().any()))
+        check_mask_values(mask)
     return counts
 
 
-def check_mask_values(*, has_nan: bool) -> None:
-    """Refuse a completion mask with NaN; otherwise warn, once, of values other than 0 and 1."""
-    if has_nan:
+def check_mask_values(mask: Tensor) -> None:
+    """Refuse NaN and additive masks; otherwise warn, once, of values other than 0 and 1.
+
+    `mask` has such a value. The host waits for the device.
+    """
+    if bool(mask.isnan().any()):
         raise ValueError("completion_mask: expected a mask without NaN, got NaN")
+    if bool(((mask == 0) | (mask <= -1e4)).all()):
+        raise ValueError(
+            "completion_mask: expected a value other than 0 where a token counts, got an additive "
+            "attention mask (0 and large negative numbers); pass mask == 0"
+        )
     warn_once(
         "completion_mask: it holds values other than 0 and 1; every non-zero value counts the "
-        "same. For an additive attention mask, pass mask == 0. Multiply token weights into the "
-        "advantages. If these are ids, swap ids and mask"
+        "same. Multiply token weights into the advantages. If these are ids, swap ids and mask"
     )
 
 

@@ -232,6 +232,8 @@ def test_process_steps_that_cancel_give_exactly_0(dtype):
     assert found.dtype == (dtype or torch.float32)
     assert found[0, :4].tolist() == [0.0] * 4 and found[1].tolist() == [0.0] * 8
     assert found[0, 4:].tolist() == pytest.approx([0.99975] * 4)
+    at_mean = adv.process_advantages([[0.3, 0.7, 0.2], [0.4]], [[0, 1, 4], [5]], 2, length=6)
+    assert at_mean[1].tolist() == [0.0] * 6
 
 
 def test_numpys_arrays_and_integers_are_taken():

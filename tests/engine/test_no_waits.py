@@ -129,7 +129,11 @@ def test_a_mask_of_floats_is_looked_at_in_the_same_wait(
         found = call(name, waits, mask=OnGPU(1.0 * MASK))
         assert found.pop("waits") == CALLS[name][3]
         with pytest.warns(UserWarning, match="completion_mask: it holds values other than 0 and 1"):
-            odd = call(name, waits, mask=OnGPU(torch.where(MASK == 0, 0.0, -torch.inf)))
+            odd = call(name, waits, mask=OnGPU(torch.where(MASK == 0, 0.0, -2.0)))
+        with pytest.raises(
+            ValueError, match=r"^completion_mask: .* got an additive attention mask"
+        ):
+            call(name, waits, mask=OnGPU(torch.where(MASK == 0, -torch.inf, 0.0)))
         with pytest.raises(
             ValueError, match=r"^completion_mask: expected a mask without NaN, got NaN"
         ):

@@ -525,5 +525,7 @@ def test_m2po_drops_the_largest_until_the_mean_is_below() -> None:
     assert not objectives.m2po_mask(old, sampling, torch.zeros(B, T)).any()
     with pytest.raises(ValueError, match=r"^completion_mask: .* without NaN"):
         objectives.m2po_mask(old, sampling, torch.full((B, T), torch.nan))
+    with pytest.raises(ValueError, match=r"^completion_mask: .* additive attention mask"):
+        objectives.m2po_mask(old, sampling, torch.where(mask, 0.0, torch.finfo(torch.bfloat16).min))
     with pytest.warns(UserWarning, match="completion_mask: it holds values other than 0 and 1"):
         objectives.m2po_mask(old, sampling, torch.full((B, T), 2))
