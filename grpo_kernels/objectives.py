@@ -187,12 +187,13 @@ def topr(
 ) -> Tensor:
     """TOPR (tapered off-policy REINFORCE): good completions count in full, others by their ratio.
 
-    -A logp of a good completion, else -sg[min(p / old, 1)] A logp. Use it for off-policy samples: a
-    good completion counts in full, however unlikely it has become.
+    -A logp of a good completion, else -sg[min(p / old, 1)] A logp; times `positive_weight` or
+    `negative_weight`. Use it for off-policy samples: a good completion counts in full, however
+    unlikely it has become.
 
     `scores` has one score per position, shaped like the ids; a token belongs to a good completion
     if its score is above 0. If you have scores (B,), pass ``scores[:, None].expand_as(ids)``. None:
-    the advantage serves as the score. In the paper, the reward serves as both.
+    the advantage serves as the score. In the paper, the reward serves as score and advantage.
     Source: equation 8 of https://arxiv.org/abs/2503.14286; ROLL's ``topr``, with its defaults.
     """
     if scores is None:
@@ -270,8 +271,8 @@ def dppo_tv(
 
     -sg[min(e^R, `clip_ratio_c`)] A logp where the token is kept, else 0. DPPO is made for large
     vocabularies, where PPO's clip holds rare tokens back and lets likely ones move far. Let m be
-    the token's probability minus its old probability. If A > 0, the token is kept while m is at
-    most `clip_ratio_high`; else, while m is at least -`clip_ratio_low`.
+    the token's probability minus its old probability. A token with A > 0 is kept if m is at
+    most `clip_ratio_high`, any other token if m is at least -`clip_ratio_low`.
     `clip_ratio_c` caps the ratio. verl's config sets the cap to 3; the paper recommends a higher
     cap (section 5.4).
     Source: https://arxiv.org/abs/2602.04879.

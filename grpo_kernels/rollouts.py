@@ -99,7 +99,7 @@ def correct(
     cu_seqlens: Tensor | None = None,  # (B + 1,)
     process_group: ProcessGroup | None = None,
 ) -> Correction:
-    """Compute weights, a mask and metrics that correct for a sampler that differs from the policy.
+    """Compute weights and a mask that correct for a sampler unlike the policy, and their metrics.
 
     ::
 
@@ -120,7 +120,7 @@ def correct(
     LEVEL is "token", "seq_sum", "seq_mean" or "seq_max"; STATISTIC is one of:
 
         ratio        exp(D); for a sequence, exp of the sum, mean or maximum of D
-        k1           -D; you pass its bounds as bounds of exp(-D)
+        k1           -D; its bounds apply to exp(-D), as in verl
         k2           D^2 / 2
         k3           exp(D) - 1 - D
         reverse_k3   exp(-D) - 1 + D

@@ -1,4 +1,4 @@
-"""Types for your own annotations: names that options accept, and keyword arguments to pass on.
+"""Types to annotate your own code: the names that options accept, and a loss's keyword arguments.
 
 ::
 

@@ -480,7 +480,7 @@ def _moved(x: Any, like: Tensor) -> Any:
 
 
 class HeadInputs:
-    """A head and its input in one forward, complete after the `with head_inputs(model)` block.
+    """The head and its input, captured from one forward; filled when the `with` block ends.
 
     Attributes:
         hidden: (B, L, H), attached to the model's graph; position t predicts token t + 1.

@@ -123,7 +123,7 @@ def _measured(model: Any) -> Head | None:
 
 
 class FusedDistillationTrainer(LogsShares, DistillationTrainer):
-    """Train like ``trl.DistillationTrainer``, but faster: same arguments, losses and metrics.
+    """Train like ``trl.DistillationTrainer``, with less work: same arguments, losses and metrics.
 
     With heads of equal width, the heads take a third fewer operations per completion token than in
     TRL, or half as many with a `beta` between 0 and 1. Prompt and padding tokens are not projected
