@@ -78,6 +78,7 @@ def in_installed(code: str, wheel: Path, folder: Path) -> list[str]:
     return words
 
 
+@pytest.mark.slow
 def test_wheels_native_and_pure(tree, tmp_path):
     """In one test, since what one leaves behind must not get into the other."""
     (tmp_path / "broken").mkdir()

@@ -29,6 +29,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(path.read_text())["step"]
 
 
+@pytest.mark.slow
 def test_every_variant_is_timed_and_trains_as_stock_trl_does(measured: dict[str, Any]) -> None:
     variants = {name: tuple(x["variants"]) for name, x in measured["scenes"].items()}
     assert variants == {name: scene.toy().variants for name, scene in SCENES.items()}
@@ -40,6 +41,7 @@ def test_every_variant_is_timed_and_trains_as_stock_trl_does(measured: dict[str,
             assert max(x["differences"][key] for key in ("loss", "grad_norm")) <= bound
 
 
+@pytest.mark.slow
 def test_each_saving_computes_and_saves_less(measured: dict[str, Any]) -> None:
     variants = measured["scenes"]["short prompts"]["variants"]
     names = ("fused head alone", "trim", "TRL's micro-batches", "defaults", "skip")
@@ -54,6 +56,7 @@ def test_each_saving_computes_and_saves_less(measured: dict[str, Any]) -> None:
     assert saved[0] > saved[1] > saved[2]
 
 
+@pytest.mark.slow
 def test_a_tree_computes_what_is_necessary(measured: dict[str, Any]) -> None:
     """Of a group its prompt once, without the last tokens, which predict nothing."""
     shapes = measured["groups"]["shapes"]
