@@ -261,6 +261,7 @@ def process_advantages(
     centered, spread, _ = _moments(x.reshape(-1, 1), by_step, correction)
     is_float64 = not table.is_floating_point() or table.dtype == torch.float64  # integers are exact
     rounding = torch.finfo(x.dtype if is_float64 else torch.float32).eps
+    # of the centered numbers, and of the rewards themselves
     error = rounding * spread + torch.finfo(x.dtype).eps * x.reshape(-1, 1).abs()
     centered = _unless_rounding(centered, error)
     normalized = _divide(centered, spread + eps).nan_to_num(nan=0.0).view(batch_size, steps)

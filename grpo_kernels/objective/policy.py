@@ -153,7 +153,6 @@ class PolicyObjective:
             call's log-probabilities.
         known: when a token's gradient is known: with the token's own numbers, or before
             (``"own_row"``), or only with other tokens' numbers (``"all_rows"``).
-        known_before: True if no token's gradient depends on any log-probability.
         has_entropy_gradient: True if the loss depends on the entropies.
     """
 
@@ -171,8 +170,6 @@ class PolicyObjective:
         self.is_centered = tokens.sampling_topk_logps is not None
         couples = _couples_tokens(config, on_policy=self.on_policy, sampled=sampled)
         self.known: Literal["own_row", "all_rows"] = "all_rows" if couples else "own_row"
-        reads_logps = self.is_centered or config.estimates_kl or config.corrects_sampling
-        self.known_before = self.on_policy and not (couples or reads_logps)
         self.has_entropy_gradient = config.entropy_coef != 0.0
 
     @cached_property
@@ -202,7 +199,8 @@ class PolicyObjective:
         config, tokens = self.config, self.tokens
         if config.beta != 0.0 or self.has_entropy_gradient:
             return None
-        if self.known_before:
+        reads_logps = self.known == "all_rows" or self.is_centered or config.corrects_sampling
+        if self.on_policy and not reads_logps:
             return self._at_ratio_one.d_logp != 0
         live = tokens.advantages != 0
         is_factor = self.loss_type.importance_ratio == "factor"

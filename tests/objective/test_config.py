@@ -108,6 +108,7 @@ def test_every_published_algorithm_is_a_preset() -> None:
     published = "GRPO DR_GRPO DAPO GSPO CISPO SAPO LUSPO VESPO GMPO PPO REINFORCE RLOO TIS ICEPOP"
     assert {*presets.__all__} == {*published.split(), "MIS", "OPSM"}
     for name in presets.__all__:
+        assert f"\n{name} " in str(presets.__doc__)  # what help() shows of them
         with pytest.raises(ValueError, match=rf"; .*GRPOLoss\(presets\.{name}\)"):
             LossConfig(loss_type=name)  # type: ignore[arg-type]
 
