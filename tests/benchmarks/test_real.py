@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from benchmarks.figures import DEFAULTS, STOCK
 from benchmarks.machine import ROOT
 from benchmarks.real import __main__ as command
 from benchmarks.real import expectations, report, train
-from benchmarks.run import Results
 from benchmarks.step import PHASES
 
 
@@ -74,17 +72,6 @@ def test_a_difference_or_a_failure_is_wrong(fault: str, data: dict[str, Any]) ->
     assert command.is_wrong(wrong)
 
 
-def test_the_page_keeps_what_is_outside_of_its_marks(data: dict[str, Any], tmp_path: Path) -> None:
-    page = tmp_path / "results.md"
-    page.write_text(f"# Before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.write(data, tmp_path, tmp_path)
-    text = page.read_text()
-    assert text.startswith(f"# Before\n{report.BEGIN}\n\n![{report.claim(data)}](plots/real.png)")
-    assert text.endswith(f"{report.END}\nafter\n") and "old" not in text
-    assert (tmp_path / "plots" / "real.png").exists()
-    assert sum(line.startswith(f"| {DEFAULTS} | 0 |") for line in text.splitlines()) == 1
-
-
 def test_the_pages_are_what_the_committed_results_say(tmp_path: Path) -> None:
     results = ROOT / "benchmarks" / "results"
     newest = sorted(results.glob("cpu-real-*.json"))[-1]
@@ -101,26 +88,3 @@ def test_the_reward_is_the_last_number() -> None:
     held_out = {f"Calculate {a} + {b}." for a, b in train.HELD_OUT}
     asked = {row["prompt"][-1]["content"] for row in train.training_problems(2000, 0)}
     assert len(asked) == len(train.PAIRS) - len(held_out) and not asked & held_out
-
-
-def broken_unless_defaults(name: str, model: Path, **options: Any) -> dict[str, Any]:
-    if name == "ends its process":
-        os._exit(1)
-    return {} | ({DEFAULTS: options}[name])
-
-
-def test_a_training_that_fails_is_noted_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "START", "fork")  # this process has imported what a training needs
-    monkeypatch.setattr(command, "AT_ONCE", 1)
-    monkeypatch.setattr(command, "train", broken_unless_defaults)
-    results = Results(tmp_path / "results.json", runs={})
-    jobs = [command.Job(name, 0, 1) for name in ("ends its process", "raises", DEFAULTS)]
-    command.run_all(jobs, results, tmp_path, short=True)
-    runs = results.data["runs"].values()
-    assert [run["status"] for run in runs] == ["error", "error", "ok"]
-    reasons = [run.get("reason", "") for run in runs]
-    assert "BrokenProcessPool" in reasons[0] and not reasons[2]
-    assert "in broken_unless_defaults" in reasons[1]
-    assert [run.get("tests") for run in runs] == [None, None, False]

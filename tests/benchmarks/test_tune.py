@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,31 +39,3 @@ def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.count("candidate: ") == len(tune.REAL.tiles)
     assert "entries of family interpreter written to" in said
     assert tune.own_table().read_text() == before
-
-
-def of_kernel(table: list[dict[str, Any]], kernel: str) -> list[dict[str, Any]]:
-    return [e for e in table if e["family"] == "interpreter" and kernel in e["kernels"]]
-
-
-def test_the_tuner_writes_after_each_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Out of time in its second part: the first is in the table, whole, and the rest as it was."""
-    looks = itertools.count()
-
-    def check_time(until: float) -> None:
-        # six in the first part: two tiles on the shortlist, two at each of two vocabularies
-        if next(looks) == 8:
-            raise tune.OutOfTime
-
-    monkeypatch.setattr(tune, "check_time", check_time)
-    out = tmp_path / "table.json"
-    assert tune.main(["--dry-run", "--out", str(out), "--kernels", "stats", "grad"]) == 1
-    said = capsys.readouterr().out
-    assert "stats and fused: " in said
-    assert "no time for: grad; they stay as they were" in said
-    own, table = json.loads(tune.own_table().read_text()), json.loads(out.read_text())
-    tune.check_table(table)
-    assert of_kernel(table, "stats") != of_kernel(own, "stats")
-    assert of_kernel(table, "grad") == of_kernel(own, "grad")
-    assert [x.name for x in tmp_path.iterdir()] == ["table.json"]
