@@ -49,14 +49,12 @@ SCRIPTS = {"gsm8k_trl", "distill"}  # of a real run; --smoke makes a small one
 LAUNCHED = {"fsdp2": "FSDPQwen3ForCausalLM", "zero3": "DeepSpeedEngine"}
 
 
-def run_python(*arguments: str, beside: tuple[str, ...] = ()) -> str:
-    """What a Python with a single thread printed, which finds the checkout; fails with all of it if
-    it fails."""
-    path = os.pathsep.join(filter(None, [str(ROOT), *beside, os.environ.get("PYTHONPATH")]))
+def run_python(*arguments: str, beside: str = "") -> str:
+    """What a Python with a single thread printed, which finds the checkout."""
+    path = os.pathsep.join(filter(None, [str(ROOT), beside, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=900
-    )
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -158,7 +156,7 @@ def test_gsm8k_on_two_processes(kind: str, tmp_path: Path) -> None:
     launch += ["--num_processes", "2", "--main_process_port", "0"]
     launch += [str(ROOT / "tests" / "support" / "launched.py")]
     launch += [str(ROOT / "examples" / "gsm8k_trl.py"), "--smoke", "--output_dir", str(tmp_path)]
-    printed = run_python(*launch, beside=(str(zero3.FOLDER),) if kind == "zero3" else ())
+    printed = run_python(*launch, beside=str(zero3.FOLDER) if kind == "zero3" else "")
     assert f"prepared: {LAUNCHED[kind]}" in printed
     assert printed.count("steps: 10;") == 1
     before, after = before_and_after(printed, "accuracy")
