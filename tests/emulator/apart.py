@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -24,21 +25,13 @@ def apart(x: Tensor) -> Tensor:
 class RowsApart(TritonRows):
     """`TritonRows` on copies (`apart`) of what it is given; it writes in place there too."""
 
-    def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
-        return super().stats(_apart(chunk), entropy=entropy, extras=extras)
+    def stats(self, chunk: Chunk, **options: Any) -> RowStats:
+        return super().stats(_apart(chunk), **options)
 
-    def diverge(
-        self, chunk: Chunk, stats: RowStats, reference_stats: RowStats
-    ) -> tuple[Tensor, Tensor]:
-        return super().diverge(_apart(chunk), stats, reference_stats)
+    def diverge(self, chunk: Chunk, *stats: RowStats) -> tuple[Tensor, Tensor]:
+        return super().diverge(_apart(chunk), *stats)
 
-    def grad(
-        self,
-        chunk: Chunk,
-        stats: RowStats,
-        coefficients: Coefficients,
-        out: Tensor,
-    ) -> None:
+    def grad(self, chunk: Chunk, stats: RowStats, coefficients: Coefficients, out: Tensor) -> None:
         with _written(chunk, out) as (wide, wide_out):
             super().grad(wide, stats, coefficients, wide_out)
 

@@ -6,19 +6,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tests.emulator.arithmetic import flushed
-from tests.emulator.instructions import known
+from tests.emulator.instructions import FTZ, INTEGER, each, known
 from tests.emulator.lanes import Lanes
 from tests.emulator.memory import Space
-from tests.emulator.ptx import TYPES, Fault, address, elements
+from tests.emulator.ptx import TYPES, Fault, Values, address, elements
 from tests.emulator.races import WARP
 
 ALL_LANES = 0xFFFFFFFF
-ROUNDINGS = {"rmi": np.floor, "rni": np.rint}
-
-
-def to_bfloat16(x: NDArray[np.float32]) -> NDArray[np.uint16]:
-    return torch.tensor(x).bfloat16().view(torch.uint16).numpy()
 
 
 @known(r"mov\.([busf](?:16|32|64)|pred)")
@@ -49,38 +43,33 @@ def _select(lanes: Lanes, kind: str, d: str, a: str, b: str, p: str) -> None:
     lanes.put(d, np.where(lanes.predicate(p), lanes.get(a, kind), lanes.get(b, kind)))
 
 
-@known(r"cvt\.rn\.(bf16|f16)\.f32")
-def _to_16_bits(lanes: Lanes, kind: str, d: str, a: str) -> None:
-    x = lanes.get(a, "f32")
-    lanes.put(d, to_bfloat16(x) if kind == "bf16" else x.astype(np.float16))
+@each(r"cvt\.rn\.(bf16|f16)\.f32")
+def to_16_bits(kind: str, x: Values) -> Values:
+    if kind == "f16":
+        return x.astype(np.float16)
+    return torch.tensor(x).bfloat16().view(torch.uint16).numpy()
 
 
-@known(r"cvt\.rn\.(bf16|f16)x2\.f32")
-def _two_to_16_bits(lanes: Lanes, kind: str, d: str, high: str, low: str) -> None:
-    x, y = (lanes.get(operand, "f32") for operand in (high, low))
-    top, bottom = (
-        to_bfloat16(z) if kind == "bf16" else z.astype(np.float16).view(np.uint16) for z in (x, y)
-    )
-    lanes.put(d, top.astype(np.uint32) << np.uint32(16) | bottom)
+@each(r"cvt\.rn\.(bf16|f16)x2\.f32")
+def _two_to_16_bits(kind: str, high: Values, low: Values) -> Values:
+    top, bottom = (to_16_bits(kind, x).view(np.uint16).astype(np.uint32) for x in (high, low))
+    return top << np.uint32(16) | bottom
 
 
-@known(r"cvt\.f32\.(bf16|f16)")
-def _from_16_bits(lanes: Lanes, kind: str, d: str, a: str) -> None:
-    if kind == "bf16":
-        lanes.put(d, lanes.get(a, "b16").astype(np.uint32) << np.uint32(16))
-    else:
-        lanes.put(d, lanes.get(a, "f16").astype(np.float32))
+@each(r"cvt\.f32\.(?P<kind>bf16|f16)")
+def _from_16_bits(x: Values) -> Values:
+    return x.astype(np.float32) if x.dtype.kind == "f" else x.astype(np.uint32) << np.uint32(16)
 
 
-@known(r"cvt\.(rmi|rni)(\.ftz)?\.f32\.f32")
-def _to_whole(lanes: Lanes, rounding: str, flush: str | None, d: str, a: str) -> None:
-    lanes.put(d, flushed(ROUNDINGS[rounding](flushed(lanes.get(a, "f32"), flush)), flush))
+@each(rf"cvt\.(rmi|rni){FTZ}\.f32\.f32")
+def _to_whole(rounding: str, x: Values) -> Values:
+    return {"rmi": np.floor, "rni": np.rint}[rounding](x)
 
 
-@known(r"cvt\.rn\.(f32)\.([su](?:16|32|64))")
-@known(r"cvt\.([sub](?:8|16|32|64))\.([sub](?:8|16|32|64))")
-def _of_integer(lanes: Lanes, to: str, of: str, d: str, a: str) -> None:
-    lanes.put(d, lanes.get(a, of).astype(TYPES[to]))
+@each(rf"cvt\.rn\.(f32)\.{INTEGER}")
+@each(rf"cvt\.([sub](?:8|16|32|64))\.{INTEGER}")
+def _of_integer(to: str, x: Values) -> Values:
+    return x.astype(TYPES[to])
 
 
 HINTS = r"(?:\.(?:L1::\w+|L2::\w+|ca|cg|cs|nc|wb|relaxed|volatile|weak))*"

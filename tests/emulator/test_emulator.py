@@ -84,12 +84,8 @@ def test_bounds() -> None:
     named = r"written: ld\.global\.b32 %r2, \[%rd0\+4096\] \(steps\.py:12\): .*outside of"
     refused(named, at_line, numbers())
     for offset in (-4, 4, 128, 4096):
-        refused("outside of", f"{OWN} ld.global.b32 %r2, [%rd11+{offset}];", numbers())
-        refused(
-            r"st\.global\.b32 .*outside of",
-            f"{OWN} st.global.b32 [%rd11+{offset}], %r0;",
-            numbers(),
-        )
+        refused("ld.*outside of", f"{OWN} ld.global.b32 %r2, [%rd11+{offset}];", numbers())
+        refused("st.*outside of", f"{OWN} st.global.b32 [%rd11+{offset}], %r0;", numbers())
     both, elements = numbers(64), "outside of the elements of written_param_0"
     execute(LOAD, both[:32], both[32:])
     refused(elements, f"{OWN} ld.global.b32 %r2, [%rd11+4];", both[:32], both[32:])
@@ -99,28 +95,24 @@ def test_bounds() -> None:
     refused("outside of", guarded.format(32), numbers(31))
     execute(SHARED_STORE, shared=128)
     refused("outside of the 64 bytes of shared memory", SHARED_STORE, shared=64)
-
-
-@pytest.mark.parametrize(
-    "code", ["ld.global.v2.b32 {%r2, %r3}, [%rd0+4];", "ld.global.b64 %rd2, [%rd0+4];"]
-)
-def test_misaligned(code: str) -> None:
-    refused("misaligned: 8 bytes of global memory", code, numbers())
-    execute(code.replace("+4", "+8"), numbers())
+    for code in ("ld.global.v2.b32 {%r2, %r3}, [%rd0+4];", "ld.global.b64 %rd2, [%rd0+4];"):
+        refused("misaligned: 8 bytes of global memory", code, numbers())
+        execute(code.replace("+4", "+8"), numbers())
 
 
 def test_memory_is_written_before_it_is_read() -> None:
+    unwritten = "reads {} memory that nobody wrote"
     with marked():
         result = torch.empty(32, dtype=torch.float32)
-    refused("reads global memory that nobody wrote", LOAD + STORE, result)
+    refused(unwritten.format("global"), LOAD + STORE, result)
     execute(STORE + LOAD, result)
     execute(LOAD, result)
     for dtype in (torch.bfloat16, torch.float16, torch.int64, torch.int32):
         with marked():
             result = torch.empty(64, dtype=dtype)
-        refused("reads global memory that nobody wrote", "ld.global.b64 %rd2, [%rd0];", result)
+        refused(unwritten.format("global"), "ld.global.b64 %rd2, [%rd0];", result)
     execute(SHARED_STORE + SHARED_LOAD, shared=128)
-    refused("reads shared memory that nobody wrote", SHARED_LOAD + SHARED_STORE, shared=128)
+    refused(unwritten.format("shared"), SHARED_LOAD + SHARED_STORE, shared=128)
 
 
 @pytest.mark.parametrize(("threads", "other"), [(32, 4), (64, 128)])
@@ -140,16 +132,13 @@ def test_races_of_threads(threads: int, other: int) -> None:
 
 def test_many_readers_are_all_remembered() -> None:
     """Threads read one place, one of them last; it writes there without a barrier."""
-    write = "setp.eq.u32 %p1, %r0, 63; @%p1 st.shared.b32 [global_smem], %r0;"
-    start = (
-        f"setp.eq.u32 %p2, %r0, 0; @%p2 st.shared.b32 [global_smem], %r0; {BARRIER} "
-        "ld.shared.b32 %r2, [global_smem];"
-    )
-    again = "setp.gt.u32 %p3, %r0, 31; @%p3 ld.shared.b32 %r3, [global_smem];"
-    refused(
-        "race: thread 63 of program 0 writes what", start + again + write, threads=64, shared=16
-    )
-    execute(start + again + BARRIER + write, threads=64, shared=16)
+    place, options = "[global_smem]", {"threads": 64, "shared": 16}
+    write = f"setp.eq.u32 %p1, %r0, 63; @%p1 st.shared.b32 {place}, %r0;"
+    start = f"setp.eq.u32 %p2, %r0, 0; @%p2 st.shared.b32 {place}, %r0; {BARRIER}"
+    start += f" ld.shared.b32 %r2, {place};"
+    again = f"setp.gt.u32 %p3, %r0, 31; @%p3 ld.shared.b32 %r3, {place};"
+    refused("race: thread 63 of program 0 writes what", start + again + write, **options)
+    execute(start + again + BARRIER + write, **options)
 
 
 @pytest.mark.parametrize("programs", [2, 3])
@@ -166,23 +155,18 @@ def test_races_of_programs(programs: int) -> None:
             refused(rf"race: .* of program \d {what}", body, numbers(), programs=programs)
     execute(read, numbers(), programs=programs)
     refused("race: ", "st.global.b32 [%rd0], %r1;", numbers(), programs=programs)
-    refused(
-        "lanes write different values to global memory at once",
-        "st.global.b32 [%rd0], %r0;",
-        numbers(),
-    )
+    at_once = "lanes write different values to global memory at once"
+    refused(at_once, "st.global.b32 [%rd0], %r0;", numbers())
     execute("st.global.b32 [%rd0], 7;", numbers())
 
 
 def test_what_threads_do_together() -> None:
     """A barrier that not all of them reach; an instruction of whole warps in a part of one."""
-    some = "setp.gt.u32 %p1, %r0, 40; @%p1"
-    refused(
-        "wait at a barrier for others that have returned", f"{some} ret; bar.sync 0;", threads=64
-    )
-    apart = f"{some} bra $A; bar.sync 0; bra $B; $A: bar.sync 0; $B:"
-    refused("wait at different barriers", apart, threads=64)
-    execute(f"{some} bra $A; add.s32 %r2, %r0, 1; $A: bar.sync 0;", threads=64)
+    some, two = "setp.gt.u32 %p1, %r0, 40; @%p1", {"threads": 64}
+    refused("wait at a barrier for others that have returned", f"{some} ret; {BARRIER}", **two)
+    apart = f"{some} bra $A; {BARRIER} bra $B; $A: {BARRIER} $B:"
+    refused("wait at different barriers", apart, **two)
+    execute(f"{some} bra $A; add.s32 %r2, %r0, 1; $A: {BARRIER}", **two)
     refused("a part of a warp", f"setp.gt.u32 %p1, %r0, 3; @%p1 bra $A; {SHUFFLE} $A:")
     refused("expected all lanes of a warp to be members", SHUFFLE.replace("-1", "65535"))
 
@@ -193,9 +177,6 @@ def test_unknown_instructions_are_named() -> None:
             execute(f"{opcode} %r2, %r0, %r0;")
     with pytest.raises(UnknownInstruction, match="expected a statement of PTX, got '%r2 = 3"):
         execute("%r2 = 3")
-
-
-INF, NAN = float("inf"), float("nan")
 
 
 def bits(x: float) -> str:
@@ -222,9 +203,9 @@ def result(code: str, kind: str = "b32") -> int:
         ("min.s32 %r2, -1, 1;", 0xFFFFFFFF),
         ("min.u32 %r2, -1, 1;", 1),
         ("setp.lt.u32 %p1, -1, 1; selp.b32 %r2, 5, 6, %p1;", 6),
-        (f"setp.lt.f32 %p1, {bits(NAN)}, {bits(1)}; selp.b32 %r2, 5, 6, %p1;", 6),
-        (f"setp.ne.f32 %p1, {bits(NAN)}, {bits(1)}; selp.b32 %r2, 5, 6, %p1;", 6),
-        (f"max.f32 %r2, {bits(NAN)}, {bits(2)};", int(bits(2)[2:], 16)),
+        (f"setp.lt.f32 %p1, {bits(float('nan'))}, {bits(1)}; selp.b32 %r2, 5, 6, %p1;", 6),
+        (f"setp.ne.f32 %p1, {bits(float('nan'))}, {bits(1)}; selp.b32 %r2, 5, 6, %p1;", 6),
+        (f"max.f32 %r2, {bits(float('nan'))}, {bits(2)};", int(bits(2)[2:], 16)),
         (f"ex2.approx.ftz.f32 %r2, {bits(-127)};", 0),
         (f"ex2.approx.f32 %r2, {bits(-127)};", 1 << 22),
         (f"mul.ftz.f32 %r2, {bits(-1e-30)}, {bits(1e-10)};", 0x80000000),
