@@ -87,7 +87,7 @@ from grpo_kernels.base.checks import (
 from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.engine.autograd import LossWithGradient, first_order
 from grpo_kernels.engine.kept import score_kept
-from grpo_kernels.engine.passes import first_pass, scale_frozen_
+from grpo_kernels.engine.passes import FirstPass, first_pass, scale_frozen_
 from grpo_kernels.engine.plan import (
     Job,
     Rows,
@@ -341,7 +341,7 @@ def grpo_loss(
         if job.engine == "frozen":
             scale_frozen_(first, evaluation.d_logp)
         results = first.stats.logps, first.entropies
-        count = _gradient_count(job, row_objective, evaluation)
+        count = _gradient_count(job, first, evaluation)
         metrics = _metrics(config, tokens, *results, evaluation, count, num_items_in_batch)
         logps, entropies = map(tokens.layout.scatter, results)
     # a backward reads the coefficients only if `first` does not have their gradient
@@ -660,16 +660,12 @@ def _with_candidates(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tup
     return replace(rows, top_k=top_k), tokens.without_candidates(padding)
 
 
-def _gradient_count(
-    job: Job, row_objective: PolicyObjective | CustomObjective, evaluation: Evaluation
-) -> Tensor:
+def _gradient_count(job: Job, first: FirstPass, evaluation: Evaluation) -> Tensor:
     """Number of tokens whose gradient is computed, now or later, ()."""
     if job.when == "later":
         return evaluation.has_gradient.sum()
-    live = row_objective.live
-    if job.when == "never" or live is None:
-        return job.rows.ids.new_full((), len(job.rows) if job.when == "now" else 0)
-    return live.sum()
+    count = 0 if first.live_rows is None else len(first.live_rows)
+    return job.rows.ids.new_full((), count)
 
 
 def _metrics(

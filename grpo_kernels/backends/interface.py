@@ -123,30 +123,10 @@ class RowStats:
 
     @staticmethod
     def concatenate(chunks: list[RowStats]) -> RowStats:
-        """Concatenate the statistics of `chunks`, which must not be empty."""
+        """Concatenate the statistics of at least one chunk."""
+        if len(chunks) == 1:
+            return chunks[0]
         return RowStats(*(_joined([getattr(x, f.name) for x in chunks]) for f in fields(RowStats)))
-
-    @staticmethod
-    def empty(
-        like: Tensor,
-        dtype: torch.dtype,
-        *,
-        entropy: bool,
-        extras: tuple[str, ...],
-        loss_terms: tuple[str, ...] = (),
-        divergence: bool = False,
-    ) -> RowStats:
-        """Statistics of no rows, on the device of `like`."""
-        none = like.new_empty(0, dtype=dtype)
-        return RowStats(
-            none,
-            none,
-            none,
-            none if entropy else None,
-            {name: none.to(statistic_dtype(name, dtype)) for name in extras},
-            dict.fromkeys(loss_terms, none),
-            DivergenceStats(none, none, none, none) if divergence else None,
-        )
 
 
 class DivergenceStats(NamedTuple):

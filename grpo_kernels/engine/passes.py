@@ -19,7 +19,7 @@ from grpo_kernels.engine.plan import Job, Objective
 from grpo_kernels.engine.slices import sweep_slices
 from grpo_kernels.engine.sweep import (
     Index,
-    concatenated,
+    RowWork,
     fused_work,
     gradient_work,
     indices_of,
@@ -70,7 +70,8 @@ def first_pass(
             live_rows = torch.arange(n, device=job.rows.positions.device)
         else:
             live_rows = indices_of(live)
-        fuses = job.engine == "one_pass" and job.fuses
+        # an empty batch needs no kernel: its loss is 0
+        fuses = n > 0 and job.engine == "one_pass" and job.fuses
         fused_loss = objective.fused_loss() if fuses else None
 
         def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
@@ -78,42 +79,30 @@ def first_pass(
                 return job.with_d_result(torch.ones_like(stats.logps))
             return coefficients_at(live_rows[at], stats)
 
-        # the rows with gradient, then those without
-        grad_job, grad_loss = job, fused_loss
-        if live_rows.shape[0] < n:
-            grad_job, grad_loss = job.of_rows(live_rows), take(fused_loss, live_rows)
-        work = stats_work(grad_job) if grad_loss is None else fused_work(grad_job, grad_loss)
-        # in fp16, d logits need a factor that depends on all coefficients of a chunk: `fused_work`
-        # then computes only statistics and loss
-        if grad_loss is None or job.products(tensors.weight).scales_gradient:
-            work = gradient_work(grad_job, tensors, coefficients_of, work)
-        stats, grads = sweep(grad_job, tensors, reference, work, job.needs_grad, grad_loss)
-        if live is not None and live_rows.shape[0] < n:
-            others = indices_of_false(live, n - live_rows.shape[0])
-            stats = _with_others(job, tensors, reference, fused_loss, (live_rows, stats), others)
-        return FirstPass(stats, grads, live_rows)
+        # the rows with gradient; in fp16, d logits need a factor that depends on all coefficients
+        # of a chunk, so the kernel computes only statistics and loss
+        is_part = live_rows.shape[0] < n
+        part = job.at(live_rows) if is_part else job
+        work = _stats_work(part, take(fused_loss, live_rows) if is_part else fused_loss)
+        if fused_loss is None or job.products(tensors.weight).scales_gradient:
+            work = gradient_work(part, tensors, coefficients_of, work)
+        stats, grads = sweep(part, tensors, reference, work, job.needs_grad)
+        if not is_part:
+            return FirstPass(stats, grads, live_rows)
+
+        # the rows without
+        assert live is not None
+        others = indices_of_false(live, n - live_rows.shape[0])
+        part = job.at(others)
+        work = _stats_work(part, take(fused_loss, others))
+        parts = [stats] if len(live_rows) else []
+        stats = RowStats.concatenate([*parts, sweep(part, tensors, reference, work)[0]])
+        return FirstPass(take(stats, torch.cat([live_rows, others]).argsort()), grads, live_rows)
 
 
-def _with_others(
-    job: Job,
-    tensors: HeadTensors,
-    reference: HeadTensors | None,
-    fused_loss: FusedLoss | None,
-    done: tuple[Tensor, RowStats],
-    others: Tensor,
-) -> RowStats:
-    """Compute the statistics of the rows `others`, which get no gradient, and merge in `done`.
-
-    `done` is the index and the statistics of the rows that have a gradient.
-    """
-    (index, stats), job_of_others = done, job.of_rows(others)
-    loss_of_others = take(fused_loss, others)
-    work = stats_work(job_of_others)
-    if loss_of_others is not None:
-        work = fused_work(job_of_others, loss_of_others)
-    more = sweep(job_of_others, tensors, reference, work, fused_loss=loss_of_others)[0]
-    both = concatenated(job, [stats, more], stats.logps, fused_loss)
-    return take(both, torch.cat([index, others]).argsort())
+def _stats_work(job: Job, fused_loss: FusedLoss | None) -> RowWork:
+    """Row work without a gradient: the statistics and, by a kernel for `fused_loss`, the loss."""
+    return stats_work(job) if fused_loss is None else fused_work(job, fused_loss)
 
 
 def scale_frozen_(first: FirstPass, d_logp: Tensor) -> None:
@@ -135,7 +124,7 @@ def second_pass(
     one coefficient is not None.
     """
     indices, coefficients = _nonzero(coefficients)
-    job = job.of_rows(indices)
+    job = job.at(indices)
     if coefficients.d_divergence is None:  # then the gradient does not need the reference
         job, reference = replace(job, reference_dtype=None), None
     stats, coefficients = take((stats, coefficients), indices)

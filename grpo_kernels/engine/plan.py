@@ -243,8 +243,8 @@ class Job:
         """The id of this rank's first row of the head."""
         return 0 if self.shard is None else self.shard.start
 
-    def of_rows(self, index: Tensor) -> Job:
-        """The same call for the rows at `index` only."""
+    def at(self, index: Tensor) -> Job:
+        """The same call for the rows at `index` (m,) alone."""
         return replace(self, rows=take(self.rows, index))
 
     @property

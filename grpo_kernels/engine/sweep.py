@@ -30,6 +30,7 @@ from grpo_kernels.backends.interface import (
     FusedLoss,
     ReferenceLogits,
     RowStats,
+    statistic_dtype,
 )
 from grpo_kernels.base.choices import EXTRAS
 from grpo_kernels.base.distributed import gather_stacked
@@ -132,13 +133,11 @@ def sweep(
     reference: HeadTensors | None,
     work: RowWork,
     needs_grad: HeadTensors | None = None,
-    fused_loss: FusedLoss | None = None,
 ) -> tuple[RowStats, HeadTensors | None]:
     """Call `work` with the logits of all rows, a chunk at a time.
 
     Returns the rows' statistics (empty if `work` returns none), and the gradients that `needs_grad`
-    asks for, in the accumulator's dtype; gradients of rows cover only the job's rows. `fused_loss`
-    is the loss of a fused `work`; it tells which statistics to return if there are no rows.
+    asks for, in the accumulator's dtype; gradients of rows cover only the job's rows.
     """
     rows, parts = job.rows, []
     groups = plan_groups(job, tensors, reference, needs_grad)
@@ -169,27 +168,18 @@ def sweep(
                     d_logits[group.n : group.padded_rows] = 0.0
                 d_group = d_logits[: group.padded_rows]
                 sums.add(group, projection.products, operands[0], d_group, fp16_scale)
-        stats = concatenated(job, parts, tensors.hidden, fused_loss)
+        stats = RowStats.concatenate(parts) if parts else _no_stats(job, tensors.hidden)
         return stats, None if sums is None else sums.gradients()
 
 
-def concatenated(
-    job: Job, parts: list[RowStats], like: Tensor, fused_loss: FusedLoss | None
-) -> RowStats:
-    """Concatenate the statistics of `parts`; if there are none, make empty ones like `like`."""
-    if parts:
-        return parts[0] if len(parts) == 1 else RowStats.concatenate(parts)
-    stats = RowStats.empty(
-        like,
-        job.accumulator_dtype,
-        entropy=job.entropy or fused_loss is not None,
-        extras=() if fused_loss is not None else job.extras,
-        loss_terms=() if fused_loss is None else fused_loss.terms,
-        divergence=job.result_is_divergence,
-    )
+def _no_stats(job: Job, like: Tensor) -> RowStats:
+    """The statistics of no rows, on the device of `like`."""
+    none = like.new_empty(0, dtype=job.accumulator_dtype)
+    extras = {x: none.to(statistic_dtype(x, none.dtype)) for x in job.extras}
     if isinstance(job.rows.top_k, TopKLogps):
-        stats.extras[TOPK_LOGPS] = stats.logps.new_empty(0, job.rows.top_k.given)
-    return stats
+        extras[TOPK_LOGPS] = none.new_empty(0, job.rows.top_k.given)
+    divergence = DivergenceStats(*[none] * 4) if job.result_is_divergence else None
+    return RowStats(none, none, none, none if job.entropy else None, extras, {}, divergence)
 
 
 def indices_of(chosen: Tensor) -> Tensor:

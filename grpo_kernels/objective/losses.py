@@ -42,11 +42,12 @@ class LogRatio:
         tokens: Tokens | None,
         log_ratio: Tensor,
         passes: Tensor | None = None,
-        kept: Tensor | None = None,
+        entropy_mask: Tensor | None = None,
     ) -> None:
-        """Take `log_ratio` (n,) as R or, with `tokens`, its mean over the sequence's `kept` tokens.
+        """Take `log_ratio` (n,) as R or, with `tokens`, its mean over the sequence's tokens.
 
-        `passes` (n,) bool marks the tokens that get d R.
+        `passes` (n,) bool marks the tokens that get d R. The mean is over the tokens in
+        `entropy_mask` (n,) bool; None: over all.
         """
         self._tokens, self._passes = tokens, passes
         self.is_shared = tokens is not None  # one per sequence
@@ -54,7 +55,9 @@ class LogRatio:
             self.value = log_ratio
             return
         layout = tokens.layout
-        counts = layout.lengths if kept is None else layout.sequence_sum(kept.to(log_ratio.dtype))
+        counts = layout.lengths
+        if entropy_mask is not None:
+            counts = layout.sequence_sum(entropy_mask.to(log_ratio.dtype))
         self._counts = counts.clamp(min=1).to(log_ratio.dtype)
         self.value = (layout.sequence_sum(log_ratio) / self._counts)[layout.sequence]
 
@@ -74,18 +77,18 @@ def of_level(config: Config, tokens: Tokens, token_log_ratio: Tensor, _: Tensor 
 
 
 def clipped_mean(
-    config: Config, tokens: Tokens, token_log_ratio: Tensor, kept: Tensor | None
+    config: Config, tokens: Tokens, token_log_ratio: Tensor, entropy_mask: Tensor | None
 ) -> LogRatio:
-    """GMPO's R: the mean of the sequence's `kept` log-ratios, each clipped first.
+    """GMPO's R: the mean of the sequence's log-ratios in `entropy_mask`, each clipped first.
 
     A log-ratio is clipped from above if A > 0, else from below.
     """
     up, low, high = tokens.advantages > 0, -config.epsilon, config.clip_high
     bounded = torch.where(up, token_log_ratio.clamp(max=high), token_log_ratio.clamp(min=low))
     passes = torch.where(up, token_log_ratio <= high, token_log_ratio >= low)
-    if kept is not None:
-        passes, bounded = passes & kept, torch.where(kept, bounded, 0.0)
-    return LogRatio(tokens, bounded, passes, kept=kept)
+    if entropy_mask is not None:
+        passes, bounded = passes & entropy_mask, torch.where(entropy_mask, bounded, 0.0)
+    return LogRatio(tokens, bounded, passes, entropy_mask)
 
 
 def sequence_log_weight(tokens: Tokens, token_log_ratio: Tensor) -> Tensor:
@@ -141,7 +144,7 @@ class LossType:
     normalizer: Literal["sequence_mean", "token_mean", "num_items", "max_length", "sequence_sum"]
     # what has one R: as `importance_sampling_level` says, always a token, always a sequence
     ratio_per: Literal["level", "token", "sequence"] = "level"
-    # R of each token: config, tokens, token log-ratios (n,), and the tokens of high entropy
+    # R of each token: config, tokens, token log-ratios (n,), entropy mask (n,) or None
     log_ratio: Callable[[Config, Tokens, Tensor, Tensor | None], LogRatio] = of_level
     # the surrogate's argument in place of R: tokens, token log-ratios -> (n,)
     argument: Callable[[Tokens, Tensor], Tensor] | None = None

@@ -80,8 +80,8 @@ def loss_metrics(
         per_sequence = sampling_ratio_is_per_sequence(config)
     if ratio is not None:
         (over_sequences if per_sequence else over_tokens)("importance_sampling_ratio", ratio)
-    if inputs is not None and inputs.near_policy is not None:
-        over_tokens("off_policy_masked", ~inputs.near_policy)
+    if inputs is not None and inputs.off_policy_mask is not None:
+        over_tokens("off_policy_masked", ~inputs.off_policy_mask)
     if tokens.sampling_per_token_logps is not None:
         over_tokens("sampling_unscored", torch.isnan(tokens.sampling_per_token_logps))
     if difference is not None and ratio is not None:

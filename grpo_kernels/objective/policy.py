@@ -7,7 +7,7 @@ and the surrogates (the policy term of a token's loss) and KL estimators of `for
     R_t    = logp_t - old_t                        token level
            = mean over the sequence of that        sequence level (some loss types have their own)
     l_t    = keep_t * is_t * surrogate(R_t, A_t) + beta * KL_t [* exp(R_t)]
-    loss   = sum_t w_t l_t - entropy_coef * mean of the kept tokens' entropies
+    loss   = sum_t w_t l_t - entropy_coef * mean entropy of the tokens that the entropy mask keeps
 
 KL_t is an estimate, or the divergence D_t over the vocabulary. keep_t is the product of the
 off-policy and the top-entropy mask; is_t is the importance sampling ratio, an input or computed
@@ -84,7 +84,7 @@ class MetricInputs:
     token_log_ratio: Tensor
     kl: Tensor | None = None
     phi: Tensor | None = None
-    near_policy: Tensor | None = None  # bool: not dropped by the off-policy mask
+    off_policy_mask: Tensor | None = None  # bool: not dropped by the off-policy mask
     importance_sampling_ratio: Tensor | None = None  # (n,), or (B,) if it is one per sequence
     sampling_difference: Tensor | None = None  # old - sampling logp, if the ratio comes from it
 
@@ -277,22 +277,24 @@ class PolicyObjective:
         log-probabilities, entropies, divergences (with a second head) and the log-probabilities (n,
         K) of a sampler's candidates.
         """
-        logps, entropies, keep, d_topk = stats.logps, cast(Tensor, stats.entropies), None, None
+        logps, entropies = stats.logps, cast(Tensor, stats.entropies)
+        entropy_mask = d_topk = None
         if stats.loss_terms:
             policy_loss, d_logp, metric_inputs = self._of_kernel(stats.loss_terms)
         else:
             divergences = None if stats.divergence is None else stats.divergence.value
-            keep = _keep_high_entropy(self.config, entropies)
-            per_token, d_logp, metric_inputs = self._per_token(logps, keep, divergences)
+            entropy_mask = _entropy_mask(self.config, entropies)
+            per_token, d_logp, metric_inputs = self._per_token(logps, entropy_mask, divergences)
             if self.is_centered:
-                centering, d_topk = self._centering(stats.extras[TOPK_LOGPS], logps, keep)
+                centering, d_topk = self._centering(stats.extras[TOPK_LOGPS], logps, entropy_mask)
                 per_token = per_token + centering
             policy_loss = (self.token_weights * per_token).sum()
         loss, d_entropy = policy_loss, None
-        if self.has_entropy_gradient:  # the bonus is the mean entropy of the kept tokens
-            kept = torch.ones_like(entropies) if keep is None else keep.to(entropies.dtype)
-            weights = self.config.entropy_coef * kept / kept.sum().clamp(min=1.0)
-            loss, d_entropy = policy_loss - times(entropies, weights).sum(), -weights
+        if self.has_entropy_gradient:  # the bonus is the mean entropy of the tokens in the mask
+            mask = torch.ones_like(entropies) if entropy_mask is None else entropy_mask
+            counts = mask.to(entropies.dtype)
+            shares = self.config.entropy_coef * counts / counts.sum().clamp(min=1.0)
+            loss, d_entropy = policy_loss - times(entropies, shares).sum(), -shares
         d_divergence = self._d_divergence()  # beta w, known beforehand
         coefficients = Coefficients(d_logp, d_entropy, d_divergence, d_topk)
         return Evaluation(loss, coefficients, policy_loss, metric_inputs)
@@ -316,9 +318,9 @@ class PolicyObjective:
             raise ValueError(
                 f"ref_per_token_logps: expected a tensor since beta = {self.config.beta}, got None"
             )
-        keep = _keep_high_entropy(self.config, entropies.detach())
-        loss, _, metric_inputs = self._per_token(logps.detach(), keep, None)
-        return _LossOfTokens.apply(logps, loss, self, keep), metric_inputs
+        entropy_mask = _entropy_mask(self.config, entropies.detach())
+        loss, _, metric_inputs = self._per_token(logps.detach(), entropy_mask, None)
+        return _LossOfTokens.apply(logps, loss, self, entropy_mask), metric_inputs
 
     def _of_kernel(self, terms: dict[str, Tensor]) -> tuple[Tensor, Tensor, MetricInputs]:
         """Loss without the entropy bonus, a_t and inputs of the metrics, from a kernel's terms."""
@@ -333,19 +335,19 @@ class PolicyObjective:
             token_log_ratio=terms["log_ratio"],
             kl=terms.get("kl"),
             phi=None if at_one is None else at_one.phi,
-            near_policy=None if at_one is None else at_one.near_policy,
+            off_policy_mask=None if at_one is None else at_one.off_policy_mask,
             importance_sampling_ratio=ratio,
             sampling_difference=difference,
         )
         return policy_loss, terms["d_logp"], metric_inputs
 
     def _centering(
-        self, topk_logps: Tensor, logps: Tensor, keep_entropy: Tensor | None
+        self, topk_logps: Tensor, logps: Tensor, entropy_mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """A_t sum_H c_v log p_v (n,), and d loss / d log p_v (n, K)."""
         factor = self.tokens.advantages
-        for keep in (_near_policy(self.config, self.tokens, logps), keep_entropy):
-            factor = factor if keep is None else torch.where(keep, factor, 0.0)
+        for mask in (_off_policy_mask(self.config, self.tokens, logps), entropy_mask):
+            factor = factor if mask is None else torch.where(mask, factor, 0.0)
         sampled: Any = self.tokens.sampling_topk_logps
         value, d_topk = torch.empty_like(factor), torch.empty_like(sampled)
         for start in range(0, len(factor), CENTERED_ROWS):
@@ -357,7 +359,7 @@ class PolicyObjective:
         return times(value, factor), times(d_topk, weights)
 
     def _per_token(
-        self, logps: Tensor, keep_entropy: Tensor | None, divergences: Tensor | None
+        self, logps: Tensor, entropy_mask: Tensor | None, divergences: Tensor | None
     ) -> tuple[Tensor, Tensor, MetricInputs]:
         """l_t and a_t of each token, without the entropy bonus, and the inputs of the metrics.
 
@@ -367,12 +369,12 @@ class PolicyObjective:
         loss_type, constants = self.loss_type, self._constants
         if self.lacks_sampling_ratio:
             complete = PolicyObjective(config, _with_sampling_ratio(config, tokens, logps), weights)
-            return complete._per_token(logps, keep_entropy, divergences)
+            return complete._per_token(logps, entropy_mask, divergences)
         old = tokens.old_per_token_logps
         token_log_ratio = (
             torch.where(torch.isnan(logps), logps, 0.0) if old is None else logps - old
         )
-        log_ratio = loss_type.log_ratio(config, tokens, token_log_ratio, keep_entropy)
+        log_ratio = loss_type.log_ratio(config, tokens, token_log_ratio, entropy_mask)
         argument, advantages, phi = log_ratio.value, tokens.advantages, None
         if loss_type.argument is not None:
             argument = loss_type.argument(tokens, token_log_ratio)
@@ -381,8 +383,8 @@ class PolicyObjective:
         surrogate = SURROGATES[loss_type.surrogate]
         loss, d_log_ratio, d_logps = surrogate(argument, advantages, logps, *constants)
 
-        near_policy = _near_policy(config, tokens, logps)
-        gate = self._gate(near_policy, keep_entropy)
+        off_policy_mask = _off_policy_mask(config, tokens, logps)
+        gate = self._gate(off_policy_mask, entropy_mask)
         if gate is not None:
             loss, d_log_ratio, d_logps = (times(x, gate) for x in (loss, d_log_ratio, d_logps))
         if old is None:
@@ -402,7 +404,7 @@ class PolicyObjective:
             token_log_ratio=token_log_ratio,
             kl=kl,
             phi=phi,
-            near_policy=near_policy,
+            off_policy_mask=off_policy_mask,
             importance_sampling_ratio=ratio,
             sampling_difference=difference,
         )
@@ -419,7 +421,7 @@ class PolicyObjective:
         old: Any = logps if tokens.old_per_token_logps is None else tokens.old_per_token_logps
         return tokens.unexpanded_sampling_ratio, old - tokens.sampling_per_token_logps
 
-    def _gate(self, near_policy: Tensor | None, keep_entropy: Tensor | None) -> Tensor | None:
+    def _gate(self, off_policy_mask: Tensor | None, entropy_mask: Tensor | None) -> Tensor | None:
         """The factor (n,) on the policy term; None if it is 1 everywhere.
 
         It is 0 if a mask drops the token, else the importance sampling ratio.
@@ -427,10 +429,10 @@ class PolicyObjective:
         tokens, gate = self.tokens, None
         if self.loss_type.importance_ratio == "factor":
             gate = tokens.importance_sampling_ratio
-        for keep in (near_policy, keep_entropy):
-            if keep is not None and self.loss_type.masks:
-                kept = torch.ones_like(tokens.advantages) if gate is None else gate
-                gate = torch.where(keep, kept, 0.0)
+        for mask in (off_policy_mask, entropy_mask):
+            if mask is not None and self.loss_type.masks:
+                gate = torch.ones_like(tokens.advantages) if gate is None else gate
+                gate = torch.where(mask, gate, 0.0)
         return gate
 
     def _estimated_kl(self, log_ratio: LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
@@ -479,7 +481,7 @@ def _couples_tokens(config: LossConfig, *, on_policy: bool, sampled: bool) -> bo
 
 
 class _LossOfTokens(torch.autograd.Function):
-    """``forward(ctx, logps, loss, objective, keep)`` -> `loss` (n,), with its gradient in logps.
+    """``forward(ctx, logps, loss, objective, mask)`` -> `loss` (n,), with its gradient in logps.
 
     That gradient is a_t with the upstream gradient as the weights. It cannot be differentiated
     again.
@@ -487,9 +489,13 @@ class _LossOfTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logps: Tensor, loss: Tensor, objective: PolicyObjective, keep: Tensor | None
+        ctx: Any,
+        logps: Tensor,
+        loss: Tensor,
+        objective: PolicyObjective,
+        mask: Tensor | None,
     ) -> Tensor:
-        ctx.objective, ctx.keep = objective, keep
+        ctx.objective, ctx.entropy_mask = objective, mask
         ctx.save_for_backward(logps)
         return loss.clone()
 
@@ -500,13 +506,14 @@ class _LossOfTokens(torch.autograd.Function):
                 "tokens.loss: expected to be differentiated once, got create_graph=True"
             )
         weighted = PolicyObjective(ctx.objective.config, ctx.objective.tokens, upstream)
-        return weighted._per_token(ctx.saved_tensors[0], ctx.keep, None)[1], None, None, None
+        d_logps = weighted._per_token(ctx.saved_tensors[0], ctx.entropy_mask, None)[1]
+        return d_logps, None, None, None
 
 
 # Masks of the tokens that the policy term acts on. Neither mask carries gradient.
 
 
-def _keep_high_entropy(config: LossConfig, entropies: Tensor) -> Tensor | None:
+def _entropy_mask(config: LossConfig, entropies: Tensor) -> Tensor | None:
     """(n,) bool: the share `top_entropy_quantile` of tokens with the highest entropy; None: all.
 
     Source: https://arxiv.org/abs/2506.01939
@@ -518,7 +525,7 @@ def _keep_high_entropy(config: LossConfig, entropies: Tensor) -> Tensor | None:
     return entropies >= quantile(entropies, 1 - config.top_entropy_quantile)
 
 
-def _near_policy(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tensor | None:
+def _off_policy_mask(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tensor | None:
     """(n,) bool: the tokens that the off-policy mask does not drop; None: all.
 
     Source: https://arxiv.org/abs/2512.02556
