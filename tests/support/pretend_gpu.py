@@ -3,15 +3,13 @@ reads of a value or of a number of elements, and copies to or from the host that
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.fx.experimental import _config as symbolic
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -27,11 +25,6 @@ READS = {  # ops whose result the host needs, or whose size it does
 }
 INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
 READ = 1  # the number that the host reads of a tensor without data
-HOPPER = types.SimpleNamespace(
-    name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, warp_size=32,
-    total_memory=80 * 2**30,
-    shared_memory_per_multiprocessor=233472, shared_memory_per_block_optin=232448, gcnArchName="",
-)  # fmt: skip
 # 16-bit operands, fp32 results: CUDA only
 WIDE_PRODUCTS = {aten.mm.dtype_out, aten.addmm.dtype_out}
 
@@ -129,9 +122,7 @@ def _wide_product(*operands: Any, out: Tensor, **_: Any) -> Tensor:
     return out.copy_(product if not start else start[0] + product)
 
 
-def _makes_there(
-    make: Callable[..., Tensor], *, copies: bool, memory: bool
-) -> Callable[..., Tensor]:
+def _makes_there(make: Callable[..., Tensor], *, copies: bool) -> Callable[..., Tensor]:
     """A function that makes tensors, with ``device="cuda"``; `copies` from the host."""
 
     def made(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
@@ -139,7 +130,7 @@ def _makes_there(
             return make(*args, **kwargs) if device is None else make(*args, device=device, **kwargs)
         if copies:
             WAITS.add(f"{make.__name__} to the device")
-        result = make(*args, **kwargs, **({} if memory else {"device": "meta"}))
+        result = make(*args, **kwargs)
         if WAITS.tape is not None:
             WAITS.tape.made(make.__name__, result)
         return OnGPU(result)
@@ -167,14 +158,11 @@ def _to(
 
 @contextmanager
 def pretended(
-    monkeypatch: pytest.MonkeyPatch, *, capturing: bool = False, tape: Any = None,
-    memory: bool = True,
-) -> Iterator[Waits]:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch, *, capturing: bool = False, tape: Any = None
+) -> Iterator[Waits]:
     """Within, tensors may be `OnGPU`, and waits are listed; while `capturing`, each is an error.
 
-    A tensor whose data is on torch's "meta" device has none, and nor has what comes of it. Without
-    `memory` all that is made on the GPU is such a tensor, and the GPU is one of Hopper's, for which
-    Triton's kernels can be launched.
+    A tensor whose data is on torch's "meta" device has none, and nor has what comes of it.
     """
     plenty = 2**40
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
@@ -182,17 +170,9 @@ def pretended(
     names = ("reserved", "active", "inactive_split")
     nothing = {f"{name}_bytes": {"all": {"current": 0}} for name in names}
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device=None: nothing)
-    made = ["arange", "empty", "full", "ones", "zeros", "tensor"]
-    for name in made if memory else [*made, "linspace", "randint", "randn"]:
-        there = _makes_there(getattr(torch, name), copies=name == "tensor", memory=memory)
+    for name in ("arange", "empty", "full", "ones", "zeros", "tensor"):
+        there = _makes_there(getattr(torch, name), copies=name == "tensor")
         monkeypatch.setattr(torch, name, there)
-    if not memory:
-        monkeypatch.setattr(symbolic, "meta_nonzero_assume_all_nonzero", True)
-        monkeypatch.setattr(torch.cuda, "device", lambda device=None: nullcontext())
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: GPU.index)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: HOPPER)
     move = Tensor.to
     monkeypatch.setattr(Tensor, "to", lambda x, *args, **kwargs: _to(move, x, *args, **kwargs))
     WAITS.clear()
