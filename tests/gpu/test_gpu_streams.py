@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, Run, grpo_loss, linear_logprob
-from tests.support.on_device import (
-    BACKENDS,
-    Graphed,
-    copy_of,
-    leaves,
-    same_bits,
-    waits,
-)
+from tests.support.on_device import BACKENDS, Graphed, copy_of, leaves, same_bits, waits
 
 SHAPES = {"cuda": (512, 256, 32_003), "cpu": (24, 16, 70)}
 SLEEP_CYCLES = 40_000_000  # some 20 ms: a launch on the wrong stream runs before its input is there

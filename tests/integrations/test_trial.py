@@ -179,13 +179,7 @@ def changed_training(model: Any) -> Iterator[dict[str, Any]]:
     yield {}
 
 
-CHANGES = (
-    changed_constant,
-    changed_attribute,
-    changed_object,
-    changed_hook,
-    changed_training,
-)
+CHANGES = (changed_constant, changed_attribute, changed_object, changed_hook, changed_training)
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -245,6 +245,7 @@ def trainer_of(name: str) -> tuple[type, dict[str, Any]]:
 
 
 SHARES = ("rows/projected", "rows/gradient", "tokens/computed", "tokens/gradient")
+SHARES += ("sequences/gradient",)
 
 
 def shares_of(run: Run) -> list[dict[str, float]]:
@@ -367,6 +368,9 @@ def test_the_trainer_logs_the_share_of_completion_tokens_and_of_those_with_an_ad
         counted, places = sum(int(x.sum()) for x in masks), sum(x.numel() for x in masks)
         assert step["rows/projected"] == counted / places < 1
         assert step["rows/gradient"] == sum(graded) / counted
+        assert 0 < step["tokens/gradient"] <= step["tokens/computed"] < 1
+        live = torch.cat([batch["advantages"] != 0 for batch in part])
+        assert step["sequences/gradient"] == live.float().mean()
     assert any(0 < step["rows/gradient"] < 1 for step in found), "the case shows nothing"
     # a row counts once, also if log-probability and entropy have a gradient
     (step,) = shares_of(train(FusedGRPOTrainer, 1, entropy_coef=0.01))

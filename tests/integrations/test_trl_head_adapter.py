@@ -91,12 +91,7 @@ OF_INDICES = {"peft_config": peft.LoraConfig(task_type="CAUSAL_LM", **INDICES)}
 DORA = {"peft_config": on_head(use_dora=True)}
 FP32 = {"peft_config": on_head(), "cast_lm_head_to_fp32": True}
 REFUSED: dict[str, tuple[type, dict[str, Any], type[Exception], str]] = {
-    "token indices": (
-        Ours,
-        OF_INDICES,
-        TypeError,
-        r"^lm_head: expected .*; train it by",
-    ),
+    "token indices": (Ours, OF_INDICES, TypeError, r"^lm_head: expected .*; train it by"),
     "DoRA": (Ours, DORA, ValueError, "expected adapters that are plain LoRA, got Dora"),
     "fp32 head": (Ours, FP32, ValueError, "cast_lm_head_to_fp32: expected False"),
     "stock TRL": (Stock, {"peft_config": on_head()}, ValueError, "adapter to `lm_head` is not sup"),

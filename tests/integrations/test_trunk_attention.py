@@ -4,8 +4,6 @@ gradients are the padded forward's."""
 from __future__ import annotations
 
 import inspect
-import itertools
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +15,6 @@ pytest.importorskip("transformers")
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from grpo_kernels.base.checks import WARNED
-from grpo_kernels.base.tensors import cut
 from grpo_kernels.body import paths
 from grpo_kernels.body.trunk import ordinary_id
 from tests.support import tiny_architectures as tiny
@@ -157,22 +154,6 @@ def test_attention_that_is_replaced_later_gives_way(monkeypatch: pytest.MonkeyPa
     dropping._takes_segments = True  # type: ignore[attr-defined]  # so that it is not wrapped again
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", dropping)
     assert_right(model, given, "0 calls of its layers", "layout='trim' is used")
-
-
-def test_parts_cost_the_least_of_all() -> None:
-    draw = random.Random(3)
-
-    def cost(ends: tuple[int, ...], costs: list[int], overhead: int) -> int:
-        parts = itertools.pairwise((0, *ends, len(costs)))
-        return sum((end - first) * costs[end - 1] + overhead for first, end in parts)
-
-    for overhead in (0, 3, 20, 200) * 5:
-        costs = sorted(draw.randrange(1, 40) for _ in range(6))
-        parts = cut(costs, overhead)
-        assert [x for first, end in parts for x in range(first, end)] == [*range(6)]
-        every = [ends for n in range(6) for ends in itertools.combinations(range(1, 6), n)]
-        found = cost(tuple(end for _, end in parts[:-1]), costs, overhead)
-        assert found == min(cost(ends, costs, overhead) for ends in every)
 
 
 def packed(given: dict[str, Tensor], padding: Tensor | None = None, rows: int = 1) -> Any:

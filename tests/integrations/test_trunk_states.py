@@ -14,7 +14,6 @@ pytest.importorskip("transformers")
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from grpo_kernels.body import paths as along
-from grpo_kernels.body.layout import _worth_sharing
 from grpo_kernels.body.paths import Paths, Segments
 from tests.support import all_architectures as every
 from tests.support.training_step import (
@@ -50,22 +49,6 @@ def test_an_argument_that_may_be_of_each_token_is_not_dropped() -> None:
     named = {"g": x[..., 0], "beta": x[..., 0], "gate": x}
     with pytest.raises(along.NotAlongPaths, match="'gate' that may be of each token"):
         along._recur(Segments(paths, varlen=False), inner, recurrence, (x, x, x), named)
-
-
-@pytest.mark.parametrize(
-    ("shared", "expected"),
-    [
-        ([0, 100, 100, 100], [0, 100, 100, 100]),  # a group
-        ([0, 103, 100, 101, 100], [0, 100, 100, 100, 100]),  # completions that begin alike
-        ([0, 140, 100], [0, 140, 100]),
-        ([0, 20, 20, 20], [0, 20, 20, 20]),  # sixty tokens
-        ([0, 20, 0, 20], [0, 0, 0, 0]),
-        ([0, 20, 30, 20], [0, 20, 20, 20]),
-        ([0, 60, 40, 20], [0, 40, 40, 0]),
-    ],
-)
-def test_branches_that_save_little_are_none(shared: list[int], expected: list[int]) -> None:
-    assert _worth_sharing(shared, 32) == expected
 
 
 KERNELS = {

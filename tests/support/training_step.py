@@ -127,30 +127,26 @@ def assert_right(
 
 
 def assert_any_rows(model: Any, batches: int = 8, *, counts: bool = True) -> None:
-    """`assert_each_prefix_once` of rows of two ids, which part anywhere."""
+    """As padded, of rows of two ids, which part anywhere; with `counts` each prefix of `rows` that
+    predicts a token is computed once."""
     draw = random.Random(5)
     for _ in range(batches):
         rows = [
             [draw.randrange(3, 5) for _ in range(draw.randrange(2, 13))]
             for _ in range(draw.randrange(2, 9))
         ]
-        assert_each_prefix_once(model, rows, counts=counts)
-
-
-def assert_each_prefix_once(model: Any, rows: list[list[int]], *, counts: bool = True) -> None:
-    """As padded; with `counts` each prefix of `rows` that predicts a token is computed once."""
-    ids = [torch.tensor(x) for x in rows]
-    given = {"input_ids": nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=77)}
-    mask = nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)
-    given |= {"attention_mask": mask, "completion_mask": mask[:, 1:]}
-    given["advantages"] = 0.1 + torch.arange(len(rows))
-    want, gradients = loss_of(model, given, **PADDED)
-    out, got = loss_of(model, given)
-    torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
-    assert_same(got, gradients, 5e-6)
-    prefixes = {tuple(x[:n]) for x in rows for n in range(1, len(x))}
-    computed = round(out.metrics["tokens/computed"].item() * mask.numel())
-    assert computed == len(prefixes) or not counts
+        ids = [torch.tensor(x) for x in rows]
+        given = {"input_ids": nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=77)}
+        mask = nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)
+        given |= {"attention_mask": mask, "completion_mask": mask[:, 1:]}
+        given["advantages"] = 0.1 + torch.arange(len(rows))
+        want, gradients = loss_of(model, given, **PADDED)
+        out, got = loss_of(model, given)
+        torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
+        assert_same(got, gradients, 5e-6)
+        prefixes = {tuple(x[:n]) for x in rows for n in range(1, len(x))}
+        computed = round(out.metrics["tokens/computed"].item() * mask.numel())
+        assert computed == len(prefixes) or not counts
 
 
 def said_by(call: Any) -> list[str]:

@@ -93,11 +93,7 @@ def mixed(mixin: type, trainer_class: type) -> type:
 
 
 def train(
-    trainer: Any,
-    steps: int = 2,
-    *,
-    config_class: Any = trl.GRPOConfig,
-    **options: Any,
+    trainer: Any, steps: int = 2, *, config_class: Any = trl.GRPOConfig, **options: Any
 ) -> Run:
     """A training by a configuration of `options`; those that it lacks are `tiny_run.train`'s."""
     of_config = {x.name for x in dataclasses.fields(config_class)}
