@@ -26,6 +26,11 @@ def gpu(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture(params=["torch", "triton"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
 def as_in_use() -> Iterator[None]:
     """Without the suite's deterministic mode, whose operations wait and allocate."""

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, Run, grpo_loss, linear_logprob
-from tests.support.on_device import BACKENDS, copy_of, leaves, relative, same_bits
+from tests.support.on_device import copy_of, leaves, relative, same_bits
+
+pytestmark = pytest.mark.usefixtures("as_in_use")
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 RERUNS = {"cuda": 20, "cpu": 2}
@@ -41,11 +43,10 @@ def agrees(got: Any, want: Any, *, dtype: torch.dtype, backend: str) -> bool:
     return all(bool(((x - y).abs() <= CLOSE).all()) for x, y in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_run_has_the_same_bits(
-    device: torch.device, engine: str, dtype: torch.dtype, backend: str, as_in_use: None
+    device: torch.device, engine: str, dtype: torch.dtype, backend: str
 ) -> None:
     n, h, v = (1024, 512, 32_003) if device.type == "cuda" else TINY
     n -= n % 4
@@ -72,10 +73,9 @@ def test_every_run_has_the_same_bits(
         assert same_bits(step(), first), f"run {i + 2}"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("n", "h", "v", "dtype"), BIG, ids=str)
 def test_a_row_does_not_depend_on_its_batch(
-    device: torch.device, n: int, h: int, v: int, dtype: torch.dtype, backend: str, as_in_use: None
+    device: torch.device, n: int, h: int, v: int, dtype: torch.dtype, backend: str
 ) -> None:
     """Alone, in parts of any size, permuted, repeated, in chunks."""
     if device.type == "cpu":
@@ -94,10 +94,9 @@ def test_a_row_does_not_depend_on_its_batch(
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_masked_positions_and_padding_change_no_bit(
-    device: torch.device, dtype: torch.dtype, backend: str, as_in_use: None
+    device: torch.device, dtype: torch.dtype, backend: str
 ) -> None:
     n, h, v = (640, 512, 32_003) if device.type == "cuda" else (16, 16, 70)
     hidden, weight, ids = (x.detach() for x in leaves(device, n, h, v, dtype))
@@ -115,11 +114,10 @@ def test_masked_positions_and_padding_change_no_bit(
         assert not got[:, 8:].any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_ratio_is_exactly_one_on_policy(
-    device: torch.device, engine: str, dtype: torch.dtype, backend: str, as_in_use: None
+    device: torch.device, engine: str, dtype: torch.dtype, backend: str
 ) -> None:
     """Old log-probabilities of calls without gradient, by sequence: loss and gradient as on-policy.
 
@@ -149,10 +147,7 @@ def test_the_ratio_is_exactly_one_on_policy(
         assert float((got - want).double().norm()) <= 2e-3 * float(want.double().norm())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_are_the_same_in_every_engine(
-    device: torch.device, backend: str, as_in_use: None
-) -> None:
+def test_rows_are_the_same_in_every_engine(device: torch.device, backend: str) -> None:
     n, h, v = (640, 512, 32_003) if device.type == "cuda" else (16, 16, 70)
     hidden, weight, ids = leaves(device, n, h, v, torch.bfloat16)
     want = scored(hidden, weight, ids, backend)
@@ -162,7 +157,6 @@ def test_rows_are_the_same_in_every_engine(
         assert same_bits((out.logps.flatten(), out.entropies.flatten()), want), engine
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
 def test_autocast_to_bf16(device: torch.device, engine: str, backend: str) -> None:
     """fp32 tensors under autocast: operands bf16, gradients fp32; as with rounded tensors."""

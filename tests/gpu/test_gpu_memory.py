@@ -13,7 +13,9 @@ import torch
 
 from grpo_kernels import Run, grpo_loss
 from tests.support.measure import AllocationWatcher
-from tests.support.on_device import BACKENDS, leaves
+from tests.support.on_device import leaves
+
+pytestmark = pytest.mark.usefixtures("as_in_use")
 
 MIB = 2**20
 VECTORS = 60  # per-token numbers, of 8 bytes
@@ -54,11 +56,10 @@ def peak_of(run: Any, device: torch.device) -> int:
     return int(torch.cuda.max_memory_allocated()) - before
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("workspace", [256 * MIB, None], ids=["256 MiB", "default"])
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean", "frozen"])
 def test_the_peak_is_within_the_documented_budget(
-    device: torch.device, engine: str, workspace: int | None, backend: str, as_in_use: None
+    device: torch.device, engine: str, workspace: int | None, backend: str
 ) -> None:
     """The workspace, the gradients, and d hidden and d weight in fp32 where stored."""
     n, h, v = (8192, 1024, 151_936) if device.type == "cuda" else (64, 16, 300)
@@ -84,7 +85,6 @@ def test_the_peak_is_within_the_documented_budget(
     clear(hidden, weight)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_of_the_size_of_the_logits_is_made(device: torch.device, backend: str) -> None:
     n, h, v = (16_384, 64, 151_936) if device.type == "cuda" else (512, 8, 300)
     hidden, weight, ids = leaves(device, n, h, v, torch.bfloat16)
@@ -94,11 +94,8 @@ def test_nothing_of_the_size_of_the_logits_is_made(device: torch.device, backend
     assert 0 < watch.largest < n * v / 8
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("engine", ["one_pass", "lean"])
-def test_a_hundred_steps_leave_nothing_behind(
-    gpu: torch.device, engine: str, backend: str, as_in_use: None
-) -> None:
+def test_a_hundred_steps_leave_nothing_behind(gpu: torch.device, engine: str, backend: str) -> None:
     hidden, weight, ids = leaves(gpu, 1024, 512, 32_003, torch.bfloat16)
     levels = []
     for _ in range(100):
@@ -108,10 +105,7 @@ def test_a_hundred_steps_leave_nothing_behind(
     assert len(set(levels[3:])) == 1, levels[:5] + levels[-5:]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_lean_is_chosen_where_memory_is_short(
-    gpu: torch.device, backend: str, as_in_use: None
-) -> None:
+def test_lean_is_chosen_where_memory_is_short(gpu: torch.device, backend: str) -> None:
     """Something else holds nearly all of the device: no accumulator for d weight would fit."""
     n, h, v, workspace = 512, 1024, 151_936, 128 * MIB
     hidden, weight, ids = leaves(gpu, n, h, v, torch.bfloat16)

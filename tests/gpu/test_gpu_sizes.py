@@ -12,7 +12,7 @@ from grpo_kernels import Run, grpo_loss, linear_logprob
 from grpo_kernels.backends import LogitTransform, choose_backend
 from grpo_kernels.backends.interface import Chunk, Coefficients, FusedLoss, RowStats
 from grpo_kernels.base.tensors import take
-from tests.support.on_device import BACKENDS, leaves, relative, same_bits, truth
+from tests.support.on_device import leaves, relative, same_bits, truth
 
 pytestmark = pytest.mark.unit
 
@@ -60,7 +60,6 @@ def test_row_kernels_beyond_2_to_the_31_logits(
         assert torch.equal(here, gradient[: len(here)]), f"rows from {start}"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("workspace", [None, 14 * GIB], ids=["in chunks", "at once"])
 @pytest.mark.parametrize("engine", ["one_pass", "lean"])
 def test_more_than_2_to_the_31_logits(
@@ -93,7 +92,6 @@ def test_more_than_2_to_the_31_logits(
     assert relative(d_weight, torch.stack([x[3].double() for x in parts]).sum(0)) < BF16_GRADIENT
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
 @pytest.mark.parametrize(
     ("n", "h", "v"),

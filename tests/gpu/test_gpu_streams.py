@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, Run, grpo_loss, linear_logprob
-from tests.support.on_device import BACKENDS, Graphed, copy_of, leaves, same_bits, waits
+from tests.support.on_device import Graphed, copy_of, leaves, same_bits, waits
 
 SHAPES = {"cuda": (512, 256, 32_003), "cpu": (24, 16, 70)}
 SLEEP_CYCLES = 40_000_000  # some 20 ms: a launch on the wrong stream runs before its input is there
@@ -55,7 +55,6 @@ def loss_step(
     return step
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
 def test_runs_on_the_current_stream(device: torch.device, engine: str, backend: str) -> None:
     """The input is written late on a stream of its own; only what runs after it there sees it."""
@@ -78,7 +77,6 @@ def test_runs_on_the_current_stream(device: torch.device, engine: str, backend: 
     assert same_bits(found, want)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_two_streams_at_once(device: torch.device, backend: str) -> None:
     """Two batches whose calls alternate between streams have the bits of one after the other."""
     steps = [loss_step(batch(device, seed=seed), backend=backend) for seed in (0, 1)]
@@ -97,7 +95,6 @@ def test_two_streams_at_once(device: torch.device, backend: str) -> None:
     assert same_bits(found, want)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_runs_on_the_tensors_device(gpu: torch.device, backend: str) -> None:
     """Another device than the tensors' is current, if there is one; else the same, by number."""
     tensors_on = torch.device(gpu.type, torch.cuda.device_count() - 1)
@@ -131,7 +128,6 @@ def check_replays(
             assert same_bits(found, copy_of(step())), f"replay {i}"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
 def test_a_graph_of_the_loss_replays(
@@ -145,7 +141,6 @@ def test_a_graph_of_the_loss_replays(
     check_replays(given, step, device)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("engine", ["score", "two_pass"])
 def test_a_graph_of_the_log_probabilities_replays(
     device: torch.device, engine: str, backend: str, as_in_use: None
@@ -181,7 +176,6 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("head", ["trains", "frozen", "no gradient"])
 @pytest.mark.parametrize(("engine", "kind", "config"), WAITS)
 def test_waits(

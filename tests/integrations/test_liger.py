@@ -258,22 +258,16 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_patched_and_back(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
-        assert patch_liger()
-        assert patch_liger()
-        assert chunked_loss.LigerFusedLinearGRPOLoss is Ours
-        assert trainer.LigerFusedLinearGRPOLoss is Ours
+        assert patch_liger() and patch_liger()
+        assert chunked_loss.LigerFusedLinearGRPOLoss is trainer.LigerFusedLinearGRPOLoss is Ours
         unpatch_liger()
         unpatch_liger()
-        assert chunked_loss.LigerFusedLinearGRPOLoss is Theirs
-        assert trainer.LigerFusedLinearGRPOLoss is Theirs
-    del trainer.LigerFusedLinearGRPOLoss
+        assert chunked_loss.LigerFusedLinearGRPOLoss is trainer.LigerFusedLinearGRPOLoss is Theirs
     patch_liger()
-    trainer.LigerFusedLinearGRPOLoss = chunked_loss.LigerFusedLinearGRPOLoss
+    trainer.LigerFusedLinearGRPOLoss = int  # somebody else's
     unpatch_liger()
-    assert trainer.LigerFusedLinearGRPOLoss is Theirs  # imported meanwhile
-    trainer.LigerFusedLinearGRPOLoss = int
     patch_liger()
-    assert trainer.LigerFusedLinearGRPOLoss is int  # somebody else's
+    assert trainer.LigerFusedLinearGRPOLoss is int
     unpatch_liger()
     monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", None)  # its import is blocked
     assert patch_liger()

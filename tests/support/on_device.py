@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,15 +15,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 from tests.support.case_builder import Case
 from tests.support.run_case import run
 
-BACKENDS = ("torch", "triton")
-
 
 def move(case: Case, device: torch.device) -> Case:
     """The case with every tensor on `device`."""
-    named = {f.name: getattr(case, f.name) for f in fields(case)}
-    return replace(
-        case, **{name: x.to(device) for name, x in named.items() if isinstance(x, Tensor)}
-    )
+    return replace(case, **{name: x.to(device) for name, x in case.tensors().items()})
 
 
 def run_on(
