@@ -9,9 +9,8 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -122,7 +121,7 @@ def train_all(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[str, Any
         GradientState._reset_state()
         counts = head_flops.Counts()
         counting = head_flops.watched(counts) if job.counted else nullcontext()
-        with counting as prepare, WRAPS[job.wrap]() as options:
+        with counting as prepare, _wrapping(job.wrap) as options:
             logged, moved, trainer = train(job, world_size, prepare, **options)
         results[name] = SimpleNamespace(
             steps=logged,
@@ -153,68 +152,48 @@ def fsdp2_without_gpus() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _fsdp(version: str, **variables: str) -> Iterator[dict[str, Any]]:
-    asked = {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": version,
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        **variables,
-    }
-    with fsdp2_without_gpus(), mock.patch.dict(os.environ, asked):
-        yield {}
-
-
-@contextmanager
-def _fsdp2(*, root_alone: bool = False, **variables: str) -> Iterator[dict[str, Any]]:
-    import accelerate.accelerator
-    from torch.distributed.fsdp import fully_shard
-
-    shard = lambda _, model: fully_shard(model)  # noqa: E731
-    whole = mock.patch.object(accelerate.accelerator, "fsdp2_prepare_model", shard)
-    sharding = _fsdp("2", FSDP_RESHARD_AFTER_FORWARD="true", **variables)
-    with sharding, whole if root_alone else nullcontext():
-        yield {}
-
-
-@contextmanager
-def _fsdp1() -> Iterator[dict[str, Any]]:
-    from torch.distributed.fsdp import _init_utils
-
-    # accelerate names the device cpu:0, and torch compares it with cpu
-    cpu = torch.device("cpu")
-    on_cpu = mock.patch.object(_init_utils, "_get_device_from_device_id", return_value=cpu)
-    variables = {
-        "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
-        "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3DecoderLayer",
-        "FSDP_USE_ORIG_PARAMS": "false",
-    }
-    with _fsdp("1", **variables), on_cpu:
-        yield {}
-
-
-@contextmanager
-def _zero3() -> Iterator[dict[str, Any]]:
-    # it divides small parameters too
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    options = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
-    options |= {"zero_force_ds_cpu_optimizer": False, **dict.fromkeys(sizes, "auto")}
-    yield {"deepspeed": options}
-
-
-WRAPS: dict[str, Any] = {
-    "DDP": partial(nullcontext, {}),
+_FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+_FSDP2 = {**_FSDP, "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+_LAYER = "Qwen3DecoderLayer"
+# name -> what accelerate reads of the environment
+WRAPS: dict[str, dict[str, str]] = {
+    "DDP": {},
     # accelerate 1.15: the head in one unit with the last norm, and the embedding if it is tied
-    "FSDP2": _fsdp2,
-    "FSDP2, head in the root unit": partial(_fsdp2, root_alone=True),
-    # every linear layer is one
-    "FSDP2, head its own unit": partial(
-        _fsdp2, FSDP_TRANSFORMER_CLS_TO_WRAP="Qwen3DecoderLayer,Linear"
-    ),
-    "FSDP1": _fsdp1,  # the head in the root unit
-    "ZeRO-3": _zero3,
-}
+    "FSDP2": _FSDP2,
+    "FSDP2, head in the root unit": _FSDP2,
+    "FSDP2, head its own unit": {**_FSDP2, "FSDP_TRANSFORMER_CLS_TO_WRAP": f"{_LAYER},Linear"},
+    "FSDP1": {  # the head in the root unit
+        "FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "FULL_SHARD", **_FSDP,
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": _LAYER, "FSDP_USE_ORIG_PARAMS": "false",
+    },
+    "ZeRO-3": {},
+}  # fmt: skip
+_SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+_ZERO3 = {  # it divides small parameters too
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+    **dict.fromkeys(_SIZES, "auto"),
+}  # fmt: skip
+
+
+@contextmanager
+def _wrapping(name: str) -> Iterator[dict[str, Any]]:
+    """Options of a trainer's config with which accelerate divides its model so."""
+    import accelerate.accelerator
+    from torch.distributed.fsdp import _init_utils, fully_shard
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, WRAPS[name]))
+        if "FSDP" in name:
+            stack.enter_context(fsdp2_without_gpus())
+        if "root" in name:
+            owner, ours = accelerate.accelerator, lambda _, model: fully_shard(model)
+            stack.enter_context(mock.patch.object(owner, "fsdp2_prepare_model", ours))
+        if name == "FSDP1":  # accelerate names the device cpu:0, and torch compares it with cpu
+            told = {"return_value": torch.device("cpu")}
+            named = mock.patch.object(_init_utils, "_get_device_from_device_id", **told)
+            stack.enter_context(named)
+        yield {"deepspeed": _ZERO3} if name.startswith("ZeRO") else {}
 
 
 def _find_deepspeed() -> None:
