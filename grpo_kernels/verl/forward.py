@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from grpo_kernels.base.checks import warn_once
 from grpo_kernels.head import Head
 from grpo_kernels.module import check_module
 from grpo_kernels.patching import Patches, function_of
 from grpo_kernels.scores import topk_divergence
-from grpo_kernels.verl.engine import ARGUMENT, BACKEND, MARK, Changes
+from grpo_kernels.verl.engine import ARGUMENT, BACKEND, MARK, OPTIONS, Changes
 from grpo_kernels.verl.rows import HeadTask, scored
 
 # parameters of verl's patch_forward_with_backends
@@ -68,8 +69,12 @@ def changes(module: ModuleType) -> Changes:
             _own[cls] = cls.forward
         if use_fused_kernels and fused_kernels_backend == BACKEND:
             _use(model)
-        else:
-            theirs(model, use_fused_kernels, fused_kernels_backend)
+            return
+        if fused_kernels_backend == BACKEND:
+            warn_once(
+                f"{OPTIONS}.impl_backend={BACKEND} has no effect without use_fused_kernels=True"
+            )
+        theirs(model, use_fused_kernels, fused_kernels_backend)
 
     yield module, "patch_forward_with_backends", patch_forward_with_backends
 
@@ -132,7 +137,12 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
         head = measured_head(self, functools.partial(_own_forward(type(self)), self))
         inputs = {name: x for name, x in given.items() if name not in OF_HEAD}
         if body is None or open_ended in of_body:
-            inputs |= others  # for the dense body they are dropped, as in verl
+            inputs |= others
+        elif lost := [name for name, x in others.items() if x is not None]:
+            raise NotImplementedError(
+                f"{', '.join(lost)}: expected text, since verl's fused forward of "
+                f"{type(self).__name__} drops other inputs; set model.use_fused_kernels=False"
+            )
         ids = _labels(given.get("shift_labels"), given.get("labels"), given.get("input_ids"))
         needed = task.counted
         if needed is None:

@@ -71,6 +71,10 @@ MODES = {
 def mode_of(config: Any) -> Mode:
     """Look up the properties of the loss mode in an actor's `config`."""
     name = config.policy_loss.get("loss_mode", "vanilla")
+    algorithms = importlib.import_module("verl.trainer.ppo.core_algos")
+    function = algorithms.POLICY_LOSS_REGISTRY.get(name)
+    if getattr(function, "__globals__", None) is not vars(algorithms):
+        return Mode()  # not verl's own function of this name
     if name != "bypass_mode":
         return MODES.get(name, Mode())
     correction = config.policy_loss.get("rollout_correction", None) or {}
@@ -100,7 +104,7 @@ def actor_config(loss_function: Any) -> Any:
 def has_other_terms(data: Any, config: Any) -> bool:
     """True if a KL or (computed) entropy term gives every counted token a gradient."""
     entropy = flag(data, "calculate_entropy") and config.entropy_coeff != 0
-    return bool(config.use_kl_loss or entropy)
+    return bool((config.use_kl_loss and config.kl_loss_coef != 0) or entropy)
 
 
 def may_move(config: Any) -> bool:

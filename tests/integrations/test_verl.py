@@ -103,6 +103,8 @@ def test_labels(verl_patch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None
         model(**inputs, return_dict=True, shift_labels=others[:, 1:])
     with pytest.raises(ValueError, match="shift_labels, labels, input_ids: expected one, got none"):
         model(inputs_embeds=model.model.embed_tokens(inputs["input_ids"]), return_dict=True)
+    with pytest.raises(NotImplementedError, match="pixel_values: expected text"):
+        model(**inputs, return_dict=True, pixel_values=torch.ones(1))
     ulysses = verl_peer.verl_module("utils.ulysses")
     monkeypatch.setattr(ulysses, "get_ulysses_sequence_parallel_world_size", lambda: 2)
     with pytest.raises(ValueError, match=r"shift_labels: .*span 2 ranks"):

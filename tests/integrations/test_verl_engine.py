@@ -127,6 +127,7 @@ SCENES = {
     "bypass, clipped": Scene(mode("bypass_mode", correction=CLIPPED)),
     **{name: Scene(mode(name)) for name in ("cispo", "dppo_tv", "dppo_kl", "sapo", "gpg")},
     "entropy, as a metric": Scene(flags=ENTROPY),
+    "kl, as a metric": Scene({"use_kl_loss": True, "kl_loss_coef": 0.0}),
     # rows without advantage have a gradient
     "dro": Scene(mode("dro"), products="6"),
     "kl": Scene({"use_kl_loss": True, "kl_loss_coef": 0.01}, products="6"),
@@ -247,6 +248,19 @@ def test_a_loss_mode_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvh(both(data, ppo_loss(config("mine")))[1], data) <= 2 + 6 * share(data) + 1e-9
     got, old = (seen[-1][name][:, 5:9] for name in ("log_prob", "old_log_prob"))  # a tool's output
     assert torch.equal(got, old)
+
+
+def test_a_function_registered_in_place_of_verls(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = verl_peer.core_algos().POLICY_LOSS_REGISTRY
+    theirs = registry["vanilla"]
+
+    @functools.wraps(theirs)
+    def by_micro_batch(**given: Any) -> Any:
+        loss, metrics = theirs(**given)
+        return loss / given["log_prob"].detach().abs().mean(), metrics
+
+    monkeypatch.setitem(registry, "vanilla", by_micro_batch)
+    both(batch(), ppo_loss(config()), **MICRO)
 
 
 def test_what_depends_on_its_micro_batch_stays() -> None:

@@ -11,6 +11,7 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -170,6 +171,7 @@ def test_an_unknown_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(model).forward is before
 
 
+@pytest.mark.usefixtures("forget_warnings")
 @pytest.mark.parametrize(
     "asked",
     [(True, "torch"), (True, "triton"), (True, "liger"), (False, "grpo_kernels"), (True, None)],
@@ -181,7 +183,9 @@ def test_verls_own_backends_are_verls(asked: tuple[bool, str | None]) -> None:
         if patched:
             patch_verl()
         model = verl_peer.with_own_class(tiny_models.model("qwen3"))
-        module.patch_forward_with_backends(model, *asked)
+        useless = patched and asked == (False, "grpo_kernels")
+        with pytest.warns(UserWarning, match="without use_f") if useless else nullcontext():
+            module.patch_forward_with_backends(model, *asked)
         forwards.append((type(model).forward, getattr(model, "_verl_fused_kernels_backend", None)))
     assert forwards[0] == forwards[1]
     assert not hasattr(model.lm_head, "logprobs")
