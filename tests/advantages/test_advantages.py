@@ -94,18 +94,6 @@ def loop_group(table, ids, weights, *, scale_rewards, std, multi_objective_aggre
     return [0.0 if math.isnan(a) else a for a in result]
 
 
-def loop_rloo(values, ids, normalize_advantages, eps):
-    out = []
-    for i, value in enumerate(values):
-        rows = [j for j in range(len(values)) if ids[j] == ids[i] and j != i]
-        others = [values[j] for j in rows if not math.isnan(values[j])]
-        out.append(value - math.fsum(others) / len(others) if others else NAN)
-    if normalize_advantages:
-        mean, spread = mean_std(out, 1)
-        out = [(a - mean) / (spread + eps) for a in out]
-    return [0.0 if math.isnan(a) else a for a in out]
-
-
 def loop_process(rewards, ends, ids, mask, correction, epsilon):
     out = [[0.0] * len(row) for row in mask]
     for b, own in enumerate(ids):
@@ -175,16 +163,23 @@ def test_defaults_are_trls():
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_rloo_against_loops(normalize):
+    """A reward less the mean of the others that are scored in its group; 0 if there are none."""
     rng = random.Random(1)
     for seed in range(25):
         rows = rng.randint(3, 14)
         rewards = random_rewards(seed, rows, 2, nan_share=0.4)
         ids, weights = [rng.randint(0, 3) for _ in range(rows)], [0.5, 2.0]
-        options = {"normalize_advantages": normalize, "eps": 1e-4}
-        grouped = {"group_ids": torch.tensor(ids), "reward_weights": weights}
         totals = [weighted(row, weights) for row in rewards.double().tolist()]
-        result = adv.rloo_advantages(rewards, **grouped, **options)
-        close(result, loop_rloo(totals, ids, **options), 1e-6)
+        want = []
+        for i, total in enumerate(totals):
+            others = [totals[j] for j in range(rows) if ids[j] == ids[i] and j != i]
+            want.append(total - mean_std(others, 0)[0])
+        if normalize:
+            mean, spread = mean_std(want, 1)
+            want = [(a - mean) / (spread + 1e-4) for a in want]
+        options = {"normalize_advantages": normalize, "reward_weights": weights}
+        result = adv.rloo_advantages(rewards, group_ids=torch.tensor(ids), **options)
+        close(result, [0.0 if math.isnan(a) else a for a in want], 1e-6)
 
 
 @STDS
@@ -219,6 +214,9 @@ def test_process_lists_are_padded_tensors():
         rows = [kind([0.5, NAN, 1.0]), kind([0.25]), kind([])]
         step_ends = [kind([0, 1, 3]), kind([2]), []]
         assert torch.equal(lists, adv.process_advantages(rows, step_ends, 3, length=4))
+    whole = np.array([[0.1, 0.9], [0.5, 0.2]]), np.array([[1, 3], [0, 2]])
+    want = adv.process_advantages(*(x.tolist() for x in whole), 2, length=4)
+    assert torch.equal(adv.process_advantages(*whole, 2, length=4), want)
     assert adv.process_advantages([[], [], []], [[], [], []], 3, length=0).shape == (3, 0)
 
 
@@ -236,10 +234,7 @@ def test_process_steps_that_cancel_give_exactly_0(dtype):
     assert at_mean[1].tolist() == [0.0] * 6
 
 
-def test_numpys_arrays_and_integers_are_taken():
-    rewards, ends = np.array([[0.1, 0.9], [0.5, 0.2]]), np.array([[1, 3], [0, 2]])
-    want = adv.process_advantages(rewards.tolist(), ends.tolist(), 2, length=4)
-    assert torch.equal(adv.process_advantages(rewards, ends, np.int64(2), length=4), want)
+def test_integers_of_numpy_are_taken():
     total = torch.tensor([1.0, 2.0, 4.0, 8.0])
     assert torch.equal(adv.group_advantages(total, np.int64(2)), adv.group_advantages(total, 2))
 
@@ -352,37 +347,28 @@ def batch(seed: int, *, holes: bool = False, rows: int = 13, length: int = 7) ->
     )  # fmt: skip
 
 
-def of_group(scale: str, aggregation: str) -> Any:
-    options: dict[str, Any] = {"scale_rewards": scale, "eps": 0.0}
-    options["multi_objective_aggregation"] = aggregation
-    return lambda d, **group: adv.group_advantages(d.rewards, group_ids=d.ids, **options, **group)
-
-
 SCALED = product(("group", "batch", "mean", "none"), ("sum_then_normalize", "normalize_then_sum"))
-ESTIMATORS = {
-    **{
-        f"group {scale} {aggregation}": of_group(scale, aggregation)
-        for scale, aggregation in SCALED
-    },
+ESTIMATORS: dict[str, Any] = {
+    f"group {scale} {kind}": lambda d, scale=scale, kind=kind, **group: adv.group_advantages(
+        d.rewards, group_ids=d.ids, scale_rewards=scale, multi_objective_aggregation=kind, eps=0.0,
+        **group,
+    ) for scale, kind in SCALED
+}  # fmt: skip
+ESTIMATORS |= {
     "rloo": lambda d, **group: adv.rloo_advantages(d.rewards, group_ids=d.ids, **group),
     "rloo normalized": lambda d, **group: adv.rloo_advantages(
-        d.rewards, group_ids=d.ids, normalize_advantages=True, eps=0.0, **group
-    ),
+        d.rewards, group_ids=d.ids, normalize_advantages=True, eps=0.0, **group),
     "process": lambda d, **group: adv.process_advantages(
-        d.rewards, d.ends, group_ids=d.ids, completion_mask=d.mask, **group
-    ),
+        d.rewards, d.ends, group_ids=d.ids, completion_mask=d.mask, **group),
     "gae": lambda d, **group: adv.gae(
-        d.token_rewards, d.values, d.mask, 0.9, 0.9, torch.where(d.mask.any(1), d.last, NAN)
-    )[0],
+        d.token_rewards, d.values, d.mask, 0.9, 0.9, torch.where(d.mask.any(1), d.last, NAN))[0],
     "gae whitened": lambda d, **group: adv.gae(
-        d.token_rewards, d.values, d.mask, whiten_advantages=True, **group
-    )[0],
+        d.token_rewards, d.values, d.mask, whiten_advantages=True, **group)[0],
     "reinforce++": lambda d, **group: adv.reinforce_plus_plus(d.rewards, d.mask, **group),
     "reinforce++ baseline": lambda d, **group: adv.reinforce_plus_plus(
-        d.rewards, d.mask, per_token_kl=d.kl, beta=0.2, group_ids=d.ids, **group
-    ),
+        d.rewards, d.mask, per_token_kl=d.kl, beta=0.2, group_ids=d.ids, **group),
     "whiten": lambda d, **group: adv.whiten(d.token_rewards, d.mask, eps=0.0, **group),
-}
+}  # fmt: skip
 CENTERED = [name for name in ESTIMATORS if name.split()[0] in ("group", "rloo", "process")]
 
 
@@ -391,20 +377,6 @@ def part(d: SimpleNamespace, rows: slice | Tensor, columns: int | None = None) -
     per_token = ("mask", "token_rewards", "values", "kl")
     cut = {k: x[rows, :columns] if k in per_token else x[rows] for k, x in vars(d).items()}
     return SimpleNamespace(**cut)
-
-
-@pytest.mark.parametrize("name", [x for x in ESTIMATORS if not x.startswith(("gae", "whiten"))])
-def test_unscored_rows_change_nothing_for_the_others(name: str) -> None:
-    data = batch(4, holes=True)
-    unscored = torch.zeros(len(data.ids), dtype=torch.bool)
-    unscored[[2, 5, 6]] = True
-    kept = part(data, ~unscored)
-    data.rewards[unscored] = NAN
-    found = ESTIMATORS[name](data)
-    close(found[~unscored], ESTIMATORS[name](kept))
-    assert not found[unscored].any()
-    data.rewards[:] = NAN
-    assert not ESTIMATORS[name](data).any()
 
 
 @pytest.mark.parametrize("name", CENTERED)
@@ -456,6 +428,9 @@ def test_masked_positions_orders_dtypes_and_empty_batches(name: str) -> None:
         found = ESTIMATORS[name](data)
         assert found.dtype == dtype and not found.requires_grad
         assert all(torch.equal(x.detach(), before[field]) for field, x in vars(data).items())
+    data.rewards = torch.full_like(data.rewards, NAN)
+    if not name.startswith(("gae", "whiten")):
+        assert not ESTIMATORS[name](data).any()
     data.rewards, data.token_rewards = (data.rewards > 0).int(), data.token_rewards.float()
     data.values = data.values.float()
     assert ESTIMATORS[name](data).dtype == torch.float32
@@ -559,6 +534,14 @@ OF_ONE: list[tuple[type[Exception], str, dict[str, Any], str]] = [
        f"num_generations: expected at least 2 completions per prompt, .*, got {n}$")
       for n in (0, -3)),
     (ValueError, "group_advantages", {"std": False}, "std: .* False; scale_rewards='none' turns"),
+    # by prompt, and of tokens: not taken for columns of functions
+    *((ValueError, name, {"rewards": torch.ones(8, 4), "num_generations": 4},
+       r"rewards: .* pass rewards\.flatten\(\)")
+      for name in ("group_advantages", "rloo_advantages")),
+    (ValueError, "reinforce_plus_plus", {"rewards": M}, "rewards: .* If these are rewards of tok"),
+    *((TypeError, "group_advantages", {"group_ids": ids, "num_generations": None},
+       "group_ids: expected integers.*return_inverse=True")
+      for ids in (["a", "a", "b"], np.array(["a", "a", "b"], dtype=object))),
     (ValueError, STEPS, {"step_rewards": [[1.0], [1.0, 2.0]], "step_ends": [[0], [0]]},
      r"step_ends: .*\[1, 2\] by row, got \[1, 1\]"),
     (ValueError, STEPS, {"completion_mask": None}, "completion_mask, length: .* got neither"),
@@ -600,21 +583,12 @@ def test_of_one_estimator(error, name, changes, message):
         call(name, **changes)
 
 
-def test_rewards_by_prompt_are_not_taken_for_reward_functions() -> None:
-    for estimator in (adv.group_advantages, adv.rloo_advantages):
-        with pytest.raises(ValueError, match=r"^rewards: .* pass rewards\.flatten\(\)"):
-            estimator(torch.rand(8, 4), num_generations=4)
+def test_columns_of_functions_are_not_taken_for_rewards_by_prompt_or_of_tokens() -> None:
     adv.group_advantages(torch.rand(8, 4), 4, reward_weights=[1.0, 1, 1, 1])
     adv.group_advantages(torch.rand(8, 3), 4)
     adv.group_advantages(torch.rand(8, 1), 2)
-
-
-def test_rewards_of_tokens_are_not_taken_for_reward_functions() -> None:
-    mask = torch.ones(4, 3)
-    with pytest.raises(ValueError, match=r"^rewards: .* If these are rewards of tokens"):
-        adv.reinforce_plus_plus(torch.rand(4, 3), mask)
-    adv.reinforce_plus_plus(torch.rand(4, 3), mask, reward_weights=[1.0, 1.0, 1.0])
-    adv.reinforce_plus_plus(torch.rand(4, 1), mask[:, :1])
+    adv.reinforce_plus_plus(torch.rand(4, 3), M, reward_weights=[1.0, 1.0, 1.0])
+    adv.reinforce_plus_plus(torch.rand(4, 1), M[:, :1])
 
 
 def test_totals_that_differ_by_rounding_are_equal() -> None:
@@ -631,21 +605,14 @@ def test_totals_that_differ_by_rounding_are_equal() -> None:
     assert apart.abs().min() > 0.7
 
 
-def test_names_as_group_ids_are_told_how_to_become_numbers() -> None:
-    for ids in (["a", "a", "b"], np.array(["a", "a", "b"], dtype=object)):
-        with pytest.raises(TypeError, match=r"^group_ids: expected integers.*return_inverse=True"):
-            adv.group_advantages(torch.rand(3), group_ids=ids)
+NOT_SCALED = {"scale_rewards": "none", "multi_objective_aggregation": "normalize_then_sum"}
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("group_advantages", {"scale_rewards": "mean", "rewards": R - 9}, "rewards: .*at least 0"),
-        (
-            "group_advantages",
-            {"scale_rewards": "none", "multi_objective_aggregation": "normalize_then_sum"},
-            "scale_rewards: 'none' is not used",
-        ),
+        ("group_advantages", NOT_SCALED, "scale_rewards: 'none' is not used"),
         ("reinforce_plus_plus", {"beta": 0.1, "per_token_kl": None}, "beta: not used without"),
     ],
 )
