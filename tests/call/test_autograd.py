@@ -15,9 +15,10 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from grpo_kernels import Expectation, LossConfig, grpo_loss, linear_logprob, token_level
-from tests.support.case_builder import seeded
+from tests.support.case_builder import make_case, seeded
 from tests.support.flat import flat
 from tests.support.measure import count_flops
+from tests.support.run_case import run
 
 # 16 rows: a multiple of 4, as is every part of them below, so that no product is padded
 N, H, V = 16, 6, 11
@@ -168,19 +169,19 @@ def test_checkpoint_and_saved_tensor_hooks(engine: str) -> None:
     frozen, options = engine_options(engine)
     given = head(torch.float32, frozen)
 
-    def run(*leaves: Tensor) -> Tensor:
+    def call(*leaves: Tensor) -> Tensor:
         named = dict(zip(HEAD, leaves, strict=True))
         logps, _ = both(named, expected=options["expected"])
         return losses(engine, named) + logps.dot(torch.linspace(-1, 2, N))
 
-    run(*given.values()).backward()
+    call(*given.values()).backward()
     want = grads(given)
     for reentrant in (False, True):
-        checkpoint(run, *given.values(), use_reentrant=reentrant).backward()
+        checkpoint(call, *given.values(), use_reentrant=reentrant).backward()
         assert same_bits(grads(given), want)
     for hooks in (save_on_cpu(), saved_tensors_hooks(torch.clone, torch.clone)):
         with hooks:
-            loss = run(*given.values())
+            loss = call(*given.values())
         loss.backward()
         assert same_bits(grads(given), want)
 
@@ -211,13 +212,13 @@ def test_nothing_of_the_callers_is_written_or_read_again(engine: str) -> None:
     inputs["completion_ids"] = inputs["completion_ids"].clone()
     before = {name: x.detach().clone() for name, x in inputs.items()}
 
-    def run() -> Tensor:
+    def call() -> Tensor:
         return flat(grpo_loss)(**inputs, engine=engine).loss
 
-    run().backward()
+    call().backward()
     want = grads(given)
     assert all(torch.equal(x, before[name]) for name, x in inputs.items())
-    loss = run()
+    loss = call()
     for name in inputs.keys() - {*HEAD}:
         inputs[name].zero_()
     loss.backward()
@@ -253,3 +254,40 @@ def test_an_upstream_gradient_that_is_nan(engine: str) -> None:
     given = batch(tensors, completion_mask=mask.view(2, -1))
     (flat(grpo_loss)(**given, engine=engine).loss * torch.nan).backward()
     assert torch.equal(tensors["hidden"].grad.isnan().any(-1), mask)
+
+
+def far(x: Tensor, y: Tensor) -> float:
+    return float((x.double() - y.double()).norm() / y.double().norm())
+
+
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass"])
+def test_fp16_gradients_survive_under_a_loss_scale(engine: str) -> None:
+    """The scale enters before the rounding: what would be flushed without it is not with it."""
+    options = {"dtype": torch.float16, "num_items": 2e5, "bias": True, "entropy_coef": 1e-4}
+    case, scale = make_case("fp16", b=8, t=16, **options), 65536.0
+    want = run(case.to(torch.float32))[1]
+    scaled, unscaled = run(case, engine, scale)[1], run(case, engine)[1]
+    for name in HEAD:
+        assert far(scaled[name].double() / scale, want[name]) < 1e-3
+    assert far(unscaled["hidden"], want["hidden"]) > 1e-2  # the case is a hard one
+    assert int((scaled["hidden"] == 0).sum()) == int((want["hidden"] == 0).sum())
+
+
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass"])
+def test_autocast(engine: str, lower: torch.dtype) -> None:
+    """The bits of explicit casts; gradients come in each tensor's own dtype."""
+    case = make_case("autocast", b=3, bias=True, beta=0.1, entropy_coef=0.01)
+    for kinds in itertools.product((torch.float32, torch.bfloat16), repeat=2):
+        given = case.but(hidden=case.hidden.to(kinds[0]), weight=case.weight.to(kinds[1]))
+        cast = given.but(hidden=given.hidden.to(lower), weight=given.weight.to(lower))
+        with torch.autocast("cpu", dtype=lower):
+            out, grads = run(given, engine)
+        want, want_grads = run(cast, engine)
+        assert torch.equal(out.loss, want.loss) and torch.equal(out.logps, want.logps)
+        assert out.loss.dtype == torch.float32
+        for name in HEAD:
+            assert grads[name].dtype == getattr(given, name).dtype
+            dtypes = grads[name].dtype, want_grads[name].dtype
+            coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
+            assert far(grads[name], want_grads[name]) < max(coarsest, 1e-6)

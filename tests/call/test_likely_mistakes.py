@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pydoc
 import re
 from collections.abc import Callable
 from functools import partial
@@ -66,13 +65,9 @@ def given_loss(**changes: Any) -> Any:
     return policy_loss_from_logps(**{"logps": LOGPS, "entropies": -LOGPS, **SHARED, **changes})
 
 
-CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "grpo_loss": lambda hidden, ids: grpo_loss(hidden, WEIGHT, ids, **SHARED),
-    "linear_logprob": lambda hidden, ids: linear_logprob(hidden, WEIGHT, ids),
-}
-
-
 HINT = AttributeError
+SWAPPED = "completion_ids, completion_mask: ... swapped?"
+LONGER, A_ROW = torch.ones(40, 4), "expected a row for each of the 40 of weight, got shape "
 # an ellipsis stands for anything
 GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: GRPOLoss(presets.DR_GRPO), ValueError, "max_completion_length: ..., got None"),
@@ -198,6 +193,29 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Run(workspace_bytes=True), TypeError, "workspace_bytes: expected an int, got True"),
     (lambda: Run(workspace_bytes=0), ValueError, "workspace_bytes: expected a number of bytes > 0"),
     (lambda: Run(gather=1), TypeError, "gather: expected"),  # type: ignore[arg-type]
+    *((lambda name=name: GRPOLoss(loss_type=name), ValueError,
+       f"loss_type: expected one of grpo, ...GRPOLoss(presets.{preset})")
+      for name, preset in (("gspo", "GSPO"), ("ppo", "PPO"), ("dr-grpo", "DR_GRPO"))),
+    (lambda: setattr(GRPOLoss(), "beta", 0.1), HINT, "...replace(loss_fn.config, beta="),
+    (lambda: GRPOLoss().beta, HINT, "...read loss_fn.config.beta"),
+    (lambda: grpo_loss(HIDDEN, WEIGHT, IDS, BATCH["advantages"], mask=IDS), TypeError,
+     "advantages: ... got none, but mask; did you mean compl"),
+    (lambda: grpo_loss(HIDDEN, WEIGHT, IDS % 2, IDS, torch.ones(2)), ValueError, SWAPPED),
+    (lambda: linear_logprob(HIDDEN, WEIGHT, IDS % 2, IDS), ValueError, SWAPPED),
+    (lambda: loss(hidden=HIDDEN.flatten(0, 1), completion_ids=IDS.flatten(), completion_mask=
+                  torch.ones(10)), ValueError, "...packed rows need cu_seqlens"),
+    (lambda: loss(cu_seqlens=torch.tensor([0, 5, 10])), ValueError,
+     "...pass the rows of the packed sequences"),
+    *((lambda x=x: topk_divergence(HIDDEN, WEIGHT, IDS[..., None], x.expand(2, 5, 1)), ValueError,
+       "teacher_logps: expected log-probabilities of one distribution ... add up to")
+      for x in (torch.tensor(3.0), torch.tensor(0.9))),
+    (lambda: linear_divergence(HIDDEN, LONGER[:20], (HIDDEN, Head(LONGER, LONGER[:20, 0]))),
+     ValueError, f"teacher.head.bias: {A_ROW}(20,)"),
+    (lambda: linear_logprob(HIDDEN, Head(LONGER, LONGER[:20, 0], vocab_size=20), IDS),
+     ValueError, f"head.bias: {A_ROW}(20,)"),
+    (lambda: linear_logprob(
+        HIDDEN, Head(LONGER, lora=LoRA(LONGER[:2], LONGER[:20, :2]), vocab_size=20), IDS),
+     ValueError, f"head.lora.b: {A_ROW}(20, 2)"),
 ]  # fmt: skip
 
 
@@ -222,9 +240,9 @@ def test_a_name_of_another_module_is_said_to_be_there() -> None:
     assert dir(advantages) == sorted(advantages.__all__)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_logits_in_the_place_of_hidden_states_and_a_shift(name: str) -> None:
-    call, longer = CALLS[name], torch.cat([HIDDEN, HIDDEN[:, :1]], dim=1)
+@pytest.mark.parametrize(("call", "more"), [(grpo_loss, SHARED), (linear_logprob, {})])
+def test_logits_in_the_place_of_hidden_states_and_a_shift(call: Any, more: Any) -> None:
+    longer = torch.cat([HIDDEN, HIDDEN[:, :1]], dim=1)
     looks = r"^hidden: expected hidden states of width H = 4, .* got \(.*9\): these look like log"
     shifted = r"^completion_ids: .*position t - 1 predicts token t: drop the"
     for hidden, message in (
@@ -233,8 +251,8 @@ def test_logits_in_the_place_of_hidden_states_and_a_shift(name: str) -> None:
         (HIDDEN[:, :-1], rf"{shifted} first id, \[\.\.\., 1:\]"),
     ):
         with pytest.raises(ValueError, match=message):
-            call(hidden, IDS)
-    call(longer[..., :-1, :], IDS)  # as it says
+            call(hidden, WEIGHT, IDS, **more)
+    call(longer[..., :-1, :], WEIGHT, IDS, **more)  # as it says
 
 
 def with_kl(tokens: TokenInputs) -> Tensor:
@@ -291,41 +309,6 @@ def test_log_ratios_in_the_place_of_ratios(per_sequence: bool) -> None:
             call(completion_mask=mask, importance_sampling_ratio=torch.exp(wrong.abs() * 1e9))
 
 
-def test_logits_in_the_place_of_a_teachers_log_probabilities() -> None:
-    ids, wrong = torch.tensor([0, 1, 2]).expand(2, 5, 3), torch.tensor([1.0, 2.0, 3.0])
-    message = r"^teacher_logps: expected log-probabilities of one distribution .* add up to"
-    for given in (wrong, wrong.softmax(0)):
-        with pytest.raises(ValueError, match=message):
-            topk_divergence(HIDDEN, WEIGHT, ids, given.expand(2, 5, 3))
-    topk_divergence(HIDDEN, WEIGHT, ids, wrong.log_softmax(0).expand(2, 5, 3))
-
-
-def test_a_preset_in_the_place_of_a_loss_type() -> None:
-    for name, preset in (("gspo", "GSPO"), ("ppo", "PPO"), ("dr-grpo", "DR_GRPO")):
-        message = rf"^loss_type: expected one of grpo, .*GRPOLoss\(presets.{preset}\)"
-        with pytest.raises(ValueError, match=message):
-            GRPOLoss(loss_type=name)  # type: ignore[arg-type]
-
-
-def test_a_bias_of_another_head_than_the_weight_that_is_cut() -> None:
-    longer, bias = torch.ones(40, 4), torch.zeros(20)
-    adapter = LoRA(torch.ones(2, 4), torch.ones(20, 2))
-
-    def cut(**options: Any) -> Any:
-        return linear_logprob(HIDDEN, Head(longer, vocab_size=20, **options), IDS)
-
-    for name, shape, call in (
-        ("teacher.head.bias", "(20,)",
-         lambda: linear_divergence(HIDDEN, longer[:20], (HIDDEN, Head(longer, bias)))),
-        ("head.bias", "(20,)", lambda: cut(bias=bias)),
-        ("head.lora.b", "(20, 2)", lambda: cut(lora=adapter)),
-    ):  # fmt: skip
-        message = f"{name}: expected a row for each of the 40 of weight, got shape {shape}"
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-            call()
-    cut(bias=torch.zeros(40))
-
-
 def test_the_calls_take_fields_as_the_module_does() -> None:
     """Those of a config that is given are replaced."""
     config, ref = LossConfig(loss_type="grpo", beta=0.04), {"ref_per_token_logps": 2 * LOGPS}
@@ -338,15 +321,6 @@ def test_the_calls_take_fields_as_the_module_does() -> None:
         assert call(loss_type="grpo", **ref, **mask).loss != want
 
 
-def test_fields_are_changed_in_the_config_of_a_module() -> None:
-    module = GRPOLoss(presets.GRPO)
-    with pytest.raises(AttributeError, match=re.escape("replace(loss_fn.config, beta=...)")):
-        module.beta = 0.1
-    with pytest.raises(AttributeError, match=r"read loss_fn\.config\.beta"):
-        _ = module.beta
-    assert module.config == presets.GRPO
-
-
 @pytest.mark.usefixtures("forget_warnings")
 def test_inputs_that_have_no_effect_warn() -> None:
     advantages_with_graph = BATCH["advantages"].clone().requires_grad_()
@@ -356,31 +330,6 @@ def test_inputs_that_have_no_effect_warn() -> None:
         loss(off_policy_mask_threshold=0.1)
     with pytest.warns(UserWarning, match=r"group_ids: each reward has a group of its own"):
         group_advantages(torch.tensor([1.0, 2.0, 3.0]), group_ids=[0, 1, 2])
-
-
-def test_a_missing_argument_beside_a_wrong_name_names_both() -> None:
-    with pytest.raises(TypeError, match=r"advantages: .* got none, but mask; did you mean compl"):
-        grpo_loss(HIDDEN, WEIGHT, IDS, BATCH["advantages"], mask=BATCH["completion_mask"])
-
-
-def test_packed_rows_and_their_bounds_belong_together() -> None:
-    rows, mask = HIDDEN.flatten(0, 1), torch.ones(10)
-    with pytest.raises(ValueError, match=r"packed rows need cu_seqlens"):
-        loss(hidden=rows, completion_ids=IDS.flatten(), completion_mask=mask)
-    with pytest.raises(ValueError, match=r"pass the rows of the packed sequences"):
-        loss(cu_seqlens=torch.tensor([0, 5, 10]))
-
-
-def test_swapped_ids_and_mask_are_refused() -> None:
-    """On a CPU; elsewhere the mask's values draw a warning at most."""
-    ids, mask = IDS.clone(), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
-    ids[0, 0] = 7
-    for call in (
-        lambda: grpo_loss(HIDDEN, WEIGHT, mask, ids, torch.ones(2)),
-        lambda: linear_logprob(HIDDEN, WEIGHT, mask, ids),
-    ):
-        with pytest.raises(ValueError, match=r"^completion_ids, completion_mask: .* swapped\?$"):
-            call()
 
 
 PUBLIC: dict[str, Any] = {
@@ -407,21 +356,3 @@ def test_a_wrong_argument_names_the_right_one(name: str) -> None:
         given = given if "from" not in name else given[-4:]
     with pytest.raises(TypeError, match=message):
         call(*given, **{wrong: None})
-
-
-def test_a_config_shows_what_differs_from_the_default() -> None:
-    assert repr(LossConfig(beta=0.1)) == "LossConfig(loss_type='dapo', beta=0.1)"
-    assert repr(Scores(logps=torch.zeros(1))) == "Scores(logps=tensor of shape (1,))"
-    assert len(str(GRPOLoss(presets.GSPO))) < 200
-
-
-def test_help_begins_with_what_is_our_own() -> None:
-    """Of the module before `nn.Module`'s methods; of a config without anything internal."""
-    ours = pydoc.plaintext.document(GRPOLoss).split("Methods inherited from")[0]
-    assert len(ours.splitlines()) < 60
-    assert "forward(self, hidden" in ours and "importance_sampling_ratio" in ours
-    told = {x for x in vars(LossConfig) if not x.startswith("_")} - {*LossConfig().__match_args__}
-    own = {"clip_high", "corrects_sampling", "estimates_kl", "from_trl", "needs_reference_head"}
-    assert told == own
-    for name in told:
-        assert inspect.getdoc(getattr(LossConfig, name))

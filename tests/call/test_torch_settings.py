@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -64,55 +63,47 @@ def test_the_report_shows_the_precision_of_fp32_products() -> None:
         assert ("not exact" in shown[CUDA]) == (SETTINGS[setting][0] != "full"), setting
 
 
-@contextmanager
-def accumulating_in_fp16() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_fp16_accumulation
-    torch.backends.cuda.matmul.allow_fp16_accumulation = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_fp16_accumulation = before
-
-
-@pytest.fixture
-def fp16_accumulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with pretended(monkeypatch), accumulating_in_fp16():
-        yield
-
-
 REFUSED = (
     r"torch\.backends\.cuda\.matmul\.allow_fp16_accumulation: expected False .*float16.*, got True"
 )
 
 
-def test_fp16_accumulation_is_refused_before_any_product(fp16_accumulation: None) -> None:
+@pytest.fixture
+def accumulates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """Set whether a pretended GPU accumulates products in fp16; in the test it does."""
+    before = torch.backends.cuda.matmul.allow_fp16_accumulation
+
+    def set_to(value: bool) -> None:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = value
+
+    set_to(True)
+    with pretended(monkeypatch):
+        yield set_to
+    set_to(before)
+
+
+def test_fp16_accumulation_is_refused_before_any_product(accumulates) -> None:
     for engine in ("auto", "one_pass", "two_pass", "lean"):
         options = {"expected": OnGPU(torch.ones(N))} if engine == "one_pass" else {}
         with FlopCounterMode(display=False) as counter, pytest.raises(RuntimeError, match=REFUSED):
             call(HALF, HALF, engine=engine, **options)
         assert counter.get_total_flops() == 0
     assert "refused" in report.collect()["settings of torch"]["float16 products, cuda"]
-
-
-def test_fp16_accumulation_concerns_adapters_and_nothing_else(fp16_accumulation: None) -> None:
     a, b, hidden = (OnGPU(torch.randn(shape).half()) for shape in ((2, H), (V, 2), (N, H)))
     with pytest.raises(RuntimeError, match=REFUSED):
         call(BRAIN, BRAIN, lora=LoRA(a, b, input=hidden))
     for dtype in (BRAIN, SINGLE):
         torch.autograd.backward(call(dtype, dtype).sum())
     call(HALF, HALF, there=False).sum().backward()
+    accumulates(False)
+    logps = call(HALF, HALF)
+    accumulates(True)
+    with pytest.raises(RuntimeError, match=REFUSED):  # in a backward too
+        torch.autograd.backward(logps.sum())
 
 
-def test_fp16_accumulation_is_refused_in_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pretended(monkeypatch):
-        logps = call(HALF, HALF)
-        with accumulating_in_fp16(), pytest.raises(RuntimeError, match=REFUSED):
-            torch.autograd.backward(logps.sum())
-
-
-@pytest.fixture
-def promotions(forget_warnings: Callable[[], None]) -> Callable[..., list[str]]:
-    """Warnings of calls with these dtypes, in a process that has not warned yet."""
+def test_a_promotion_to_fp32_warns_once(monkeypatch, forget_warnings):
+    """Not where there is none; least of all of an fp32 head, which is kept so on purpose."""
 
     def said(*pairs: tuple[torch.dtype, torch.dtype], there: bool = True) -> list[str]:
         forget_warnings()
@@ -122,28 +113,19 @@ def promotions(forget_warnings: Callable[[], None]) -> Callable[..., list[str]]:
                 call(*pair, there=there)
         return [str(x.message) for x in caught if "grpo_kernels" in str(x.message)]
 
-    return said
-
-
-def test_a_promotion_to_fp32_warns_once(monkeypatch, promotions, forget_warnings):
+    assert said((SINGLE, BRAIN), there=False) == []
     with pretended(monkeypatch):
-        (said,) = promotions((SINGLE, BRAIN), (SINGLE, BRAIN))
-        assert all(x in said for x in ("torch.float32", "torch.bfloat16", "autocast"))
-        assert len(promotions((HALF, BRAIN))) == 1  # two kinds of 16 bits have only fp32 in common
+        (promoted,) = said((SINGLE, BRAIN), (SINGLE, BRAIN))
+        assert all(x in promoted for x in ("torch.float32", "torch.bfloat16", "autocast"))
+        assert len(said((HALF, BRAIN))) == 1  # two kinds of 16 bits have only fp32 in common
         given = torch.randn(1, 4, H), torch.randn(V, H).half(), torch.zeros(1, 4, dtype=torch.long)
         forget_warnings()
         message = r"hidden in torch\.float32 with a head\.weight in torch\.float16"
         with pytest.warns(RuntimeWarning, match=message):
             grpo_loss(*map(OnGPU, given), None, OnGPU(torch.ones(1)), run=Run(backend="torch"))
-
-
-def test_what_is_no_promotion_does_not_warn(monkeypatch, promotions):
-    """Least of all an fp32 head, which is kept so on purpose."""
-    assert promotions((SINGLE, BRAIN), there=False) == []
-    with pretended(monkeypatch):
-        assert promotions((BRAIN, BRAIN), (SINGLE, SINGLE), (BRAIN, SINGLE), (HALF, SINGLE)) == []
+        assert said((BRAIN, BRAIN), (SINGLE, SINGLE), (BRAIN, SINGLE), (HALF, SINGLE)) == []
         with monkeypatch.context() as patch:
             patch.setattr(torch.version, "hip", "6.4")
-            assert promotions((SINGLE, BRAIN)) == []  # multiplied in fp32 anyway
+            assert said((SINGLE, BRAIN)) == []  # multiplied in fp32 anyway
         with autocast(BRAIN):
-            assert promotions((SINGLE, BRAIN)) == []
+            assert said((SINGLE, BRAIN)) == []

@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from grpo_kernels import (
-    GRPOLoss,
     Head,
     LossConfig,
     grpo_loss,
     linear_divergence,
     linear_logprob,
-    policy_expectation,
     policy_loss_from_logps,
     presets,
 )
@@ -145,22 +143,6 @@ def test_a_workspace_of_a_few_bytes_warns_once() -> None:
             flat(grpo_loss)(**small_batch(), workspace_bytes=size)
     (said,) = caught
     assert str(said.message).startswith("grpo_kernels: workspace_bytes is in bytes; values under 1")
-
-
-def test_a_reference_beside_beta_0_is_warned_of_wherever_it_comes_in(forget_warnings):
-    """By a module, and where a trainer asks for an expectation."""
-    given = {**small_batch(), "ref_per_token_logps": NORMAL}
-    given["head"] = given.pop("weight")
-    tokens = {x: given[x] for x in ("completion_mask", "advantages")}
-    calls = (
-        lambda: GRPOLoss(loss_type="grpo")(**given),
-        lambda: policy_expectation(LossConfig(), **tokens, ref_per_token_logps=NORMAL),
-    )
-    for call in calls:
-        forget_warnings()
-        with pytest.warns(match="ref_per_token_logps: not used with beta = 0") as caught:
-            call()
-        assert [x.filename for x in caught] == [__file__]
 
 
 def test_ligers_call_which_always_has_a_number_of_items_does_not_warn() -> None:
