@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -157,7 +158,7 @@ VALUES: list[Wrong] = [
 CONFIG: list[tuple[str, type[Exception], tuple[Any, ...]]] = [
     ("loss_type", ValueError, ("ppo", None, 3)),
     ("epsilon", ValueError, (-0.1, NAN, INF)),
-    ("epsilon", TypeError, (None, "0.2", True, torch.tensor(0.2))),
+    ("epsilon", TypeError, (None, "0.2", True, torch.tensor(0.2), np.array([0.25]))),
     ("epsilon_high", ValueError, (-1.0,)),
     ("delta", ValueError, (0.0, NAN)),
     ("beta", ValueError, (-0.04, NAN, INF)),

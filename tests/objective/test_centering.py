@@ -76,13 +76,8 @@ def test_values_and_gradients(name: str, every_backend: str) -> None:
         options["workspace"] = (2**29, 2_000, 1)[(i + j) % 3]
         coupled = (i + j) % 5 in (3, 4)
         engines = ("auto", "lean") if coupled else ("auto", "two_pass", "lean")
-        check(case_of(f"{name}/{j}", weight=weight, **options), *engines)
-
-
-@pytest.mark.parametrize("weight", WEIGHTS)
-def test_few_and_all_ids(weight: str) -> None:
-    for k in (1, 2, 50):
-        check(case_of("few", k, weight, dtype=torch.float64), "auto", "two_pass", "lean")
+        k = K if j else (1, 2, K, 50)[i % 4]
+        check(case_of(f"{name}/{j}", k, weight, **options), *engines)
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
@@ -93,24 +88,6 @@ def test_the_gradient_is_that_of_the_whole_expectation(weight: str) -> None:
     for name, x in run(case)[1].items():
         if x is not None:
             torch.testing.assert_close(x, want[name], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("weight", WEIGHTS)
-def test_the_samplers_tokens_have_no_gradient_in_expectation(weight: str) -> None:
-    """Each id once, with its probability as the advantage: the sum is 0 whatever f is, as long as
-    the sampler has no tail."""
-    hidden, matrix = torch.randn(H).double(), torch.randn(V, H).double().requires_grad_()
-    logq = (hidden @ matrix.detach().t() + torch.randn(V).double()).log_softmax(-1)
-    listed = {"sampling_topk_ids": torch.arange(V).expand(1, V, V)}
-    listed["sampling_topk_logps"] = logq.expand(1, V, V)
-    listed["sampling_topk_logps"].requires_grad_()  # a constant all the same
-    given = hidden.expand(1, V, H), matrix, torch.arange(V)[None], None, logq.exp()[None]
-    ratio = {"sampling_per_token_logps": logq[None], f"{PREFIX}correction": True}
-    options = WEIGHTS[weight] | (ratio if WEIGHTS[weight] else {})
-    outs = grpo_loss(*given, **options), grpo_loss(*given, **options, **listed)
-    sizes = [float(torch.autograd.grad(x.loss, matrix)[0].abs().max()) for x in outs]
-    assert sizes[1] < 1e-15
-    assert weight == "ratio" or sizes[0] > 1e-5  # of w = p / q the expectation is 0 as it is
 
 
 def test_the_floor_of_a_tail() -> None:

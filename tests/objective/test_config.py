@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import re
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -104,6 +105,16 @@ def test_from_trl_takes_every_field_over() -> None:
     assert found == LossConfig(**options, kl_estimator="k1")
 
 
+def test_the_trainer_makes_the_samplers_ratio() -> None:
+    """So it is not made again; TRL's deprecated name for the upper bound is understood."""
+    options = {f"{SAMPLING}mode": "token_mask", f"{SAMPLING}clip_max": None}
+    theirs = SimpleNamespace(**{SWITCH: True}, **options)
+    assert LossConfig.from_trl(theirs) == LossConfig(**options)
+    assert LossConfig.from_trl(theirs, **{SWITCH: True}).vllm_importance_sampling_correction
+    theirs.vllm_importance_sampling_cap = 2.0
+    assert LossConfig.from_trl(theirs).vllm_importance_sampling_clip_max == 2.0
+
+
 def test_every_published_algorithm_is_a_preset() -> None:
     published = "GRPO DR_GRPO DAPO GSPO CISPO SAPO LUSPO VESPO GMPO PPO REINFORCE RLOO TIS ICEPOP"
     assert {*presets.__all__} == {*published.split(), "MIS", "OPSM"}
@@ -118,19 +129,13 @@ def test_it_is_frozen_and_the_module_takes_its_fields() -> None:
         LossConfig().beta = 0.1  # type: ignore[misc]
     assert GRPOLoss(loss_type="grpo", beta=0.04).config == LossConfig(loss_type="grpo", beta=0.04)
     assert GRPOLoss(presets.DAPO, epsilon_high=0.3).config.epsilon_high == 0.3
-    with pytest.raises(TypeError, match="epsilom"):
-        GRPOLoss(epsilom=0.1)
     of_trl = {"grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"}
-    assert {*get_args(LossTypeName)} >= of_trl | {"gmpo"}
-    for name in get_args(LossTypeName):
-        assert LossConfig(loss_type=name).loss_type == name
+    assert {*get_args(LossTypeName)} == of_trl | {"gmpo"}
 
 
 def test_numpy_numbers_are_numbers() -> None:
     config = LossConfig(epsilon=np.float32(0.25), max_completion_length=np.int64(7))
     assert (config.epsilon, config.max_completion_length) == (0.25, 7)
-    with pytest.raises(TypeError, match="epsilon: expected a number"):
-        LossConfig(epsilon=np.array([0.25]))
 
 
 def test_num_items_in_whatever_form() -> None:

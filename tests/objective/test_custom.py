@@ -134,18 +134,17 @@ REPLACED: dict[str, Any] = {
 def test_fields_without_use_are_refused() -> None:
     """Those of the config's own loss, unless the function reads it; two of a whole call, always."""
     inputs = training_batch() | {"ref_per_token_logps": -torch.ones(4, 6)}
+    reads = lambda tokens: tokens.loss  # noqa: E731
     for name, value in REPLACED.items():
-        options = {"objective": Scaled().loss, name: value}
         message = f"^{name}: expected .* with an objective.*, got {value!r}"
         with pytest.raises(ValueError, match=message):
-            grpo_loss(**inputs, **options)
+            grpo_loss(**inputs, objective=Scaled().loss, **{name: value})
         if name != "entropy_coef":
-            grpo_loss(**inputs, **options | {"objective": lambda tokens: tokens.loss})
+            grpo_loss(**inputs, objective=reads, **{name: value})
     for options in ({"entropy_coef": 0.1}, {"kl_estimator": "full", "beta": 0.1}):
-        with pytest.raises(
-            ValueError, match=f"^{next(iter(options))}: expected .* with an objective"
-        ):
-            GRPOLoss(objective=lambda tokens: tokens.loss, **options)
+        named = r"^(entropy_coef|kl_estimator): expected .* with an objective"
+        with pytest.raises(ValueError, match=named):
+            GRPOLoss(objective=reads, **options)
 
 
 OWN: dict[str, dict[str, Any]] = {
@@ -215,35 +214,27 @@ def penalized(tokens: TokenInputs, sizes: list[int] | None = None) -> Tensor:
     return tokens.loss + 0.01 * tokens.logps.square()
 
 
-OF_ANOTHER = "^tokens.loss: expected a loss of each token alone"
-
-
 @pytest.mark.parametrize("on_policy", [False, True], ids=["old", "on-policy"])
-@pytest.mark.parametrize("name", [*OWN, *OF_SAMPLES])
-def test_a_token_level_function_may_read_it(name: str, on_policy: bool) -> None:
-    """In one pass of several chunks, also beside ratios of whole sequences that are constants."""
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_token_level_function_reads_no_loss_of_several_tokens(name: str, on_policy: bool) -> None:
+    """One of a token alone in one pass of several chunks, also beside ratios of whole sequences
+    that are constants."""
     inputs = training_batch(8, 16) | {"run": Run(workspace_bytes=2**11)}
     inputs |= options_of(name, on_policy=on_policy, shape=(8, 16))
-    results, sizes = list[Any](), list[int]()
-    for objective in (penalized, token_level(partial(penalized, sizes=sizes))):
-        if name in OF_SAMPLES and on_policy and objective is not penalized:
-            with pytest.raises(ValueError, match=OF_ANOTHER):  # its ratio moves with the policy
-                grpo_loss(**inputs, objective=objective)
-            return
-        out = grpo_loss(**inputs, objective=objective)
+    sizes = list[int]()
+    objective = token_level(partial(penalized, sizes=sizes))
+    if name in COUPLED_CONFIGS or (name in OF_SAMPLES and on_policy):
+        with pytest.raises(ValueError, match=r"^tokens.loss: expected a loss of each token alone"):
+            grpo_loss(**inputs, objective=objective)
+        return
+    results = list[Any]()
+    for each in (penalized, objective):
+        out = grpo_loss(**inputs, objective=each)
         grads = torch.autograd.grad(out.loss, (inputs["hidden"], inputs["head"]))
         results.append([out.loss.detach(), *grads])
     assert out.engine == "one_pass"
     assert sizes == [32, 32, 32, 32, 128]  # for the gradients, and for the loss
     torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("on_policy", [False, True], ids=["old", "on-policy"])
-@pytest.mark.parametrize("name", COUPLED_CONFIGS)
-def test_a_token_level_function_reads_no_loss_of_several_tokens(name: str, on_policy: bool) -> None:
-    inputs = training_batch() | options_of(name, on_policy=on_policy, shape=(4, 6))
-    with pytest.raises(ValueError, match=OF_ANOTHER):
-        grpo_loss(**inputs, objective=token_level(penalized))
 
 
 def test_its_gradient_cannot_be_differentiated() -> None:
@@ -263,13 +254,12 @@ def test_a_clip_range_is_checked_where_it_is_read(forget_warnings: Any) -> None:
         grpo_loss(**inputs, objective=penalized, epsilon_high=1.28)
 
 
-def test_token_inputs_name_shapes() -> None:
-    """And no numbers, so that an error with them can be read."""
-    seen: list[TokenInputs] = []
-    grpo_loss(**training_batch(), objective=lambda tokens: seen.append(tokens) or tokens.logps)
-    assert repr(seen[0]).startswith("TokenInputs(logps=(4, 6), entropies=(4, 6), mask=(4, 6), ")
+def test_the_loss_is_read_from_the_tokens_of_the_call() -> None:
+    def of_a_copy(tokens: TokenInputs) -> Tensor:
+        return replace(tokens, mask=tokens.mask).loss
+
     with pytest.raises(ValueError, match=r"^tokens\.loss: expected to be read from the"):
-        _ = replace(seen[0], mask=seen[0].mask).loss
+        grpo_loss(**training_batch(), objective=of_a_copy)
 
 
 def coupled_by_mean(tokens: TokenInputs) -> Tensor:

@@ -345,10 +345,8 @@ def test_scores_of_topr_are_by_position() -> None:
 
 
 # verl's other losses, which `LossConfig` has: verl's name and arguments, ours
-CLIP, CLIPPED = (
-    {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3},
-    {"epsilon": 0.1, "epsilon_high": 0.3},
-)
+CLIP = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}
+CLIPPED = {"epsilon": 0.1, "epsilon_high": 0.3}
 SEQUENCES = "seq-mean-token-mean"
 DRO = dataclasses.replace(
     presets.REINFORCE, beta=0.3, kl_estimator="k2", use_bias_correction_kl=False
@@ -416,10 +414,14 @@ def per_token(objective, logps, old, advantages):
     return losses.detach(), torch.autograd.grad(losses.sum(), x)[0]
 
 
-def test_gspo_has_no_gradient_above_a_ratio_of_e_to_the_10() -> None:
+def test_ends_of_gspo_and_dppo() -> None:
+    """Above a ratio of e^10 there is no gradient; a logp of 1e-7 is a probability of 1, rounded: no
+    NaN in the KL, and it is judged like its neighbor."""
     losses, gradient = per_token(objectives.gspo_token, [-1.0, -2.0], [-15.0, -12.0], [-1.0, -1.0])
     assert not gradient.any()
     torch.testing.assert_close(losses, torch.full((1, 2), torch.e**10))
+    losses, gradient = per_token(objectives.dppo_kl, [1e-7, 0.0, -1e-7], [-1e-3] * 3, [1.0] * 3)
+    assert (gradient != 0).all() and losses.isfinite().all()
 
 
 def test_ratios_that_overflow() -> None:
@@ -444,14 +446,6 @@ def test_ratios_that_overflow() -> None:
     for objective in (objectives.ipo, objectives.icepop_prime_rl, objectives.rollout_is, quiet):
         _, gradient = ours(given, objective=objective)
         torch.testing.assert_close(gradient, torch.tensor([0.0, 0.0, -1 / 3]))
-
-
-def test_probabilities_that_round_above_one() -> None:
-    """A logp of 1e-7 is a probability of 1, rounded: no NaN in the KL, and it is judged like its
-    neighbor."""
-    losses, gradient = per_token(objectives.dppo_kl, [1e-7, 0.0, -1e-7], [-1e-3] * 3, [1.0] * 3)
-    assert (gradient != 0).all()
-    assert losses.isfinite().all()
 
 
 def weight(x: Given) -> Tensor:

@@ -4,7 +4,6 @@ metrics, errors."""
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,12 +67,11 @@ def test_it_is_the_loss_with_trls_ratio(mode: str, old: bool) -> None:
 
 def test_engines() -> None:
     """A ratio a token costs nothing; one a sequence couples its tokens where they are not yet
-    known."""
+    known: of old log-probabilities it is."""
     for mode, loss_type, level, old, frozen, engine in (
         ("token_mask", "dapo", "token", False, (), "one_pass"),
-        ("token_truncate", "cispo", "token", False, (), "one_pass"),
-        ("token_mask", "dapo", "token", True, (), "one_pass"),
-        ("sequence_mask", "dapo", "token", True, (), "one_pass"),  # of old ones, which are known
+        ("token_truncate", "cispo", "token", True, (), "one_pass"),
+        ("sequence_mask", "dapo", "token", True, (), "one_pass"),
         ("sequence_mask", "dapo", "token", False, (), "two_pass"),
         ("sequence_mask", "dapo", "token", False, ("weight",), "frozen"),
         ("sequence_mean_mask", "dapo", "token", True, (), "one_pass"),
@@ -83,12 +81,8 @@ def test_engines() -> None:
         ("sequence_mask", "gmpo", "token", False, (), "one_pass"),  # which ignores it
     ):
         kind = loss(loss_type, level) | correction(mode)
-        case = make_case("engines", old=old, sampling=True, frozen=frozen, **kind)
-        out, grads = run(case)
+        out, _ = run(make_case("engines", old=old, sampling=True, frozen=frozen, **kind))
         assert out.engine == engine, (mode, loss_type, level, old, frozen)
-        other, d_other = run(case, engine="two_pass", backend="torch")
-        torch.testing.assert_close(out.loss, other.loss, rtol=2e-6, atol=2e-6)
-        torch.testing.assert_close(grads, d_other, rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask", "sequence_mean_mask"])
@@ -167,15 +161,3 @@ def test_wrong_arguments() -> None:
         with pytest.raises((TypeError, ValueError), match=rf"^{PREFIX}{name}: expected .+, got "):
             LossConfig(**{PREFIX + key: value for key, value in options.items()})
     LossConfig(**correction("sequence_mask") | dict.fromkeys(BOUNDS))  # a mask needs no bounds
-
-
-def test_from_trl() -> None:
-    """The trainer makes the ratio, so it is not made again; TRL's deprecated name for the upper
-    bound is understood."""
-    options = {f"{PREFIX}mode": "token_mask", f"{PREFIX}clip_max": None}
-    theirs = SimpleNamespace(**{f"{PREFIX}correction": True}, **options)
-    assert LossConfig.from_trl(theirs) == LossConfig(**options)
-    turned_on = LossConfig.from_trl(theirs, **{f"{PREFIX}correction": True})
-    assert turned_on.vllm_importance_sampling_correction
-    theirs.vllm_importance_sampling_cap = 2.0
-    assert LossConfig.from_trl(theirs).vllm_importance_sampling_clip_max == 2.0
