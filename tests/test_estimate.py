@@ -80,15 +80,6 @@ def test_the_longest_of_log_normal_lengths_is_that_of_draws(capsys):
     assert 590 < cut["longest"] <= 600
 
 
-@pytest.mark.parametrize(("group", "batch", "prompts"), [(4, 4, 4), (4, 2, 8), (32, 4, 4)])
-def test_a_prompt_runs_once_in_each_micro_batch_that_has_it(group, batch, prompts, capsys):
-    """After regrouping 16 completions: whole groups, halves of groups, half of a group."""
-    n, given = 16, f"--prompt 1000 --completion 1000 --group {group} --batch {batch}"
-    factor = estimated(capsys, f"{given} --accumulate {n // batch}")["factors"]["prompts"]
-    body, head = 6 * BODY, 8 * HEAD * n
-    assert factor == pytest.approx((body * 2 * n + head) / (body * (n + prompts) + head))
-
-
 def test_lengths_and_rewards_of_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two batches of two groups; a row of a third batch is left out."""
     rewards = [1, 1, 0, 1, 0, 0, 0.5, 0.5, 0]

@@ -3,12 +3,10 @@ wrong candidates."""
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
@@ -160,18 +158,7 @@ def loss_of(case: Case) -> tuple[str, str]:
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    if not got.numel():
-        return 0.0
     return float((got - want).abs().max() / want.abs().max().clamp(min=1e-12))
-
-
-def differences_from_trl(case: Case) -> dict[str, float]:
-    ours, trl = known(case.name)[0], vars(trl_loss(case))
-    metrics = trl.pop("metrics")
-    found = {name: relative(getattr(ours, name), x) for name, x in trl.items()}
-    for name, value in metrics.items():  # TRL puts its 0 / 1 shares in float32
-        found[f"{name} / 1e4"] = abs(float(ours.metrics[name]) - value) / 1e4
-    return found
 
 
 @pytest.mark.parametrize(("loss_type", "level"), IN_TRL)
@@ -179,8 +166,11 @@ def test_reference_equals_trl(loss_type: str, level: str) -> None:
     cases = [x for x in IN_DOMAIN if loss_of(x) == (loss_type, level)]
     assert len(cases) >= 4
     for case in cases:
-        for name, difference in differences_from_trl(case).items():
-            assert difference < 1e-10, f"{case.name}: {name}: {difference:.3g}"
+        ours, trl = known(case.name)[0], vars(trl_loss(case))
+        for name, value in trl.pop("metrics").items():  # TRL puts its 0 / 1 shares in float32
+            assert abs(float(ours.metrics[name]) - value) < 1e-6, (case.name, name)
+        for name, x in trl.items():
+            assert relative(getattr(ours, name), x) < 1e-10, (case.name, name)
 
 
 def test_enough_cases() -> None:
@@ -191,44 +181,29 @@ def test_enough_cases() -> None:
     assert not undecided, f"a discrete choice lies within the bounds: {undecided}"
 
 
-Edit = Callable[[Any], Any]
-
-
-def candidate(case, told, raw, edits):
-    """Output and gradients by name, each rounded once, of the case as it was `told`; with another
-    result of the products, and edited results."""
-    want = reference_loss(case.but(**told), raw)
-    edited = lambda name: edits.get(name, lambda x: x)(getattr(want, name))  # noqa: E731
-    found = {name: edited(name) for name in ("loss", "logps", "entropies", "metrics")}
-    for name in ("loss", "logps", "entropies"):
-        found[name] = found[name].to(computed_in(case))
-    grads: dict[str, Tensor | None] = {}
-    for name in want.head.leaves:
-        dtype = getattr(case, name).dtype
-        grads[name] = None if name in case.frozen else edited(f"d_{name}").to(dtype)
-    return SimpleNamespace(**found), grads
-
-
 def accepted(name, told=None, raw=None, edits=None):
-    reference, bounds = known(name)
-    output, grads = candidate(CASES[name], told or {}, raw, edits or {})
+    """True if the tolerance takes the reference's results, each rounded once, for the case's: of
+    the case as it was `told`, with another result of the products, and edited results."""
+    case, (reference, bounds) = CASES[name], known(name)
+    want = vars(reference_loss(case.but(**(told or {})), raw))
+    want |= {field: edit(want[field]) for field, edit in (edits or {}).items()}
+    rounded = {x: want[x].to(computed_in(case)) for x in ("loss", "logps", "entropies")}
+    grads: dict[str, Tensor | None] = {
+        x: None if x in case.frozen else want[f"d_{x}"].to(getattr(case, x).dtype)
+        for x in want["head"].leaves
+    }
+    output = SimpleNamespace(**rounded, metrics=want["metrics"])
     try:
-        assert_matches(output, grads, reference, CASES[name], bounds)
+        assert_matches(output, grads, reference, case, bounds)
     except AssertionError:
         return False
     return True
 
 
-def through(dtype: torch.dtype) -> Edit:
-    """A stop at another dtype on the way."""
-    return lambda x: x.to(dtype).to(x.dtype)
-
-
 def swapped(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
     """Low and high clip shares the wrong way round."""
-    names = ("clip_ratio/low_mean", "clip_ratio/high_mean")
-    other = dict(zip(names, reversed(names), strict=True))
-    return {other.get(name, name): x for name, x in metrics.items()}
+    low, high = (metrics[f"clip_ratio/{x}_mean"] for x in ("low", "high"))
+    return metrics | {"clip_ratio/low_mean": high, "clip_ratio/high_mean": low}
 
 
 OFF_POLICY, BIASED = "A/dapo-t/off-policy/f32", "B/head/f32"
@@ -242,7 +217,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "loss x 1.0001": (OFF_POLICY, {"edits": {"loss": lambda x: 1.0001 * x}}),
     "clip shares swapped": (OFF_POLICY, {"edits": {"metrics": swapped}}),
-    "logits in bfloat16": (BIASED, {"raw": through(torch.bfloat16)}),
+    "logits in bfloat16": (BIASED, {"raw": lambda x: x.bfloat16().to(x.dtype)}),
     "logits off by 2^-12 (TF32)": (BIASED, {
         "raw": lambda x: x * (1 + 2**-12 * torch.cos(1e4 * x))
     }),
@@ -252,22 +227,14 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "epsilons swapped": (OFF_POLICY, {
         "told": {"config": {"epsilon": 0.28, "epsilon_high": 0.2}}
     }),
-    "delta ignored": ("B/delta/dapo-t", {"told": {"config": {"delta": None}}}),
-    "mean over all tokens": ("A/grpo-t/off-policy/f32", {
-        "told": {"config": {"loss_type": "bnpo"}}
-    }),
-    "KL without bias correction": ("B/kl/dapo-t", {
-        "told": {"config": {"use_bias_correction_kl": False}}
-    }),
     "importance ratio ignored": ("B/ratio-token/dapo-t", {
         "told": {"importance_sampling_ratio": None}
     }),
-    "off-policy mask ignored": ("B/off-policy-mask/dapo-t", {
-        "told": {"config": {"off_policy_mask_threshold": None}}
-    }),
-    "top-entropy mask ignored": ("B/top-entropy/dapo-t", {
-        "told": {"config": {"top_entropy_quantile": 1.0}}
-    }),
+    **{f"{option} ignored": (f"B/{case}/dapo-t", {"told": {"config": {option: value}}})
+       for case, option, value in (
+        ("delta", "delta", None), ("kl", "use_bias_correction_kl", False),
+        ("off-policy-mask", "off_policy_mask_threshold", None),
+        ("top-entropy", "top_entropy_quantile", 1.0))},
 }  # fmt: skip
 
 
@@ -281,15 +248,6 @@ def test_the_tolerance_rejects(fault: str) -> None:
     assert not accepted(name, **wrong)
 
 
-def test_a_failure_names_the_worst_element() -> None:
-    name = OFF_POLICY
-    output, grads = candidate(CASES[name], {}, None, {})
-    grads["weight"][3, 5] += 1e-3
-    message = rf"{name}: d_weight\[3, 5\]: got .* want .* allowed"
-    with pytest.raises(AssertionError, match=message):
-        assert_matches(output, grads, known(name)[0], CASES[name])
-
-
 def test_the_reference_has_every_loss_and_every_option() -> None:
     assert get_args(LossTypeName) == tuple(TERMS)
     for option in fields(LossConfig):
@@ -298,10 +256,3 @@ def test_the_reference_has_every_loss_and_every_option() -> None:
             if option.name == "max_completion_length":  # ours has none
                 default = 512
             assert DEFAULTS[option.name] == default, option.name
-
-
-def test_reference_knows_nothing_of_the_library() -> None:
-    of_reference = ("reference", "reference_head", "reference_terms", "tolerance")
-    for module in (*of_reference, "cases", "case_builder", "random_cases"):
-        source = inspect.getsource(__import__(f"tests.support.{module}", fromlist=[module]))
-        assert not re.search(r"(import|from) grpo_kernels", source)
