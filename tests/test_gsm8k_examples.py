@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 
 from benchmarks import tiny_models
+from tests.support.acted_build import script
 
 pytestmark = pytest.mark.slow
 
@@ -39,10 +40,10 @@ def test_the_plain_loop_rewards_right_answers(package: str | None) -> None:
     for needed in ("transformers", "datasets", *filter(None, [package])):
         pytest.importorskip(needed)
     with mock.patch.dict(sys.modules, {} if package else {"math_verify": None}):
-        script = runpy.run_path(str(PLAIN))
-    assert (script["verify"] is not None) is bool(package)
+        loop = runpy.run_path(str(PLAIN))
+    assert (loop["verify"] is not None) is bool(package)
     solution = "12 * 85 = <<12*85=1020>>1020\n1020 + 4 = 1024\n#### 1,024"
-    assert [text for text in RIGHT + WRONG if script["is_right"](text, solution)] == RIGHT
+    assert [text for text in RIGHT + WRONG if loop["is_right"](text, solution)] == RIGHT
 
 
 @pytest.fixture(scope="module")
@@ -55,25 +56,17 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("gsm8k_verl")
     tiny_models.model("tied").save_pretrained(folder / "model")
     tiny_models.tokenizer().save_pretrained(folder / "model")
-    python = folder / "python3"  # which the script calls: this one
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    environment = {
-        **os.environ,
-        "PATH": os.pathsep.join([str(folder), os.environ["PATH"]]),
+    script(folder / "python3", f'exec "{sys.executable}" "$@"')  # which the script calls
+    environment = os.environ | {
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "GSM8K": "/data/gsm8k",
     }
     command = ["bash", str(ROOT / "examples" / "gsm8k_verl.sh")]
-    command += [
-        f"actor_rollout_ref.model.path={folder / 'model'}",
-        "trainer.n_gpus_per_node=2",
-        "--cfg",
-        "job",
-    ]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, cwd=folder
-    )
+    command += [f"actor_rollout_ref.model.path={folder / 'model'}"]
+    command += ["trainer.n_gpus_per_node=2", "--cfg", "job"]
+    options = {"capture_output": True, "text": True, "timeout": 300, "cwd": folder}
+    done = subprocess.run(command, env=environment, **options)
     assert done.returncode == 0, done.stderr
     return OmegaConf.create(done.stdout)
 
@@ -86,10 +79,8 @@ def test_verl_accepts_the_configuration(composed: Any) -> None:
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-    needs = {
-        "use_reference_policy": need_reference_policy(composed),
-        "use_critic": need_critic(composed),
-    }
+    needs = {"use_reference_policy": need_reference_policy(composed)}
+    needs["use_critic"] = need_critic(composed)
     assert needs == {"use_reference_policy": False, "use_critic": False}
     validate_config(composed, **needs)
     assert composed.trainer.n_gpus_per_node == 2, "what follows the script's name comes last"
@@ -109,9 +100,8 @@ def test_the_options_arrive_in_verls_engine(composed: Any) -> None:
 
     from tests.support import verl_engine
 
-    model, actor = (
-        omega_conf_to_dataclass(composed.actor_rollout_ref[name]) for name in ("model", "actor")
-    )
+    of_actor = composed.actor_rollout_ref
+    model, actor = (omega_conf_to_dataclass(of_actor[name]) for name in ("model", "actor"))
     assert model.use_fused_kernels and model.use_remove_padding
     assert model.fused_kernel_options == {"impl_backend": "grpo_kernels", "zero_advantage": "score"}
     assert actor.engine.strategy == "fsdp2"
