@@ -19,41 +19,11 @@ from grpo_kernels import (
 )
 from tests.support.case_builder import Case
 from tests.support.run_case import check_scores, run_scores, upstream_of
-from tests.support.score_cases import BETAS, diverging
+from tests.support.score_cases import diverging
 
 
 def divergence_of(*given: Any, **options: Any) -> Tensor:
     return linear_divergence(*given, **options).divergence
-
-
-@pytest.mark.parametrize("beta", BETAS)
-def test_of_equal_heads_value_and_gradient_are_exactly_0(beta: float, every_backend: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        options = {"teacher": 0.0, "dtype": dtype, "bias": True, "temperature": 0.7}
-        case = diverging(f"equal/{beta}", beta=beta, **options)
-        found, grads = run_scores(case.but(teacher_hidden=case.hidden))
-        assert not found["divergences"].any()
-        assert not any(x.any() for x in grads.values() if x is not None)
-
-
-def test_banned_ids_are_infinite_only_where_they_must_be(every_backend: str) -> None:
-    case = diverging("banned", bias=True, b=1, t=3, v=10, h=4, mask="full")
-    lanes, ids = torch.arange(10), case.completion_ids
-    banned = (lanes % 3 == 0) & ~torch.isin(lanes, ids)
-    assert banned.any()
-    minus_inf = case.bias.masked_fill(banned, -math.inf)
-    for student, teacher, infinite in (
-        (case.bias, minus_inf, (1.0,)),
-        (minus_inf, case.bias, (0.0,)),
-        (minus_inf, minus_inf, ()),
-    ):
-        for beta in BETAS[:3]:
-            of_beta = {"beta_of_divergence": beta}
-            made = case.but(bias=student, teacher_bias=teacher, others=of_beta)
-            if beta in infinite:
-                assert bool(run_scores(made)[0]["divergences"].isinf().all())
-            else:
-                check_scores(made, ("auto", "two_pass"))
 
 
 def test_only_the_common_ids_count() -> None:

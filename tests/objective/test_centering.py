@@ -101,25 +101,6 @@ def test_the_floor_of_a_tail() -> None:
     torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)
 
 
-def test_repetition_padding_and_order_do_not_matter() -> None:
-    case = case_of("order", weight="truncated", dtype=torch.float64)
-    ids, logps, order = case.sampling_topk_ids, case.sampling_topk_logps, torch.randperm(K)
-    case = case.but(sampling_topk_ids=ids[1:], sampling_topk_logps=logps[1:])
-    again, nothing = ids[..., :2], torch.full((B, T, 3), -1)
-    more = torch.cat([ids[..., order], again, nothing], -1)
-    of_more = torch.cat([logps[..., order], logps[..., :2] - 1.0, torch.full((B, T, 3), 7.0)], -1)
-    # of the case's own repetition the first is read
-    more[0, 0], of_more[0, 0] = -1, -1.0
-    ids, logps = ids.clone(), logps.clone()
-    ids[0, 0] = -1
-    first, second = (
-        run(case.but(sampling_topk_ids=x, sampling_topk_logps=y))
-        for x, y in ((ids, logps), (more, of_more))
-    )
-    torch.testing.assert_close(first[0].loss, second[0].loss, rtol=1e-13, atol=1e-15)
-    torch.testing.assert_close(first[1], second[1], rtol=1e-12, atol=1e-15)
-
-
 def test_packed_masked_and_empty() -> None:
     case = case_of("packed", weight="truncated", dtype=torch.float64)
     out, grads = run(case)

@@ -344,41 +344,6 @@ def test_scores_of_topr_are_by_position() -> None:
     torch.testing.assert_close(out.loss, wanted[0])
 
 
-# verl's other losses, which `LossConfig` has: verl's name and arguments, ours
-CLIP = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}
-CLIPPED = {"epsilon": 0.1, "epsilon_high": 0.3}
-SEQUENCES = "seq-mean-token-mean"
-DRO = dataclasses.replace(
-    presets.REINFORCE, beta=0.3, kl_estimator="k2", use_bias_correction_kl=False
-)
-CONFIGS: dict[str, tuple[str, str, dict[str, Any], LossConfig]] = {
-    "vanilla": ("vanilla", "token-mean", CLIP, LossConfig(loss_type="bnpo", delta=3.0, **CLIPPED)),
-    "gspo": ("gspo", SEQUENCES, CLIP,
-             LossConfig(loss_type="grpo", importance_sampling_level="sequence", **CLIPPED)),
-    "sapo": ("sapo", SEQUENCES, {}, LossConfig(loss_type="sapo")),
-    "geo_mean": ("geo_mean", SEQUENCES, {"clip_ratio_low": 0.4, "clip_ratio_high": 0.2},
-                 LossConfig(loss_type="gmpo", epsilon=0.4, epsilon_high=0.2)),
-    "TRL's cispo": ("cispo", "token-mean", {"clip_ratio_low": 1.0, "clip_ratio_high": 0.5},
-                    LossConfig(loss_type="cispo", epsilon_high=1.5)),
-    "gpg": ("gpg", "token-mean", {}, presets.REINFORCE),  # without old log-probabilities
-    "dro": ("dro", "token-mean", {"dro_beta": 0.3}, DRO),  # the same: they are the reference's
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("row", CONFIGS)
-def test_what_is_a_config(row: str) -> None:
-    name, mode, options, config = CONFIGS[row]
-    for seed in range(3):
-        given = off_policy(seed, per_token=mode != SEQUENCES)
-        given["old"][1:3, 0] = given["logps"][1:3, 0] + 1.0  # verl clamps log-ratios at 20 or 10
-        wanted = with_gradient(partial(verl_loss, name=name, options=options), given, mode)
-        if config.loss_type == "cispo" and row != "TRL's cispo":
-            old = given.pop("old")
-            given |= {"ref": old} if row == "dro" else {}
-        # verl's lengths plus 1e-8
-        agree(ours(given, config=config), wanted, 1e-6 if mode == SEQUENCES else 1e-11)
-
-
 def test_defaults_are_verls() -> None:
     config = verl_config({}, {})
     for own, _ in OF_VERL.values():
@@ -446,48 +411,6 @@ def test_ratios_that_overflow() -> None:
     for objective in (objectives.ipo, objectives.icepop_prime_rl, objectives.rollout_is, quiet):
         _, gradient = ours(given, objective=objective)
         torch.testing.assert_close(gradient, torch.tensor([0.0, 0.0, -1 / 3]))
-
-
-def weight(x: Given) -> Tensor:
-    return torch.exp(x["old"] - x["sampling"])
-
-
-def masked(w: Tensor, low: float, high: float) -> Tensor:
-    return torch.where((w >= low) & (w <= high), w, 0.0)
-
-
-def sequence_weight(x: Given) -> Tensor:
-    return torch.where(x["mask"], weight(x).log(), 0.0).sum(dim=1, keepdim=True).exp()
-
-
-def opsm_keep(x: Given) -> Tensor:
-    moved = torch.where(x["mask"], x["sampling"] - x["logps"], 0.0).sum(dim=1, keepdim=True)
-    moved = moved / x["mask"].sum(dim=1, keepdim=True).clamp(min=1)
-    return ~((x["advantages"] < 0) & (moved > 1e-4))
-
-
-PRESETS: dict[str, tuple[Callable[[Given], Tensor], str]] = {
-    "TIS": (lambda x: ppo(x) * weight(x).clamp(0.0, 2.0), "token-mean"),
-    "ICEPOP": (lambda x: ppo(x) * masked(weight(x), 0.5, 5.0), "token-mean"),
-    "MIS": (lambda x: ppo(x) * masked(sequence_weight(x), 0.0, 3.0), "token-mean"),
-    "OPSM": (lambda x: ppo(x) * opsm_keep(x), "seq-mean-token-mean"),
-}
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_the_sources(name: str) -> None:
-    formula, mode = PRESETS[name]
-    kept, dropped = 0, 0
-    for seed in range(5):
-        given = off_policy(seed)
-        given["sampling"] = torch.where(given["sampling"].isnan(), given["old"], given["sampling"])
-        found = ours(given, config=getattr(presets, name))
-        agree(found, with_gradient(partial(mean_of, formula, mode=mode), given))
-        plain = with_gradient(partial(mean_of, ppo, mode=mode), given)[1] != 0
-        kept += int((found[1] != 0).sum())
-        dropped += int((plain & (found[1] == 0)).sum())
-    assert kept > 0
-    assert (dropped > 0) == (name != "TIS")
 
 
 def test_published_estimators_on_policy() -> None:

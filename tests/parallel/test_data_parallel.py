@@ -142,38 +142,6 @@ def test_mixed_precision_rounds_weights_and_hidden_states_and_nothing_else(
         assert bool(((found["grad"] - total).abs() <= allowed + 1e-7 * total.abs()).all())
 
 
-def run_logprobs(rank: int, world_size: int) -> list[Gradients]:
-    """A loss of one's own, on log-probabilities that are changed in place first."""
-    found = []
-    for setup in ("DDP", OWN_UNIT, ROOT_UNIT):
-        run = Run(SETUPS[setup], LOSSES["off-policy"], CPU, torch.float64)
-        model = cases.make_model(torch.float64, run.loss)
-        given = model.lm_head, run.batch.completion_ids
-        then = functools.partial(scores_of, given, run.batch.completion_mask)
-        wrapped = run.setup.wrap(model, None)
-        wrapped(run.batch.tokens, then).backward()
-        found.append(cases.gradients_of(model))
-    return found
-
-
-def scores_of(given: Any, mask: Tensor, hidden: Tensor) -> Tensor:
-    scores = linear_logprob(hidden, *given, completion_mask=mask)
-    scores.logps.mul_(3.0)
-    return scores.logps.square().sum() - scores.entropies.sum()
-
-
-def test_logprobs_and_entropies_of_a_divided_head_are_differentiable(ranks: Ranks) -> None:
-    model = cases.make_model(torch.float64, LOSSES["off-policy"])
-    for rank in range(2):
-        batch = cases.make_batch(rank, 2, torch.float64, last_empty=False)
-        log_probs = torch.log_softmax(model.lm_head(model(batch.tokens)), dim=-1)
-        logps = log_probs.gather(-1, batch.completion_ids[..., None])[..., 0]
-        per_token = (3.0 * logps).square() + (log_probs.exp() * log_probs).sum(-1)
-        (per_token * batch.completion_mask).sum().div(2).backward()
-    for found in ranks.run(run_logprobs):
-        check(found, cases.gradients_of(model), "log-probabilities")
-
-
 def by_hand(loss: str, *, twice: bool) -> dict[str, Tensor]:
     """What the message for an empty weight says: forward and backward in one context. Or `twice`:
     for the forward, and again by the backward, which recomputes."""

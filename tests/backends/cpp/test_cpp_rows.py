@@ -9,18 +9,15 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.backends.interface import Chunk, Coefficients, LogitTransform, ReferenceLogits
-from grpo_kernels.backends.torch_rows import TorchRows
+from grpo_kernels.backends.interface import Chunk, Coefficients, ReferenceLogits
 from tests.support.divergence_suite import BETAS, DivergenceSuite
 from tests.support.row_cases import (
-    PLAIN,
     assert_same,
     full_loss,
     in_double,
     instruction_sets,
     make_loss,
     make_transform,
-    prepared,
     rows,
     same,
     statistics,
@@ -199,40 +196,6 @@ def test_rows_of_16_bits_are_those_numbers(dtype: torch.dtype, beta: float | Non
             for mixed in (chunk, of_reference, of_student):
                 in_place = want["in place"].to(mixed.logits.dtype)
                 assert_all_same(outcomes(mixed, kind), want | {"in place": in_place}, (vocab, kind))
-
-
-@each_pair
-def test_float64_rows(beta: float | None) -> None:
-    """Computed in float64 throughout: the torch backend's numbers, however near the reference."""
-    sizes = torch.tensor([1e-8, 1e-6, 1e-4, 1e-2, 1.0, 10.0], dtype=torch.float64)[:, None]
-    tolerances = {"divergence value": (1e-9, 1e-25), "divergence sum_k": (1e-9, 1e-13)}
-    for vocab in (1, 2, 5, 16, 31, 33, 65, 300, 4097, 9000):
-        for kind in range(4) if beta is None else (0,):
-            raw, ids = rows(6, vocab, CPU)
-            raw, reference = raw.double(), None
-            if beta is None:
-                raw[1] *= 20
-                raw[2, : vocab // 2] = -torch.inf
-            else:
-                scaled = LogitTransform(scale=0.7) if vocab == 33 else PLAIN
-                reference = ReferenceLogits(raw + sizes * torch.randn_like(raw), scaled, beta)
-            chunk = Chunk(
-                raw, ids, in_double(make_transform(6, vocab, kind, None, CPU)), reference=reference
-            )
-            in_torch = prepared(TorchRows(), chunk)
-            stats, want = statistics(CPP, chunk), statistics(TorchRows(), in_torch)
-            for name, x in tensors_of(stats).items():
-                rtol, atol = tolerances.get(name, (1e-12, 1e-14))
-                torch.testing.assert_close(x, tensors_of(want)[name], rtol=rtol, atol=atol)
-            a, b, c = torch.randn(3, 6, dtype=torch.float64)
-            c_or_none = None if beta is None else c
-            for b_or_none in (None, b):
-                d, z = torch.empty_like(raw), in_torch.logits.clone()
-                CPP.grad(chunk, stats, Coefficients(a, b_or_none, c_or_none), d)
-                TorchRows().grad(
-                    replace(in_torch, logits=z), want, Coefficients(a, b_or_none, c_or_none), z
-                )
-                torch.testing.assert_close(d, z, rtol=1e-11, atol=1e-13)
 
 
 def test_unknown_instruction_sets_are_refused() -> None:
