@@ -20,7 +20,6 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from copy import copy
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -56,7 +55,6 @@ class _Importer(MetaPathFinder):
         spec = next((x for x in found if x is not None), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
-            spec.loader = copy(spec.loader)  # modules of an archive share one loader
 
             def exec_module(module: ModuleType) -> None:
                 run(module)

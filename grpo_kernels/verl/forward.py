@@ -15,7 +15,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import fields, make_dataclass
+from dataclasses import make_dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -27,19 +27,13 @@ from grpo_kernels.head import Head
 from grpo_kernels.module import check_module
 from grpo_kernels.patching import Patches, function_of
 from grpo_kernels.scores import topk_divergence
-from grpo_kernels.verl.engine import ARGUMENT, BACKEND, MARK, OPTIONS, Changes
+from grpo_kernels.verl.engine import BACKEND, MARK, OPTIONS, Changes, found_in
 from grpo_kernels.verl.rows import HeadTask, scored
 
 # parameters of verl's patch_forward_with_backends
 PARAMETERS = ("model", "use_fused_kernels", "fused_kernels_backend")
-# parameters of a forward that are not passed to the body, and parameters that it must have
-OF_HEAD = {"self", "labels", "temperature", "shift_labels", "logits_to_keep"}
-NEEDED = {"input_ids", "labels", "temperature", "shift_labels"}
-OF_MODEL = {"input_ids", "cu_seqlens", "cu_seqlens_cpu"}  # some parameters of ``model.model``
-KEPT = ("past_key_values", "hidden_states", "attentions")  # outputs of the body to pass on
-
 # Model type -> verl's module below verl.models.transformers, and its function that runs everything
-# but the head ("" means ``model.model``), as in verl's patch_forward_with_backends
+# but the head ("": ``model.model``), as in verl's patch_forward_with_backends
 FAMILIES = {
     "qwen2_vl": ("qwen2_vl", "qwen2_vl_forward"),
     "qwen2_5_vl": ("qwen2_vl", "qwen2_vl_forward"),
@@ -95,30 +89,15 @@ def _use(model: Any) -> None:
 
 @functools.cache
 def _forward(family: str, body_name: str) -> Callable[..., Any]:
-    """Make a replacement for verl's ``forward_with_torch_backend``, with the same parameters."""
+    """Make a replacement for verl's ``forward_with_torch_backend``."""
+    from grpo_kernels.body.trunk import live_trunk
+    from grpo_kernels.transformers.head import measured_head
+
     module = importlib.import_module(f"verl.models.transformers.{family}")
-    theirs = getattr(module, "forward_with_torch_backend", None)
-    body = getattr(module, body_name, None)
-    output = next((x for n, x in vars(module).items() if n.endswith("CausalLMOutputForPPO")), None)
-    if theirs is None or (body is None and body_name) or output is None:
-        raise LookupError(
-            f"{module.__name__}: expected forward_with_torch_backend, {body_name} and an output "
-            "class CausalLMOutputForPPO"
-        )
-    if not {"log_probs", "entropy", *KEPT} <= {field.name for field in fields(output)}:
-        raise LookupError(f"{output.__name__} has no log_probs and entropy")
-    signature = inspect.signature(theirs)
-    *explicit, open_ended = signature.parameters
-    names, kind = {*explicit}, signature.parameters[open_ended].kind
-    of_body = OF_MODEL if body is None else {*inspect.signature(body).parameters}
-    # parameters of the body that would be lost, since they arrive in **kwargs
-    lost = set() if body is None or open_ended in of_body else of_body - names
-    known = names >= NEEDED and names <= OF_HEAD | of_body and not lost
-    if not known or kind is not inspect.Parameter.VAR_KEYWORD:
-        raise LookupError(
-            f"{module.__name__}.forward_with_torch_backend: expected {sorted(NEEDED)}, and "
-            f"parameters of its body, got {[*signature.parameters]}"
-        )
+    body = found_in(module, body_name) if body_name else _body
+    of_body = inspect.signature(body).parameters
+    takes_all = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in of_body.values())
+    output = next(x for n, x in vars(module).items() if n.endswith("CausalLMOutputForPPO"))
     with_aux = make_dataclass(  # the engine reads the added field in distillation
         output.__name__,
         [("fused_linear_aux", Any, None)],
@@ -126,37 +105,40 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
         namespace={"__module__": output.__module__},
     )
 
-    from grpo_kernels.body.trunk import live_trunk
-    from grpo_kernels.transformers.head import measured_head
-
-    @functools.wraps(theirs)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs).arguments
-        others = dict(given.pop(open_ended, {}))
-        task = others.pop(ARGUMENT, None) or HeadTask()
-        head = measured_head(self, functools.partial(_own_forward(type(self)), self))
-        inputs = {name: x for name, x in given.items() if name not in OF_HEAD}
-        if body is None or open_ended in of_body:
-            inputs |= others
-        elif lost := [name for name, x in others.items() if x is not None]:
+    @functools.wraps(found_in(module, "forward_with_torch_backend"))
+    def forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        temperature: Any = 1.0,
+        logits_to_keep: Any = 0,  # ignored, as in verl
+        grpo_kernels_task: HeadTask | None = None,
+        **inputs: Any,
+    ) -> Any:
+        if not takes_all and not inputs.keys() <= of_body.keys():
             raise NotImplementedError(
-                f"{', '.join(lost)}: expected text, since verl's fused forward of "
-                f"{type(self).__name__} drops other inputs; set model.use_fused_kernels=False"
+                f"{', '.join(inputs.keys() - of_body.keys())}: expected text, since verl's fused "
+                f"forward of {type(self).__name__} drops other inputs; set "
+                "actor_rollout_ref.model.use_fused_kernels=False"
             )
-        ids = _labels(given.get("shift_labels"), given.get("labels"), given.get("input_ids"))
+        task = grpo_kernels_task or HeadTask()
+        head = measured_head(self, functools.partial(_own_forward(type(self)), self))
+        ids = _labels(shift_labels, labels, input_ids)
         needed = task.counted
         if needed is None:
             needed = torch.ones_like(ids, dtype=torch.bool)
         with live_trunk(self, task.layout, None, needed):
-            outputs = self.model(**inputs) if body is None else body(self, **inputs)
+            outputs = body(self, input_ids=input_ids, **inputs)
         hidden = outputs[0]
         if ids.shape != hidden.shape[:-1]:
             raise ValueError(
                 f"shift_labels: expected {tuple(hidden.shape[:-1])}, one per position, got "
                 f"{tuple(ids.shape)}"
             )
-        temperature = given.get("temperature", 1.0)
-        results = {key: getattr(outputs, key, None) for key in KEPT}
+        names = ("past_key_values", "hidden_states", "attentions")
+        results = {name: getattr(outputs, name, None) for name in names}
         if not task.only_teacher:
             results["log_probs"], results["entropy"] = scored(hidden, head, ids, task, temperature)
         if task.teacher is None:
@@ -165,6 +147,10 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
         return with_aux(fused_linear_aux=distilled, **results)
 
     return forward
+
+
+def _body(model: Any, **inputs: Any) -> Any:
+    return model.model(**inputs)
 
 
 def _own_forward(cls: type) -> Callable[..., Any]:
