@@ -207,6 +207,7 @@ def test_nothing_of_the_callers_is_written_or_read_again(engine: str) -> None:
 
 TWICE: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
     "logps": lambda given: both(given)[0].square().sum(),
+    "kept sets": lambda given: both(given, kept_ids=torch.stack([IDS, (IDS + 1) % V], 1))[0].sum(),
     **{x: partial(losses, x) for x in ("one_pass", "two_pass", "frozen")},
 }
 

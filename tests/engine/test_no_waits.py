@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -130,19 +131,16 @@ def test_a_mask_of_floats_is_looked_at_in_the_same_wait(
         assert found.pop("waits") == CALLS[name][3]
         with pytest.warns(UserWarning, match="completion_mask: it holds values other than 0 and 1"):
             odd = call(name, waits, mask=OnGPU(torch.where(MASK == 0, 0.0, -2.0)))
-        with pytest.raises(
-            ValueError, match=r"^completion_mask: .* got an additive attention mask"
-        ):
-            call(name, waits, mask=OnGPU(torch.where(MASK == 0, -torch.inf, 0.0)))
-        with pytest.raises(
-            ValueError, match=r"^completion_mask: expected a mask without NaN, got NaN"
-        ):
-            call(name, waits, mask=OnGPU(MASK / MASK))
         given = [batch()[x].detach() for x in ("hidden", "head", "completion_ids")]
-        with pytest.raises(
-            ValueError, match=r"^completion_mask: expected a mask without NaN, got NaN"
+        scores = partial(linear_logprob, *given, run=ON_TORCH)
+        nan, additive = OnGPU(MASK / MASK), OnGPU(torch.where(MASK == 0, -torch.inf, 0.0))
+        for message, wrong in (
+            ("got an additive attention mask", lambda: call(name, waits, mask=additive)),
+            ("without NaN, got NaN", lambda: call(name, waits, mask=nan)),
+            ("without NaN, got NaN", lambda: scores(completion_mask=nan)),
         ):
-            linear_logprob(*given, completion_mask=OnGPU(MASK / MASK), run=ON_TORCH)
+            with pytest.raises(ValueError, match=f"^completion_mask: .* {message}"):
+                wrong()
     del want["waits"], odd["waits"]
     torch.testing.assert_close(found, want, equal_nan=True)
     torch.testing.assert_close(odd, want, equal_nan=True)
@@ -153,9 +151,8 @@ def test_packed_reads_its_bounds_once(device: str, monkeypatch: pytest.MonkeyPat
     bounds = torch.tensor([0, 4, 10])
     with pretended(monkeypatch) as waits:
         given = {name: x.detach() for name, x in batch().items()}
-        given |= {
-            name: x.flatten(0, 1) for name, x in given.items() if name not in ("head", "advantages")
-        }
+        for name in given.keys() - {"head", "advantages"}:
+            given[name] = given[name].flatten(0, 1)
         bounds = OnGPU(bounds) if device == "cuda" else bounds
         grpo_loss(**given, completion_mask=None, cu_seqlens=bounds, config=SEQUENCE, run=ON_TORCH)
     assert waits == (["tolist"] if device == "cuda" else [])
