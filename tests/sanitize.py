@@ -41,9 +41,8 @@ OPTIONS = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
 }
-LOAD = (
-    "import sys, torch; torch.ops.load_library(sys.argv[1]); isa = torch.ops.grpo_kernels_cpp.isa\n"
-)
+LOAD = "import sys, torch; torch.ops.load_library(sys.argv[1])\n"
+LOAD += "isa = torch.ops.grpo_kernels_cpp.isa\n"
 TRY = LOAD + "from tests.sanitize import try_findings; try_findings(); print(isa(''))"
 TEST = LOAD + "import pytest; isa(sys.argv[2]); sys.exit(pytest.main(sys.argv[3:]))"
 # stderr is left alone, where a report goes that the process does not survive
@@ -63,21 +62,14 @@ def build_sanitized(folder: Path) -> tuple[Path, dict[str, str]]:
     """The library, and the environment that a process needs to load it."""
     library = folder / "sanitized.so"
     build.compile_library(library, FLAGS)
-    linked = subprocess.run(
-        ["ldd", str(library)], capture_output=True, text=True, check=True
-    ).stdout
+    linked = subprocess.run(["ldd", library], capture_output=True, text=True, check=True).stdout
     # libasan.so.8 => /lib/libasan.so.8 (0x...)
-    words = [line.split() for line in linked.splitlines()]
-    found = [
-        next((w[2] for w in words if w[0].startswith(name) and len(w) > 2), None)
-        for name in PRELOADED
-    ]
-    if None in found:
-        raise NotSeen(
-            f"expected a library linked with {' and '.join(PRELOADED)}, as GCC makes it, "
-            f"got:\n{linked}"
-        )
-    return library, {**os.environ, **OPTIONS, "LD_PRELOAD": ":".join(filter(None, found))}
+    paths = {x.split()[0]: x.split()[2] for x in linked.splitlines() if len(x.split()) > 2}
+    found = [path for start in PRELOADED for x, path in paths.items() if x.startswith(start)]
+    if len(found) < len(PRELOADED):
+        wanted = " and ".join(PRELOADED)
+        raise NotSeen(f"expected a library linked with {wanted}, as GCC makes it, got:\n{linked}")
+    return library, {**os.environ, **OPTIONS, "LD_PRELOAD": ":".join(found)}
 
 
 def read_too_far() -> None:
@@ -125,9 +117,8 @@ def check_findings(library: Path, environment: dict[str, str]) -> str:
     """Raise unless the sanitizers find what they should; the best instruction set of this
     processor."""
     command = [sys.executable, "-c", TRY, str(library)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
-    )
+    options = {"capture_output": True, "text": True, "timeout": SECONDS}
+    done = subprocess.run(command, cwd=ROOT, env=environment, **options)
     for finding, words in FINDINGS.items():
         if words not in done.stderr or f"{finding.__name__} dies" not in done.stdout:
             raise NotSeen(f"{finding.__name__} was not seen:\n{done.stdout}{done.stderr[-2000:]}")

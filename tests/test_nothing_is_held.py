@@ -73,6 +73,7 @@ B, T, H, V, K = 2, 5, 8, 24, 6
 IDS = torch.arange(B * T).view(B, T) % V
 MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
 ADVANTAGES = torch.tensor([1.0, -0.5])
+TOKENS = IDS, MASK, ADVANTAGES
 
 
 def operands() -> tuple[Tensor, Tensor]:
@@ -87,7 +88,7 @@ def backward(result: Tensor) -> None:
 def loss(head: Callable[[Tensor], Any] = lambda weight: weight, **more: Any) -> Callable[[], None]:
     def call() -> None:
         hidden, weight = operands()
-        backward(grpo_loss(hidden, head(weight), IDS, MASK, ADVANTAGES, **more).loss)
+        backward(grpo_loss(hidden, head(weight), *TOKENS, **more).loss)
 
     return call
 
@@ -102,7 +103,7 @@ def of_module() -> Callable[[], None]:
     module = nn.Linear(H, V)
 
     def call() -> None:
-        backward(grpo_loss(operands()[0], module, IDS, MASK, ADVANTAGES).loss)
+        backward(grpo_loss(operands()[0], module, *TOKENS).loss)
         module.zero_grad()
 
     return call
@@ -131,7 +132,7 @@ def own(tokens: Any) -> Tensor:
 def unused() -> None:
     """A forward whose backward never comes."""
     hidden, head = operands()
-    grpo_loss(hidden, head, IDS, MASK, ADVANTAGES)
+    grpo_loss(hidden, head, *TOKENS)
     linear_logprob(hidden, head, IDS)
     linear_divergence(hidden, head, (torch.randn(B, T, H), torch.randn(V, H)))
 
@@ -139,7 +140,7 @@ def unused() -> None:
 def refused() -> None:
     """A gradient that may not be differentiated again."""
     hidden, head = operands()
-    for result in (grpo_loss(hidden, head, IDS, MASK, ADVANTAGES).loss,
+    for result in (grpo_loss(hidden, head, *TOKENS).loss,
                    linear_logprob(hidden, head, IDS).logps.sum()):  # fmt: skip
         torch.autograd.grad(result, hidden, create_graph=True)
 

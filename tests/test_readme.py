@@ -44,13 +44,12 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"Qwen/Qwen3-0.6B": str(folder / "model"), "trl-lib/tldr": str(folder / "data")}
 
 
-def run(blocks, local, names=None):
+def run(code, local, names=None):
     names = {"__name__": "readme"} if names is None else names
-    for code in blocks:
-        for name, place in local.items():
-            code = code.replace(f'"{name}"', repr(place))
-        assert "Qwen" not in code
-        exec(compile(code, "README.md", "exec"), names)
+    for name, place in local.items():
+        code = code.replace(f'"{name}"', repr(place))
+    assert "Qwen" not in code
+    exec(compile(code, "README.md", "exec"), names)
     return names
 
 
@@ -60,11 +59,10 @@ def test_the_trainer_trains(local, tmp_path, monkeypatch):
     from trl.trainer import grpo_trainer
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        grpo_trainer, "GRPOConfig", functools.partial(grpo_trainer.GRPOConfig, use_cpu=True)
-    )
+    on_cpu = functools.partial(grpo_trainer.GRPOConfig, use_cpu=True)
+    monkeypatch.setattr(grpo_trainer, "GRPOConfig", on_cpu)
     assert len(PYTHON) == 3
-    run(PYTHON[:1], local)
+    run(PYTHON[0], local)
     # a step for each epoch of the one prompt
     assert (tmp_path / "model-GRPO" / "checkpoint-3").is_dir()
 
@@ -92,11 +90,11 @@ def test_before_and_after_have_the_same_loss_and_gradients(local, adapted):
     _, after, before = PYTHON
     parameters = [x for x in model.parameters() if x.requires_grad]
     names["old"] = torch.zeros(4, 5)
-    run([before], local, names)
+    run(before, local, names)
     noise = 0.3 * torch.randn(4, 5, generator=gen)
     names["old"] = names["logps"].detach() + noise
     found = []
     for block in (before, after):
-        loss = run([block], local, names)["loss"]
+        loss = run(block, local, names)["loss"]
         found.append([loss.detach().double(), *torch.autograd.grad(loss, parameters)])
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-8)

@@ -38,10 +38,9 @@ PYRIGHT = {"include": [USER.name], "pythonVersion": "3.10", "typeCheckingMode": 
 
 
 def run(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", *arguments]
     environment = {x: os.environ[x] for x in os.environ if x not in ("PYTHONPATH", "MYPYPATH")}
     options = {"capture_output": True, "text": True, "cwd": folder, "env": environment}
-    done = subprocess.run(command, check=False, **options)
+    done = subprocess.run([sys.executable, "-m", *arguments], **options)
     assert done.returncode == 1, done.stdout + done.stderr  # errors were found
     return done.stdout
 
