@@ -28,7 +28,7 @@ DOORS |= {"scripts.py"}  # of the commands
 CORE = [x for x in FILES if not DOORS & {x.name, x.relative_to(ROOT).parts[0]}]
 # a compiler's and a cache's files, and the variables that any user of such knows, none of our own
 BUILDING = {
-    ROOT / "backends" / "cpp_rows" / "build.py": {"TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "CXX"},
+    ROOT / "backends" / "cpp_rows" / "build.py": {"TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "CXX"}
 }
 HEAVY = ["accelerate", "datasets", "liger_kernel", "matplotlib", "pandas", "peft"]
 HEAVY += ["transformers", "triton", "trl", "verl"]

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu import FAMILIES, GOALS, PARTS
 from benchmarks.machine import ROOT
-from benchmarks.plan import GOAL_CASES, gpu_cases
+from benchmarks.plan import gpu_cases
 from benchmarks.timing import quantiles
 
 TOY = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -88,22 +87,6 @@ def test_what_is_known_survives_an_interrupt(
     capsys.readouterr()
     gpu.main(["--report", str(out)])
     assert "## Main cases" in capsys.readouterr().out
-
-
-def test_goals_come_first() -> None:
-    """The goals' cases with all that is compared there; other peers with the anchors; the rest."""
-    assert tuple(dict.fromkeys([*(goal.case for goal in GOALS), "score"])) == GOAL_CASES
-    items = gpu.plan(None, None, profiles=True)
-    first = {x.case: set(x.providers) for x in items[: len(GOAL_CASES)]}
-    assert tuple(first) == GOAL_CASES
-    for goal in GOALS:
-        over = {*FAMILIES.get(goal.over, (goal.over,))}
-        assert goal.under in first[goal.case] and over & first[goal.case]
-    assert [x.kind for x in items[4:8]] == ["profile", "profile", *PARTS]
-    for case in gpu_cases():
-        of_case = [x.providers for x in items if x.kind == "case" and x.case == case.name]
-        assert sorted({name for names in of_case for name in names}) == sorted(case.providers)
-        assert case.rounds == 0 or all(names[:2] == ("ours", "products") for names in of_case)
 
 
 def timed(ms: float) -> dict[str, Any]:

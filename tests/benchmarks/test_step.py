@@ -4,7 +4,6 @@ noticed and shown."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +15,7 @@ pytest.importorskip("trl")
 from benchmarks import __main__ as command
 from benchmarks import groups, step, tables
 from benchmarks.memory import saved_bytes
-from benchmarks.run import Results
-from benchmarks.step import SCENES, VARIANTS, Scene
+from benchmarks.step import SCENES, VARIANTS
 
 OTHER_ORDER = {"one group a micro-batch"}  # of sums
 
@@ -149,26 +147,6 @@ def test_a_training_that_is_not_stock_trls_is_wrong(
 ) -> None:
     found = {"logs": logs(**changed), "saved": [1, 3]}
     assert step._compared(name, logs(), found)["status"] == status
-
-
-def test_a_variant_that_fails_costs_no_other_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    rounds = [9.0, 9.0, 9.0], [9.0, 1.0, 5.0], [9.0, 2.0, 9.0], [9.0, 3.0, 1.0]
-    taken = {name: iter(rounds) for name in ("stock TRL", "skip")}
-
-    def train(scene: Scene, name: str, watched: bool) -> tuple[None, dict[str, Any]]:
-        return None, {"seconds": next(taken[name]), "logs": logs(), "saved": [1] * watched}
-
-    monkeypatch.setattr(step, "train", train)
-    found = Results(tmp_path / "found.json", status="complete")
-    step._measure(found, ("step", "scenes", "a"), Scene(("stock TRL", "trim", "skip"), steps=3))
-    variants = found.data["step"]["scenes"]["a"]["variants"]
-    assert variants["trim"]["status"] == "error" and "KeyError" in variants["trim"]["reason"]
-    for name in taken:
-        assert variants[name]["samples"] == [[1.0, 5.0], [2.0, 9.0], [3.0, 1.0]]
-        assert variants[name]["seconds"] == (2.0 + 5.0) / 2
-    assert command.is_wrong(found.data)
 
 
 @pytest.mark.slow

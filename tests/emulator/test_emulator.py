@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -177,57 +176,3 @@ def test_unknown_instructions_are_named() -> None:
             execute(f"{opcode} %r2, %r0, %r0;")
     with pytest.raises(UnknownInstruction, match="expected a statement of PTX, got '%r2 = 3"):
         execute("%r2 = 3")
-
-
-def bits(x: float) -> str:
-    return f"0f{np.float32(x).view(np.uint32):08X}"
-
-
-def result(code: str, kind: str = "b32") -> int:
-    """What `code` leaves in %r2, %rd2 or %rs2, in the first thread."""
-    size, register = int(kind[1:]), {"b16": "%rs2", "b32": "%r2", "b64": "%rd20"}[kind]
-    out = torch.zeros(32 * size // 8, dtype=torch.uint8)
-    step = f"mul.wide.u32 %rd10, %r0, {size // 8}; add.s64 %rd11, %rd0, %rd10;"
-    execute(f"{code} {step} st.global.{kind} [%rd11], {register};", out)
-    return int(out.numpy().view(f"u{size // 8}")[0])
-
-
-@pytest.mark.parametrize(
-    ("code", "want"),
-    [
-        ("shl.b32 %r2, 1, 32;", 0),
-        ("shr.u32 %r2, -1, 40;", 0),
-        ("shr.s32 %r2, -8, 40;", 0xFFFFFFFF),
-        ("bfe.u32 %r2, 0xABCD1234, 8, 12;", 0xD12),
-        ("div.s32 %r2, -7, 2;", 0xFFFFFFFD),
-        ("min.s32 %r2, -1, 1;", 0xFFFFFFFF),
-        ("min.u32 %r2, -1, 1;", 1),
-        ("setp.lt.u32 %p1, -1, 1; selp.b32 %r2, 5, 6, %p1;", 6),
-        (f"setp.lt.f32 %p1, {bits(float('nan'))}, {bits(1)}; selp.b32 %r2, 5, 6, %p1;", 6),
-        (f"setp.ne.f32 %p1, {bits(float('nan'))}, {bits(1)}; selp.b32 %r2, 5, 6, %p1;", 6),
-        (f"max.f32 %r2, {bits(float('nan'))}, {bits(2)};", int(bits(2)[2:], 16)),
-        (f"ex2.approx.ftz.f32 %r2, {bits(-127)};", 0),
-        (f"ex2.approx.f32 %r2, {bits(-127)};", 1 << 22),
-        (f"mul.ftz.f32 %r2, {bits(-1e-30)}, {bits(1e-10)};", 0x80000000),
-        (f"cvt.rmi.ftz.f32.f32 %r2, {bits(-1.5)};", int(bits(-2)[2:], 16)),
-        (f"cvt.rn.bf16x2.f32 %r2, {bits(1)}, {bits(2)};", 0x3F804000),
-        (
-            "mov.u32 %r3, 0x12345678; mov.b32 {%rs1, %rs2}, %r3; mov.b32 %r2, {%rs2, %rs1};",
-            0x56781234,
-        ),
-        ("redux.sync.min.s32 %r2, %r0, -1;", 0),
-        ("redux.sync.max.s32 %r2, %r0, -1;", 31),
-        ("shfl.sync.bfly.b32 %r2, %r0, 16, 31, -1;", 16),
-    ],
-)  # fmt: skip
-def test_results(code: str, want: int) -> None:
-    assert result(code) == want & 0xFFFFFFFF
-
-
-def test_wide_and_narrow_registers() -> None:
-    assert result("cvt.s64.s32 %rd20, -2;", "b64") == 2**64 - 2
-    assert result("mov.b32 %r3, -2; cvt.u64.u32 %rd20, %r3;", "b64") == 2**32 - 2
-    assert result("mad.wide.s32 %rd20, -3, 5, 1;", "b64") == 2**64 - 14
-    assert result("mul.lo.s64 %rd20, 0x100000001, 3;", "b64") == 0x300000003
-    assert result("cvt.u16.u32 %rs2, 0x12345678;", "b16") == 0x5678
-    assert result("mov.b32 %r2, 0; mov.b16 %rs1, -1; cvt.u32.u16 %r2, %rs1;") == 0xFFFF

@@ -10,15 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import (
-    GRPOLoss,
-    LossOutput,
-    Run,
-    TokenInputs,
-    grpo_loss,
-    objectives,
-    token_level,
-)
+from grpo_kernels import GRPOLoss, LossOutput, Run, TokenInputs, grpo_loss, objectives, token_level
 from grpo_kernels.testing import check_token_level
 from tests.support.small_batch import small_batch
 

@@ -11,15 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels import (
-    Head,
-    LoRA,
-    LossConfig,
-    Run,
-    grpo_loss,
-    linear_divergence,
-    linear_logprob,
-)
+from grpo_kernels import Head, LoRA, LossConfig, Run, grpo_loss, linear_divergence, linear_logprob
 from tests.support.case_builder import seeded
 from tests.support.ranks import Ranks
 
