@@ -61,6 +61,13 @@ def test_what_is_expected_changes_no_result(every_backend: str) -> None:
     assert asked
 
 
+def adapted() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    model = nn.ModuleDict({"head": nn.Linear(16, 50)})
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["head"]), model)
+    return model["head"]
+
+
 # changed arguments, or functions of the right ones; the error, and what it says
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"divergence": "kl"}, ValueError, "divergence: expected one of"),
@@ -77,6 +84,12 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
      "teacher.head.bias: expected None, since the module has its own bias"),
     ({"teacher_head": lambda w: Head(w, lora=LoRA(torch.zeros(2, 16), torch.zeros(50, 2)))},
      ValueError, r"teacher\.head\.lora: expected None"),
+    ({"teacher_head": lambda w: adapted()}, ValueError,
+     "teacher.head: expected no active adapter"),
+    ({"teacher_head": lambda w: nn.Embedding(50, 16)}, TypeError,
+     "teacher.head: expected an nn.Linear with its own forward"),
+    ({"teacher_head": lambda w: nn.Linear(5, 50)}, ValueError,
+     "teacher.head.weight: expected shape"),
     ({"head": lambda w: Head(w, logit_scale=2.0)}, ValueError,
      "teacher.head: expected a Head that states its own logit_scale, .* 2.0"),
     ({"teacher_hidden": lambda x: x[:, :3]}, ValueError, "teacher.hidden: expected shape"),
@@ -140,6 +153,7 @@ FULL = {"kl_estimator": "full", "beta": 0.1}
         (None, FULL, r"reference: expected \(hidden, head\)"),
         (Head, {"beta": 0.1}, "reference: expected None with kl_estimator = 'k3'"),
         (3, FULL, r"reference: expected a tuple \(hidden, head\), got int"),
+        (lambda x: adapted(), FULL, r"reference\.head: expected no active adapter"),
         (lambda x: Head(x, vocab_size=31), FULL,
          r"reference\.head\.vocab_size: expected None or the other head's value, got 31"),
     ],

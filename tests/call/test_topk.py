@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -193,41 +194,30 @@ def test_gradients_of_padding_go_nowhere() -> None:
 
 
 FLOATS = torch.zeros(B, T, K)
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"divergence": "jsd"}, "divergence: expected one of forward_kl, reverse_kl, got 'jsd'"),
-    ({"divergence": "reverse_kl", "tail": False}, "tail: expected True or None"),
-    ({"tail": 1}, "tail: expected a bool or None, got 1"),
-    ({"tail": True, "log_prob_min_clamp": -9.0}, "log_prob_min_clamp: expected None with a tail"),
-    (
-        {"divergence": "forward_kl", "log_prob_min_clamp": 9.0},
-        "log_prob_min_clamp: expected a number < 0, got 9.0",
-    ),
-    ({"loss_max_clamp": 0.0}, "loss_max_clamp: expected a finite number > 0"),
-    ({"teacher_ids": FLOATS}, "teacher_ids: expected signed integer ids"),
-    ({"teacher_ids": FLOATS[..., :0].long()}, "teacher_ids: expected shape"),
-    ({"teacher_logps": FLOATS[..., 0]}, "teacher_logps: expected shape"),
+TOO_LOW = {"divergence": "forward_kl", "log_prob_min_clamp": 9.0}
+WRONG: list[tuple[bool, dict[str, Any], str]] = [  # True: of a divergence
+    (True, {"divergence": "jsd"}, "divergence: expected one of forward_kl, reverse_kl, got 'jsd'"),
+    (True, {"divergence": "reverse_kl", "tail": False}, "tail: expected True or None"),
+    (True, {"tail": 1}, "tail: expected a bool or None, got 1"),
+    (True, {"tail": True, "log_prob_min_clamp": -9.0}, "log_prob_min_clamp: expected None with a"),
+    (True, TOO_LOW, "log_prob_min_clamp: expected a number < 0, got 9.0"),
+    (True, {"loss_max_clamp": 0.0}, "loss_max_clamp: expected a finite number > 0"),
+    (True, {"teacher_ids": FLOATS}, "teacher_ids: expected signed integer ids"),
+    (True, {"teacher_ids": FLOATS[..., :0].long()}, "teacher_ids: expected shape"),
+    (True, {"teacher_logps": FLOATS[..., 0]}, "teacher_logps: expected shape"),
+    (False, {"expected": torch.ones(B, T)}, "expected: expected None with topk_ids"),
+    (False, {"kept_ids": FLOATS.long()}, "kept_ids: expected None with topk_ids, got Tensor"),
+    (False, {"topk_ids": FLOATS}, "topk_ids: expected signed integer ids"),
+    (False, {"run": Run("one_pass")}, "engine: expected"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[x[1][:30] for x in WRONG])
-def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("diverges", "changes", "message"), WRONG, ids=[x[2][:30] for x in WRONG])
+def test_wrong_arguments_are_named(diverges: bool, changes: dict[str, Any], message: str) -> None:
     case = case_of()
-    given = {"teacher_ids": case.listed_ids, "teacher_logps": case.listed_logps, **changes}
+    call = partial(linear_logprob, completion_ids=case.completion_ids, topk_ids=case.listed_ids)
+    if diverges:
+        given = {"teacher_ids": case.listed_ids, "teacher_logps": case.listed_logps}
+        call = partial(topk_divergence, **given)
     with pytest.raises((TypeError, ValueError), match=message):
-        topk_divergence(case.hidden, case.weight, **given)
-
-
-WRONG_TOPK: list[tuple[dict[str, Any], str]] = [
-    ({"expected": torch.ones(B, T)}, "expected: expected None with topk_ids"),
-    ({"kept_ids": FLOATS.long()}, "kept_ids: expected None with topk_ids, got Tensor"),
-    ({"topk_ids": FLOATS}, "topk_ids: expected signed integer ids"),
-    ({"run": Run("one_pass")}, "engine: expected"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), WRONG_TOPK, ids=range(len(WRONG_TOPK)))
-def test_wrong_arguments_of_log_probabilities_are_named(changes, message):
-    case = scored("topk/errors", mask="full")
-    given: dict[str, Any] = {"topk_ids": ids_of(case), **changes}
-    with pytest.raises((TypeError, ValueError), match=message):
-        linear_logprob(case.hidden.requires_grad_(), case.weight, case.completion_ids, **given)
+        call(case.hidden.requires_grad_(), case.weight, **changes)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from grpo_kernels import Head, Run, grpo_loss, linear_divergence
+from grpo_kernels import Run, grpo_loss, linear_divergence
 from tests.support import parallel_cases as cases
 from tests.support import zero3
 from tests.support.parallel_cases import LOSSES, SETUPS, Batch, TinyModel, relative_error
@@ -112,28 +112,3 @@ def test_gradients_are_those_of_one_process(given: Any, bound: float) -> None:
         for case, got, want in zip(given, found, wanted, strict=True):
             errors = relative_error(got, want)
             assert max(errors.values()) < bound, (case, errors)
-
-
-def adapted() -> nn.Module:
-    peft = pytest.importorskip("peft")
-    model = nn.ModuleDict({"head": nn.Linear(4, 11)})
-    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["head"]), model)
-    return model["head"]
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (adapted, ": expected no active adapter"),
-        (lambda: nn.Embedding(11, 4), ": expected an nn.Linear with its own forward"),
-        (lambda: Head(nn.Linear(4, 11), torch.zeros(11)), r"\.bias: expected None"),
-        (lambda: nn.Linear(5, 11), r"\.weight: expected shape"),
-    ],
-)
-def test_a_head_that_cannot_be_compared_with_is_refused(make: Any, message: str) -> None:
-    head, hidden, states = nn.Linear(6, 11), torch.randn(2, 3, 6), torch.randn(2, 3, 4)
-    given = torch.zeros(2, 3, dtype=torch.long), None, torch.ones(2)
-    with pytest.raises((TypeError, ValueError), match=rf"^reference\.head{message}"):
-        grpo_loss(hidden, head, *given, **KL, reference=(states, make()))
-    with pytest.raises((TypeError, ValueError), match=rf"^teacher\.head{message}"):
-        linear_divergence(hidden, head, (states, make()))
