@@ -5,7 +5,6 @@ The ranks compare, in float64 where a missing part of a gradient could hide behi
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -143,23 +142,15 @@ def on_ulysses(rank: int, ranks: int, options: dict[str, Any], nvh: float) -> No
     assert nvh <= done < nvh + 0.15  # on each rank, fewer than 16 rows are padded to 16
 
 
-def on_megatron(rank: int, ranks: int, divided: bool, tied: bool) -> None:
+def on_megatron(rank, ranks, context, divided, tied, options, row, live):
+    """Divided by context, or else by the vocabulary; products are 2NVH for `row` and `live`."""
     from tests.support import megatron_peer  # takes seconds, and only the ranks need it
 
-    megatron_peer.start(tensor=ranks)
-    errors = megatron_peer.errors(divided, tied)
-    assert len(errors) == (5 if tied else 6)
-    assert max(errors.values()) < 1e-12, errors
-
-
-def rows_of_megatron(rank, ranks, context, options, row, live):
-    """Divided by context, or else by the vocabulary."""
-    from tests.support import megatron_peer
-
     megatron_peer.start(tensor=ranks // context, context=context)
-    step = megatron_peer.rows(**options)
+    step = megatron_peer.step(divided, tied, **options)
     nvh, share = step.pop("nvh"), step.pop("share")
-    assert max(step.values()) < 1e-7, step  # verl rounds the temperature to float32
+    assert len(step) == (4 if tied else 5)
+    assert max(step.values()) < 1e-12, step
     if context == ranks:
         assert nvh == pytest.approx(row + live * share)
 
@@ -174,23 +165,20 @@ def recipe_of_megatron_core(rank: int, ranks: int, tensor: int) -> None:
         assert difference < (1e-6 if case.startswith("loss") else 1e-11), case
 
 
-DYNAMIC = {"use_dynamic_bsz": True}
+DYNAMIC, ENTROPY = {"use_dynamic_bsz": True}, {"entropy_coeff": 0.01}
 FEW = {"max_token_len_per_gpu": 64, **DYNAMIC}  # a sequence or two
 TASKS: dict[Callable[..., None], list[tuple[Any, ...]]] = {
     on_fsdp2: [("Qwen3", {}), ("Qwen3", {"tie_word_embeddings": True}), ("qwen3_vl", {})],
     on_fsdp1: [(False,), (True,)],
     sequences_without_gradient: [("fsdp2", 2), ("fsdp", 4)],
     trees: [("fsdp2", {"micro": 4}), ("fsdp2", DYNAMIC), ("fsdp2", FEW), ("fsdp", FEW)],
-    on_ulysses: [({}, 3.99), ({"entropy_coeff": 0.01}, 6)],
-    on_megatron: [*itertools.product((False, True), repeat=2)],
-    rows_of_megatron: [
-        (context, options, row, live)
-        for context in (1, 2)
-        for options, row, live in (
-            ({}, 2, 4),
-            ({"mode": "gspo"}, 2, 6),
-            ({"entropy_coeff": 0.01}, 6, 0),
-        )
+    on_ulysses: [({}, 3.99), (ENTROPY, 6)],
+    on_megatron: [
+        *((1, divided, tied, ENTROPY, 6, 0) for divided in (False, True) for tied in (False, True)),
+        *((1, False, False, options, 2, 4) for options in ({}, {"mode": "gspo"})),
+        (RANKS, False, False, {}, 2, 4),
+        (RANKS, False, False, {"mode": "gspo"}, 2, 6),
+        (RANKS, False, False, ENTROPY, 6, 0),
     ],
     recipe_of_megatron_core: [(1,), (RANKS,)],
 }

@@ -34,9 +34,10 @@ from torch.nn import functional as F
 from benchmarks.verl_step import Products
 from tests.support import verl_engine
 from tests.support.case_builder import seeded
-from tests.support.verl_peer import TEMPERATURE, draw, relative, verl_module
+from tests.support.verl_peer import relative, verl_module
 
 TOKENS = 30  # of the 32 rows of the head
+TEMPERATURE = 0.75  # verl rounds it to float32
 
 
 def start(*, tensor: int = 1, context: int = 1) -> None:
@@ -83,7 +84,7 @@ def megatron_model(sequence_parallel: bool, tied: bool) -> nn.Module:
 
 
 def engine_of(model: nn.Module) -> Any:
-    """verl's engine around `model`, with verl's own fused head until `ask_for_ours`."""
+    """verl's engine around `model`, with our head."""
     owner = verl_module("workers.engine.megatron.transformer_impl").MegatronEngineWithLMHead
     made = owner.__new__(owner)
     made.module = [model]
@@ -92,19 +93,18 @@ def engine_of(model: nn.Module) -> Any:
     made.tf_config = None
     flags = {"pad_to_length": False, "dynamic_context_parallel": False}
     made.engine_config = SimpleNamespace(use_fused_kernels=True, use_remove_padding=True, **flags)
+    options = verl_engine.SCORE | {}
     made.model_config = SimpleNamespace(
-        fused_kernel_options={},
+        fused_kernel_options=options,
         mtp=SimpleNamespace(enable=False),
         hf_config=transformers.Qwen3Config(vocab_size=TOKENS, architectures=["Qwen3ForCausalLM"]),
         tokenizer=SimpleNamespace(pad_token_id=0),
     )
+    with pytest.raises(ValueError, match="zero_advantage: expected 'train' with Megatron's engine"):
+        made._maybe_enable_fused_kernels()
+    del options["zero_advantage"]
     made._maybe_enable_fused_kernels()
     return made
-
-
-def ask_for_ours(engine: Any) -> None:
-    engine.model_config.fused_kernel_options["impl_backend"] = "grpo_kernels"
-    engine._maybe_enable_fused_kernels()
 
 
 def scores_of(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,55 +113,14 @@ def scores_of(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return logps.gather(-1, ids[..., None])[..., 0], -(logps.exp() * logps).sum(-1)
 
 
-def by_hand(model, ids, labels):
-    """The whole weights, and the labels' log-probabilities and entropies, of all logits."""
-    weights = {
-        name: whole(name, x.detach()).requires_grad_() for name, x in model.named_parameters()
-    }
-    embedding, up, down, *rest = weights.values()
-    x = F.embedding(ids, embedding)
-    head = rest[0] if rest else embedding
-    logits = (x + F.gelu(x @ up.T) @ down.T) @ head[:TOKENS].T
-    return weights, *scores_of(logits / TEMPERATURE, labels)
-
-
-def errors(sequence_parallel: bool, tied: bool) -> dict[str, float]:
-    """Errors of what verl's engine and fused forward make of a model."""
-    model = megatron_model(sequence_parallel, tied)
-    engine = engine_of(model)
-    ids, a, b = (x[0] for x in draw((1, 8)))
-    inputs = {"input_ids": ids[None], "position_ids": None, "attention_mask": None}
-    inputs["labels"] = ids.roll(-1)[None]
-    # verl's own kernel, which wants a GPU
-    with pytest.raises((RuntimeError, AssertionError), match=r"NVTX|^$"):
-        model(**inputs, temperature=TEMPERATURE)
-    engine.model_config.fused_kernel_options["zero_advantage"] = "score"
-    with pytest.raises(
-        ValueError, match=r"zero_advantage: expected 'train' with Megatron's engine, got 'score'"
-    ):
-        ask_for_ours(engine)
-    del engine.model_config.fused_kernel_options["zero_advantage"]
-    ask_for_ours(engine)
-    output = model(**inputs, temperature=TEMPERATURE)
-    (output.log_probs * a + output.entropy * b).sum().backward()
-
-    weights, chosen, entropy = by_hand(model, ids, inputs["labels"][0])
-    (chosen * a + entropy * b).sum().backward()
-    grads = {name: whole(name, x.grad) for name, x in model.named_parameters()}
-    found = {name: relative(x, weights[name].grad) for name, x in grads.items()}
-    found |= {"logps": relative(output.log_probs, chosen)}
-    return found | {"entropy": relative(output.entropy, entropy)}
-
-
-def rows(**options: Any) -> dict[str, float]:
+def step(sequence_parallel: bool, tied: bool, **options: Any) -> dict[str, float]:
     """A step of verl's engine on a micro-batch of `verl_engine.batch`: errors against the model's
     own logits, and the products of the head in N V H, unless the vocabulary is divided; `options`
     are those of the loss, ``ppo_loss``."""
     module = verl_module("workers.engine.megatron.transformer_impl")
     module.get_device_id = lambda: "cpu"
-    model = megatron_model(sequence_parallel=False, tied=False)
+    model = megatron_model(sequence_parallel, tied)
     engine = engine_of(model)
-    ask_for_ours(engine)
     data = verl_engine.batch()
     ids, offsets = data["input_ids"].values() % TOKENS, data["input_ids"].offsets()
     data["input_ids"] = torch.nested.nested_tensor_from_jagged(ids, offsets)
@@ -172,7 +131,14 @@ def rows(**options: Any) -> dict[str, float]:
     tensordict_utils.assign_non_tensor(data, **flags, **more)
     loss_function = verl_engine.ppo_loss(verl_engine.config(**options))
 
-    weights, chosen, entropy = by_hand(model, ids, ids.roll(-1))
+    weights = {
+        name: whole(name, x.detach()).requires_grad_() for name, x in model.named_parameters()
+    }
+    embedding, up, down, *rest = weights.values()
+    x = F.embedding(ids, embedding)
+    head = rest[0] if rest else embedding
+    logits = (x + F.gelu(x @ up.T) @ down.T) @ head[:TOKENS].T
+    chosen, entropy = scores_of(logits / TEMPERATURE, ids.roll(-1))
     given = {"log_probs": chosen, "entropy": entropy}
     old = verl_module("workers.utils.padding").no_padding_2_padding(chosen.detach(), data)
     data["old_log_probs"] = old + 0.1 * torch.randn(old.shape, generator=seeded("old"))

@@ -11,8 +11,8 @@ import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from tests.support import megatron_peer
-from tests.support.megatron_peer import TOKENS, scores_of
-from tests.support.verl_peer import TEMPERATURE, draw
+from tests.support.megatron_peer import TEMPERATURE, TOKENS, scores_of
+from tests.support.verl_peer import draw
 
 RECIPE = Path(__file__).parents[2] / "examples" / "recipes" / "my_megatron.py"
 
