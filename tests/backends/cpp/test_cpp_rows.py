@@ -1,17 +1,30 @@
-"""The C++ row kernels against float64 within derived bounds, torch, and themselves."""
+"""The C++ row kernels against float64 within derived bounds, torch, and themselves; arguments that
+would have them read or write elsewhere; surrogates alone, on rows of two logits."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.backends.interface import Chunk, Coefficients, ReferenceLogits
+from grpo_kernels.backends.formulas import times
+from grpo_kernels.backends.interface import (
+    Chunk,
+    Coefficients,
+    DivergenceStats,
+    FusedLoss,
+    LogitTransform,
+    ReferenceLogits,
+    RowStats,
+)
 from tests.support.divergence_suite import BETAS, DivergenceSuite
 from tests.support.row_cases import (
+    ON_POLICY,
+    PLAIN,
     assert_same,
     full_loss,
     in_double,
@@ -25,6 +38,7 @@ from tests.support.row_cases import (
 )
 from tests.support.row_suite import RowSuite, SpecialSuite
 from tests.support.row_truth import U, check, loss_terms
+from tests.support.surrogate_suite import EACH, INF, NAN, Constants, SurrogateSuite
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("cpp_library")]
 
@@ -203,3 +217,144 @@ def test_unknown_instruction_sets_are_refused() -> None:
     with pytest.raises(RuntimeError, match="isa: this processor has no 'mmx'"):
         torch.ops.grpo_kernels_cpp.isa("mmx")
     assert torch.ops.grpo_kernels_cpp.isa("") == before
+
+
+N, V = 4, 33
+RAW, IDS = rows(N, V, "cpu")
+TURNED, SHORT = RAW.T.contiguous().T, torch.zeros(V - 1)
+STATS: list[tuple[str, dict[str, Any]]] = [
+    (r"ids: expected contiguous \(4,\)", {"ids": IDS[:-1]}),
+    ("ids: expected contiguous", {"ids": IDS.repeat_interleave(2)[::2]}),
+    (r"expected scalar type \S*Long", {"ids": IDS.int()}),
+    ("expected float32, float64, bfloat16 or float16", {"logits": IDS[:, None].repeat(1, V)}),
+    ("logits: expected contiguous rows", {"logits": TURNED}),
+    (r"bias: expected contiguous \(33,\)", {"bias": SHORT}),
+    (r"expected scalar type \S*Float", {"bias": torch.zeros(V).double()}),
+    ("inv_temperatures: expected", {"inv_temperature": torch.ones(N + 1, 1)}),
+    ("rounded_to: expected a dtype of 16 bits", {"rounded_to": torch.float32}),
+]
+REFERENCES: list[tuple[str, dict[str, Any]]] = [
+    (r"reference_logits: expected \(4, 33\)", {"logits": RAW[:, :-1]}),
+    ("reference_logits: expected contiguous rows", {"logits": TURNED}),
+    ("reference_logits: float64 goes with float64 alone", {"logits": RAW.double()}),
+    ("reference_bias: expected", {"bias": SHORT}),
+    ("reference_inv_temperatures: expected", {"inv_temperature": torch.ones(N + 1, 1)}),
+    (r"jsd_beta: expected a number in \[0, 1\], got nan", {"beta": float("nan")}),
+]
+
+
+@pytest.mark.parametrize(("message", "given"), STATS, ids=[x[0][:20] for x in STATS])
+def test_rows_are_refused(message: str, given: dict[str, Any]) -> None:
+    logits, ids, *_ = ({"logits": RAW, "ids": IDS} | given).values()
+    transform = {name: x for name, x in given.items() if name not in ("logits", "ids")}
+    with pytest.raises(RuntimeError, match=message):
+        CPP.stats(Chunk(logits, ids, LogitTransform(**transform)), entropy=False)
+
+
+def two_heads(logits: Tensor = RAW, beta: float = 0.5, **transform: Any) -> Chunk:
+    return Chunk(
+        RAW, IDS, PLAIN, reference=ReferenceLogits(logits, LogitTransform(**transform), beta)
+    )
+
+
+@pytest.mark.parametrize(("message", "given"), REFERENCES, ids=[x[0][10:30] for x in REFERENCES])
+def test_references_are_refused(message: str, given: dict[str, Any]) -> None:
+    stats = CPP.stats(Chunk(RAW, IDS, PLAIN), entropy=False)
+    with pytest.raises(RuntimeError, match=message):
+        CPP.diverge(two_heads(**given), stats, stats)
+
+
+def test_gradients_and_losses_are_refused() -> None:
+    plain, two, out = Chunk(RAW, IDS, PLAIN), two_heads(RAW.flip(0)), torch.empty_like(RAW)
+    stats = CPP.stats(plain, entropy=False)
+    a, found = stats.logps, CPP.diverge(two, stats, stats)
+    full = replace(stats, divergence=DivergenceStats(*found, stats.max_logit, stats.log_sum))
+    wrong = torch.empty(N, V + 1), torch.empty(N, V, dtype=torch.float64), torch.empty(V, N).T
+    for message, call in (
+        *(("out: ", lambda x=x: CPP.grad(plain, stats, Coefficients(a), x)) for x in wrong),
+        ("entropies: expected with d_en", lambda: CPP.grad(plain, stats, Coefficients(a, a), out)),
+        ("d_logp: expected", lambda: CPP.grad(plain, stats, Coefficients(a[:2]), out)),
+        ("reference_logits: expected", lambda: CPP.diverge(plain, full, full)),
+        ("d_divergence, sum_k, .*: e", lambda: CPP.grad(two, stats, Coefficients(a, None, a), out)),
+        ("kl: expected", lambda: CPP.fused(plain, full_loss(a, 0), out)),
+        ("estimator: expected none with a", lambda: CPP.fused(two, make_loss(a, 1), out)),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=message):
+            call()
+
+
+UNITS = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+each_dtype = pytest.mark.parametrize("dtype", UNITS, ids=str)
+
+
+def fused(logps: Tensor, **changes: Any) -> RowStats:
+    """The terms of a loss whose log-probabilities (n,) are `logps` up to rounding."""
+    raw = torch.stack([torch.zeros_like(logps), logps.neg().expm1().log()], 1)  # p = 1 / (1 + e^z)
+    chunk, nothing = Chunk(raw, torch.zeros(len(raw), dtype=torch.int64), PLAIN), 0 * raw[:, 0]
+    loss = FusedLoss(
+        surrogate="constant", constants=(), kl=None, corrects_kl=False, weights=nothing + 1.0,
+        advantages=None, d_policy=None, old=None, ref=None, gate=None, d_entropy=0.0,
+        beta=0.0 if changes.get("kl") is None else 1.0,
+    )  # fmt: skip
+    slopes = "d_policy" if changes.get("old") is None else "advantages"
+    return CPP.fused(chunk, replace(loss, **{slopes: nothing} | changes), None)
+
+
+class TestCppSurrogates(SurrogateSuite):
+    device = "cpu"
+    units = UNITS
+    log_ratios = (-INF, -1.0, 0.0, 0.3, 800.0, NAN)
+
+    def run(self, name: str, constants: Constants, *inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
+        log_ratio, advantages, logps = inputs
+        logps = fused(logps).logps
+        old = torch.where(logps.isinf(), 0.0, logps) - log_ratio
+        stats = fused(logps, surrogate=name, constants=constants, advantages=advantages, old=old)
+        assert same(stats.loss_terms["log_ratio"], stats.logps - old)
+        loss_and_slope = torch.stack([stats.loss_terms["loss"], stats.loss_terms["d_logp"]])
+        return loss_and_slope, [stats.loss_terms["log_ratio"], advantages, stats.logps]
+
+    def seen(self, terms: Tensor) -> Tensor:
+        """The loss, and its derivative in logp where R = logp - old."""
+        return torch.stack([terms[0], terms[1] + terms[2]])
+
+    def estimate(self, name: str, corrects: bool, *inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """With an advantage of 0: the surrogate adds nothing, unless the ratio is NaN."""
+        logps, d, log_ratio = inputs
+        logps = fused(logps).logps
+        clipped = {"surrogate": "clipped", "constants": (0.8, 1.28, INF), "old": logps - log_ratio}
+        stats = fused(logps, **clipped, kl=name, ref=d + logps, corrects_kl=corrects)
+        got = torch.stack([stats.loss_terms[x] for x in ("kl", "loss", "d_logp")])
+        return got, [stats.logps, d + logps, stats.loss_terms["log_ratio"]]
+
+
+@each_dtype
+def test_known_losses(dtype: torch.dtype) -> None:
+    """On-policy: the derivative is `d_policy`, the loss that times logp, or left out; or NaN."""
+    logps, a = torch.cartesian_prod(
+        torch.tensor([-3.0, -0.2, 0.0, -INF]), torch.tensor([-2.0, -0.0, 0.0, 3.0])
+    ).T
+    logps, a = logps.to(dtype), a.to(dtype).contiguous()
+    for name in ON_POLICY:
+        found = fused(logps, surrogate=name, d_policy=a, weights=torch.full_like(a, 7.0))
+        assert not found.loss_terms["log_ratio"].any()
+        loss = times(found.logps, a) if name == "linear" else torch.zeros_like(a)
+        assert same(found.loss_terms["loss"], loss + (found.logps - found.logps))
+        assert same(found.loss_terms["d_logp"], a)
+
+
+def test_no_log_probability() -> None:
+    """NaN in loss and derivative, also where neither would need it."""
+    logps = torch.tensor([NAN, -1.0])
+    for name, constants in [*EACH, *((name, ()) for name in ON_POLICY)]:
+        old = None if name in ON_POLICY else torch.zeros(2)
+        terms = fused(logps, surrogate=name, constants=constants, old=old).loss_terms
+        for x in (terms["loss"], terms["d_logp"]):
+            assert x.isnan().tolist() == [True, False]
+
+
+def test_a_formula_that_the_header_lacks_is_no_other_one() -> None:
+    """As after a change of formulas.py without ``python csrc/generate.py``."""
+    for changes in ({"surrogate": "novel"}, {"kl": "k9"}):
+        with pytest.raises(RuntimeError, match=r"formulas\.h: expected it to have '(novel|k9)'"):
+            fused(torch.zeros(3), **changes)

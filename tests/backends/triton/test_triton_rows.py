@@ -1,22 +1,31 @@
-"""The Triton row kernels against float64 within derived bounds, torch, and themselves."""
+"""The Triton row kernels against float64 within derived bounds, torch, and themselves; surrogates
+alone; the table of tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
+from grpo_kernels.backends.formulas import times
 from grpo_kernels.backends.interface import Chunk
-from grpo_kernels.backends.triton_rows.device import RowConfig
+from grpo_kernels.backends.triton_rows import device
+from grpo_kernels.backends.triton_rows.device import RowConfig, family, row_config, row_configs
+from grpo_kernels.backends.triton_rows.mathfn import ESTIMATORS, SURROGATES
 from grpo_kernels.backends.triton_rows.rows import INTERPRETED, TritonRows
 from tests.support.divergence_suite import BETAS, DivergenceSuite
 from tests.support.row_cases import DEVICE, PLAIN, make_transform, rows
 from tests.support.row_suite import RowSuite, SpecialSuite, check_kernels
 from tests.support.row_truth import check_stats, truth
+from tests.support.surrogate_suite import Constants, SurrogateSuite, grid
 
 pytestmark = pytest.mark.unit
 
@@ -29,12 +38,8 @@ VOCABS = (
 
 
 def small_tile(vocab: int) -> RowConfig:
-    return RowConfig(
-        block_n=16,
-        block_v=16 if vocab < 40 else 64 if vocab < 128 else 128,
-        num_warps=2,
-        num_stages=1,
-    )
+    block_v = 16 if vocab < 40 else 64 if vocab < 128 else 128
+    return RowConfig(block_n=16, block_v=block_v, num_warps=2, num_stages=1)
 
 
 class SmallTiles(TritonRows):
@@ -91,3 +96,84 @@ def test_many_rows() -> None:
     raw, ids = rows(70_001, 3)
     kernels = small(4096 if INTERPRETED else 1, 16)
     check_stats(kernels.stats(Chunk(raw, ids, PLAIN), entropy=False), truth(raw, ids, PLAIN))
+
+
+@triton.jit
+def surrogate_kernel(
+    log_ratio_ptr, advantage_ptr, logp_ptr, out_ptr, n, constants, SURROGATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.arange(0, BLOCK)
+    loss, d_log_ratio, d_logp = SURROGATE(
+        tl.load(log_ratio_ptr + i, mask=i < n, other=0.0),
+        tl.load(advantage_ptr + i, mask=i < n, other=0.0),
+        tl.load(logp_ptr + i, mask=i < n, other=0.0), *constants,
+    )  # fmt: skip
+    tl.store(out_ptr + i, loss, mask=i < n)
+    tl.store(out_ptr + n + i, d_log_ratio, mask=i < n)
+    tl.store(out_ptr + 2 * n + i, d_logp, mask=i < n)
+
+
+@triton.jit
+def estimator_kernel(logp_ptr, ref_ptr, out_ptr, n, ESTIMATOR: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    kl, d_kl, d_corrected = ESTIMATOR(
+        tl.load(logp_ptr + i, mask=i < n, other=0.0), tl.load(ref_ptr + i, mask=i < n, other=0.0)
+    )
+    tl.store(out_ptr + i, kl, mask=i < n)
+    tl.store(out_ptr + n + i, d_kl, mask=i < n)
+    tl.store(out_ptr + 2 * n + i, d_corrected, mask=i < n)
+
+
+class TestTriton(SurrogateSuite):
+    slack = 16
+
+    def run(self, name: str, constants: Constants, *inputs: Tensor) -> tuple[Tensor, Sequence]:
+        n = inputs[0].numel()
+        out, block = torch.empty(3, n, device=DEVICE), triton.next_power_of_2(n)
+        surrogate_kernel[(1,)](*inputs, out, n, constants, SURROGATE=SURROGATES[name], BLOCK=block)
+        return out, inputs
+
+    def estimate(self, name: str, corrects: bool, *inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
+        logps, d, log_ratio = inputs
+        ref, out = d + logps, torch.empty(3, d.numel(), device=DEVICE)
+        estimator_kernel[(1,)](logps, ref, out, d.numel(), ESTIMATOR=ESTIMATORS[name], BLOCK=256)
+        return out[[0, 0, 2 if corrects else 1]], [logps, ref, log_ratio]
+
+    def test_known_losses(self) -> None:
+        """On-policy: the derivative is given, the loss that times logp, or left out."""
+        log_ratio, d_logps, logps = grid(DEVICE, special=True)
+        for name, loss in (
+            ("constant", torch.zeros_like(logps)),
+            ("linear", times(logps, d_logps)),
+        ):
+            out, _ = self.run(name, (), log_ratio, d_logps, logps)
+            assert torch.equal(out, torch.stack([loss, torch.zeros_like(loss), d_logps]))
+
+
+ARCHES = {  # and their families
+    **{arch: arch for arch in ("sm_80", "sm_90", "sm_100", "gfx942")},
+    **dict.fromkeys(("sm_75", "sm_89", "sm_120", "gfx90a"), "default"),
+    "sm_103": "sm_100",
+    "gfx950": "gfx942",
+    "cpu": "interpreter",
+}
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_every_vocabulary_has_tiles(arch: str) -> None:
+    assert family(arch) == ARCHES[arch]
+    for vocab in (1, 33, 300, 5000, 32000, 151936, 256000):
+        config = row_config("stats", vocab, arch)
+        assert config == row_config("fused", vocab, arch)
+        assert config.block_v & (config.block_v - 1) == 0
+        assert config.block_v < 2 * max(vocab, 128 * config.num_warps)
+
+
+@pytest.mark.parametrize("name", [name for name in device.FAMILIES if name != "interpreter"])
+def test_a_thread_reads_16_bytes_at_a_time(name: str) -> None:
+    """Four fp32 logits of each quarter of a tile, or accesses are narrower."""
+    for kernel in device.ROW_KERNELS:
+        for config in row_configs(kernel, name):
+            threads = config.num_warps * (64 if name.startswith("gfx") else 32)
+            assert config.block_v // 4 >= 4 * threads, (name, kernel)
