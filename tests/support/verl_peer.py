@@ -135,4 +135,4 @@ def draw(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    return float((got - want).norm() / want.norm())
+    return float((got - want).norm() / want.norm().clamp(min=1e-30))
