@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.modes import random_rates
 from grpo_kernels.patching import function_of, replaced
 from grpo_kernels.verl.engine import BACKEND, MARK, OPTIONS, Changes, Prompts, found_in, options_of
@@ -256,6 +257,12 @@ def _options(trainer: Any) -> dict[str, Any] | None:
     given = model.get("fused_kernel_options", None) or {}
     if not model.get("use_fused_kernels", False) or given.get("impl_backend") != BACKEND:
         return None
+    strategy = trainer.config.actor_rollout_ref.actor.strategy
+    if strategy not in ("fsdp", "fsdp2", "megatron"):
+        warn_once(
+            f"{OPTIONS}.impl_backend={BACKEND}: no effect with actor.strategy={strategy}, whose "
+            "engine keeps its own head; use fsdp, fsdp2 or megatron"
+        )
     return options_of(given)
 
 

@@ -100,3 +100,10 @@ def test_what_shares_nothing_or_would_change_or_be_slower_stays(v1: bool) -> Non
     stock = [balanced(v1, **changed) for changed in STAYS]
     patch_verl()
     assert [balanced(v1, **changed) for changed in STAYS] == stock
+
+
+@pytest.mark.usefixtures("forget_warnings")
+def test_an_engine_with_a_head_of_its_own_is_told() -> None:
+    patch_verl()
+    with pytest.warns(UserWarning, match=r"no effect with actor\.strategy=veomni"):
+        balanced(v1=True, **{"actor.strategy": "veomni"})
