@@ -492,7 +492,7 @@ def policy_loss_from_logps(
 
     Use this function for log-probabilities that you already have, such as those from a model's own
     head, or over kept sets (`linear_logprob` with `kept_ids`). Otherwise prefer `grpo_loss`: it
-    computes log-probabilities and gradient in one pass, which saves a product.
+    computes log-probabilities and gradient in one pass, which saves a matrix product.
 
     Args:
         logps, entropies: (B, T), or packed (N,), floating: the policy's log-probabilities and

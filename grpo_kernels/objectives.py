@@ -107,10 +107,11 @@ def ipo(
 ) -> Tensor:
     """IPO (INTELLECT policy optimization), prime-rl's default: a trust region in probability.
 
-    -A min(r, `ratio_max`) where |p - mu| <= `eps`, else 0; plus `kl_tau` log(r)^2. Use it for
-    samples that are some steps old: it reads the sampler's log-probabilities, not the old ones.
+    -A min(r, `ratio_max`) where |p - mu| <= `eps`, else 0; plus `kl_tau` log(r)^2. A is the
+    advantage, p and mu are the token's probabilities under policy and sampler, and r = p / mu. Use
+    IPO for samples that are some steps old: it reads no old log-probabilities.
 
-    The gradient is not cut off where r is capped: with respect to logp, it is -A `ratio_max` there.
+    The gradient is not cut off where r is capped: with respect to log(p), it is -A `ratio_max`.
     `eps` bounds the difference of the probabilities, whatever the sign of A.
     Source: https://github.com/PrimeIntellect-ai/prime-rl/pull/3418, with the defaults of prime-rl's
     #3586.
@@ -129,11 +130,12 @@ def icepop_prime_rl(
 ) -> Tensor:
     """IcePop as in prime-rl: the masked ratio is p / mu, which passes its gradient.
 
-    -A r where `ratio_low` <= r <= `ratio_high`, else 0. Use it if the sampler's probabilities are
-    far from the policy's at some tokens, as in mixtures of experts.
+    -A r where `ratio_low` <= r <= `ratio_high`, else 0. A is the advantage, and r = p / mu is the
+    ratio of the token's probabilities under policy and sampler. Use this loss if p and mu are far
+    apart at some tokens, as in mixtures of experts.
 
-    `presets.ICEPOP` is IcePop as in OpenRLHF and NeMo-RL, which put a constant weight on PPO's
-    loss.
+    `presets.ICEPOP` is IcePop as in OpenRLHF and NeMo-RL, where the ratio is a constant weight on
+    PPO's loss.
     Source: https://github.com/PrimeIntellect-ai/prime-rl/pull/3526.
     """
     _check_order("ratio_low", ratio_low, "ratio_high", ratio_high)
@@ -146,10 +148,11 @@ def icepop_prime_rl(
 def kpop(tokens: TokenInputs, *, threshold: float = 0.1, kl_tau: float = 1e-3) -> Tensor:
     """KPop: -A r where KL((p, 1 - p) || (mu, 1 - mu)) and its reverse are at most `threshold`.
 
-    Elsewhere 0; plus `kl_tau` log(r)^2. Like `icepop_prime_rl`, but a rare token may have a larger
-    ratio.
+    The loss of other tokens is 0. To every token's loss, `kl_tau` log(r)^2 is added. A is the
+    advantage, p and mu are the token's probabilities under policy and sampler, and r = p / mu.
+    Unlike `icepop_prime_rl`, this loss allows a rare token a larger ratio.
 
-    In both KLs, the probabilities are clamped to [1e-6, 1 - 1e-6]; the ratio has no cap.
+    In both KLs, the probabilities are clamped to [1e-6, 1 - 1e-6]. The ratio has no cap.
     Sources: https://ringtech.notion.site/kpop, prime-rl's #3283.
     """
     logps, sampled = tokens.logps.detach(), _sampled(tokens)
@@ -164,12 +167,12 @@ def kpop(tokens: TokenInputs, *, threshold: float = 0.1, kl_tau: float = 1e-3) -
 def rollout_is(
     tokens: TokenInputs, *, eps_clip_low: float = 0.2, eps_clip_high: float = 0.2
 ) -> Tensor:
-    """GLM-5's loss (SkyRL's ``rollout_is``): the ratio as a weight, and 0 outside a range.
+    """GLM-5's loss (SkyRL's ``rollout_is``): the ratio to the sampler as a constant weight.
 
-    -sg[r] A logp where r is within a range, else 0. Use it if asynchronous training stores no old
-    log-probabilities.
+    -sg[r] A log(p) if 1 - `eps_clip_low` < r < 1 + `eps_clip_high`, else 0. A is the advantage, and
+    r = p / mu is the ratio of the token's probabilities under policy and sampler. sg[r] is r
+    without its gradient. Use this loss if asynchronous training stores no old log-probabilities.
 
-    The range of r is the open interval (1 - `eps_clip_low`, 1 + `eps_clip_high`).
     Source: section 4.1.2 of https://arxiv.org/abs/2602.15763; SkyRL's defaults.
     """
     ratio = torch.exp(tokens.logps.detach() - _sampled(tokens))
@@ -187,9 +190,10 @@ def topr(
 ) -> Tensor:
     """TOPR (tapered off-policy REINFORCE): good completions count in full, others by their ratio.
 
-    -A logp of a good completion, else -sg[min(p / old, 1)] A logp; times `positive_weight` or
-    `negative_weight`. Use it for off-policy samples: a good completion counts in full, however
-    unlikely it has become.
+    The loss of a good completion's token is -`positive_weight` A log(p). For other completions, it
+    is -`negative_weight` sg[min(p / old, 1)] A log(p). A is the advantage, p and old are the
+    token's probabilities under the policy and the old policy, and sg[x] is x without its gradient.
+    Use TOPR for off-policy samples: a good completion counts in full, however unlikely it is now.
 
     `scores` has one score per position, shaped like the ids; a token belongs to a good completion
     if its score is above 0. If you have scores (B,), pass ``scores[:, None].expand_as(ids)``. None:
@@ -224,11 +228,12 @@ def fipo(
     influence_high: float = 0.2,
     safety_threshold: float = 4.0,
 ) -> Tensor:
-    """FIPO (future-KL influenced policy optimization): PPO's clipped loss times f, a constant.
+    """FIPO (future-KL influenced policy optimization): PPO's clipped loss times a weight f.
 
     ``f_t = clip(exp(sum over k >= t of gamma^(k - t) R_k), 1 - influence_low, 1 +
-    influence_high)``, where the sum is over the counted tokens of the sequence, k - t is a distance
-    in positions, and gamma = 2^(-1 / decay_rate). If A < 0 and the token's own ratio is above
+    influence_high)``, without gradient. R_k = log(p / old) is token k's log-ratio of policy to old
+    policy. The sum is over the counted tokens of the sequence, k - t is a distance in positions,
+    and gamma = 2^(-1 / decay_rate). If the advantage is negative and the token's own ratio is above
     `safety_threshold`, f is also clipped to [0.8, 1].
     Source: https://arxiv.org/abs/2603.19835; ms-swift's ``loss_type="fipo"``, with its defaults.
     ms-swift's ``fipo_clip_high_only`` corresponds to influence_low = 0; its ``delta`` is not
@@ -249,8 +254,10 @@ def cispo_two_sided(
 ) -> Tensor:
     """CISPO as in verl, with a lower bound.
 
-    -sg[clip(e^R)] A logp, in the symbols at the top of this module: every token keeps a gradient,
-    unlike in PPO's clip. The ratio is clipped to [1 - `clip_ratio_low`, 1 + `clip_ratio_high`].
+    -sg[clip(p / old)] A log(p), where A is the advantage, p and old are the token's probabilities
+    under the policy and the old policy, and sg[x] is x without its gradient. The ratio is clipped
+    to [1 - `clip_ratio_low`, 1 + `clip_ratio_high`]. Unlike in PPO, a clipped token keeps its
+    gradient.
     ``loss_type="cispo"`` is TRL's CISPO, which equals this loss with clip_ratio_low=1 and
     clip_ratio_high=epsilon_high - 1.
     Source: https://arxiv.org/abs/2506.13585.
@@ -269,10 +276,11 @@ def dppo_tv(
 ) -> Tensor:
     """verl's DPPO with total variation.
 
-    -sg[min(e^R, `clip_ratio_c`)] A logp where the token is kept, else 0. DPPO is made for large
-    vocabularies, where PPO's clip holds rare tokens back and lets likely ones move far. Let m be
-    the token's probability minus its old probability. A token with A > 0 is kept if m is at
-    most `clip_ratio_high`, any other token if m is at least -`clip_ratio_low`.
+    -sg[min(p / old, `clip_ratio_c`)] A log(p) where the token is kept, else 0. A is the advantage,
+    p and old are the token's probabilities under the policy and the old policy, and sg[x] is x
+    without its gradient. A token with A > 0 is kept if p - old is at most `clip_ratio_high`. Any
+    other token is kept if p - old is at least -`clip_ratio_low`. DPPO is made for large
+    vocabularies, where PPO's clip holds rare tokens back and lets likely tokens move far.
     `clip_ratio_c` caps the ratio. verl's config sets the cap to 3; the paper recommends a higher
     cap (section 5.4).
     Source: https://arxiv.org/abs/2602.04879.
@@ -292,7 +300,8 @@ def dppo_kl(
 ) -> Tensor:
     """Like `dppo_tv`, but a token is kept if KL((old, 1 - old) || (p, 1 - p)) is in bounds.
 
-    The bound is `clip_ratio_high` for A > 0 and `clip_ratio_low` otherwise. It applies only to a
+    p and old are the token's probabilities under the policy and the old policy. The bound is
+    `clip_ratio_high` if the advantage is positive, else `clip_ratio_low`. It applies only to a
     token whose probability has moved in the direction that its advantage demands. 1 - p is computed
     without cancellation, plus verl's 1e-8.
     Source: https://arxiv.org/abs/2602.04879.
@@ -327,11 +336,13 @@ def clip_cov(
     """verl's Clip-Cov: PPO's clipped loss without some of the tokens that lower the entropy most.
 
     Use it if the entropy collapses. ``max(int(clip_cov_ratio * counted tokens), 1)`` tokens get a
-    loss of 0. These tokens are drawn at random from the unclipped tokens whose covariance (A - mean
-    A) (logp - mean logp), with means over the batch, is between `clip_cov_lb` and `clip_cov_ub`. As
-    in verl, the draw is a ``torch.randperm`` on the CPU, from `generator` or torch's default
-    generator. With a sharded head, that generator must be in the same state on all ranks; otherwise
-    the ranks draw different tokens.
+    loss of 0. These tokens are drawn at random from the unclipped tokens whose covariance is
+    between `clip_cov_lb` and `clip_cov_ub`. A token's covariance is (A - mean A) (logp - mean
+    logp), with its advantage A, its log-probability logp, and means over the batch.
+
+    As in verl, the draw is a ``torch.randperm`` on the CPU, from `generator` or torch's default
+    generator. With a sharded head, this generator must be in the same state on all ranks.
+    Otherwise, the ranks draw different tokens.
     Source: https://arxiv.org/abs/2505.22617.
     """
     _check_order("clip_cov_lb", clip_cov_lb, "clip_cov_ub", clip_cov_ub)
@@ -352,8 +363,9 @@ def kl_cov(
 ) -> Tensor:
     """verl's KL-Cov: a penalty for the tokens that lower the entropy most.
 
-    A token's loss is -e^R A. The ``max(1, int(kl_cov_ratio * counted tokens))`` tokens of highest
-    covariance (see `clip_cov`) also get a penalty, `ppo_kl_coef` |R|. Use it if the entropy
+    A token's loss is -e^R A, where A is the advantage and R = log(p / old) is the log-ratio of
+    policy to old policy. The ``max(1, int(kl_cov_ratio * counted tokens))`` tokens of highest
+    covariance (see `clip_cov`) also get a penalty, `ppo_kl_coef` |R|. Use KL-Cov if the entropy
     collapses.
     Source: https://arxiv.org/abs/2505.22617.
     """
@@ -373,9 +385,11 @@ def gspo_token(
 ) -> Tensor:
     """GSPO-token, verl's ``gspo``: PPO's clipped loss with the sequence's ratio.
 
-    The ratio is s = exp(sg[mean R] + logp - sg[logp]), and at most e^10. You may pass one advantage
-    and one importance sampling ratio per token. If you have one of each per sequence, prefer
-    `presets.GSPO`, which has the same gradient and also metrics of the ratio.
+    The ratio is s = exp(sg[mean R] + logp - sg[logp]), and at most e^10. logp is the token's
+    log-probability, R = logp - old logp its log-ratio, the mean is over the sequence, and sg[x] is
+    x without its gradient. You may pass one advantage and one importance sampling ratio per token.
+    If you have one of each per sequence, prefer `presets.GSPO`, which has the same gradient and
+    also metrics of the ratio.
     Source: https://arxiv.org/abs/2507.18071.
     """
     logps = tokens.logps.detach()

@@ -71,9 +71,9 @@ def compute_rewards(
         (B, F) float32 on `device`, NaN where a function returned None.
 
     Raises:
-        TypeError, ValueError: an argument is invalid, or a function did not return B numbers, each
-            within float32's range, infinite or NaN.
-        RuntimeError: an async function ended the event loop, or a function raised an error. That
+        TypeError, ValueError: an argument is invalid, a function did not return B numbers, or a
+            finite number exceeds float32's range.
+        RuntimeError: an async function stopped the event loop, or a function raised an error. That
             error is chained, and the message names the function.
         SystemExit, KeyboardInterrupt: a sync function raised this exception, which is passed on
             unchanged because it may come from a signal to the process. From async functions, both
@@ -206,7 +206,7 @@ def _awaited(returned: list[Any], names: list[str]) -> list[Any]:
             if not thread.is_alive():
                 pairs = zip(returned, names, strict=True)
                 which = ", ".join(repr(name) for x, name in pairs if inspect.isawaitable(x))
-                raise RuntimeError(f"reward functions {which}: one of them ended the event loop")
+                raise RuntimeError(f"reward functions {which}: one of them stopped the event loop")
     except BaseException:  # the caller was interrupted
         future.cancel()
         raise

@@ -484,15 +484,15 @@ class HeadInputs:
 
     Attributes:
         hidden: (B, L, H), attached to the model's graph; position t predicts token t + 1.
-        of_model: the head, with its module as `weight`, and with the model's scale, soft-cap and
-            number of ids.
+        of_model: a `Head` around the model's own module, with the model's scale, soft-cap and
+            vocabulary size.
     """
 
     hidden: Tensor
     of_model: Head
 
     def head(self, states: Tensor) -> Head:
-        """Read the head's tensors, to score `states` (..., H), part of `hidden`."""
+        """Return the head for scoring `states` (..., H), a part of `hidden`."""
         return heads.read(self.of_model, states)
 
 

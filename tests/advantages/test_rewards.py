@@ -351,6 +351,6 @@ def test_a_function_that_ends_the_event_loop_is_an_error_and_the_next_call_has_a
         await asyncio.Event().wait()
 
     names = "reward functions 'async_lengths', 'stops_its_loop': "
-    with pytest.raises(RuntimeError, match=f"{names}one of them ended the event loop"):
+    with pytest.raises(RuntimeError, match=f"{names}one of them stopped the event loop"):
         compute_rewards([async_lengths, lengths, stops_its_loop], PROMPTS, COMPLETIONS)
     assert column(async_lengths) == LENGTHS
