@@ -42,7 +42,8 @@ GPUS: dict[str, float] = {  # advertised GiB; the driver reports up to a tenth l
 NOTES = """extra: peak memory beyond the inputs and the returned gradients
 with gradients: the same plus the gradients of hidden states and weight"""
 GPU_NOTE = """last column: "with gradients" as a share of the GPU, without model and optimizer
-Computed by the planner for a GPU with enough free memory; with less, calls use less."""
+Computed by the planner for a GPU with enough free memory; with less free memory, calls
+use a smaller workspace."""
 
 
 @dataclass(frozen=True)
