@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 from grpo_kernels import GRPOLoss, Head, KeptIds, linear_logprob
@@ -28,7 +27,6 @@ from tests.support.model_checks import (
 
 # Their attention masks are no masks in float64: padding makes NaN there.
 DTYPES = {"gemma2": torch.float32, "bloom": torch.float32}
-TRAINED = ("gemma2", "minicpm3", "cohere", "falcon_h1", "gpt_oss", "gptj", "gpt2", "bert")
 
 
 @pytest.mark.parametrize("kind", tiny.TEXT)
@@ -50,26 +48,6 @@ def test_vision_language_models(kind: str) -> None:
     assert_as_model(model, ids, mask, **inputs)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt", "bert", "bloom", "gptj"])
-def test_scores_are_those_that_generate_sampled_by(kind: str) -> None:
-    """Prompts are padded on the left, and nobody gives position_ids."""
-    model = tiny.text_model(kind, DTYPES.get(kind, torch.float64))
-    prompts = torch.randint(3, tiny.VOCAB, (3, 8))
-    mask = (torch.arange(8) >= torch.tensor([[0], [3], [5]])).long()
-    options: dict[str, Any] = {"do_sample": False, "min_new_tokens": 4, "max_new_tokens": 4}
-    options |= {"output_logits": True, "return_dict_in_generate": True}
-    found = model.generate(prompts * mask, attention_mask=mask, **options)
-    ids = found.sequences[:, 8:]
-    logps = torch.stack(found.logits, dim=1).double().log_softmax(-1)
-    want = logps.gather(-1, ids[..., None])[..., 0]
-    batch = found.sequences, nn.functional.pad(mask, (0, 4), value=1), torch.ones_like(ids)
-    for layout in ("tree", "padded"):
-        scores = completion_logprobs(model, *batch, layout=layout)
-        out = causal_lm_loss(model, GRPOLoss(), *batch, torch.ones(3), layout=layout)
-        for logps in (scores.logps, out.logps):
-            torch.testing.assert_close(logps.double(), want, rtol=2e-5, atol=2e-5)
-
-
 def test_models_with_positions_of_their_own_keep_them() -> None:
     """RoBERTa's begin after its padding id; Qwen-VL's have three dimensions with an image."""
     fields = {**tiny._TEXT, "is_decoder": True, "pad_token_id": 1}
@@ -87,30 +65,6 @@ def test_models_with_positions_of_their_own_keep_them() -> None:
     inputs = {**inputs, "mm_token_type_ids": (ids == model.config.image_token_id).long()}
     inputs["attention_mask"][1, :3] = 0
     assert_as_model(model, ids, torch.ones(2, 4), **inputs)
-
-
-@pytest.mark.parametrize("kind", TRAINED)
-def test_gradients_of_all_parameters_are_those_through_the_logits(kind: str) -> None:
-    model, ids, attention_mask, mask = scene(kind, DTYPES.get(kind, torch.float64))
-    counted, parameters = mask.bool(), [x for x in model.parameters() if x.requires_grad]
-
-    def gradients(logps: Tensor, entropies: Tensor) -> tuple[Tensor | None, ...]:
-        torch.manual_seed(2)
-        a, b = torch.randn(mask.shape), torch.randn(mask.shape)
-        loss = ((a * logps + b * entropies) * counted).sum()
-        return torch.autograd.grad(loss, parameters, allow_unused=True)
-
-    ours = gradients(**completion_logprobs(model, ids, attention_mask, mask).given)
-    placed = positions_of_generate(model, ids, attention_mask)
-    plain = tiny.plain_logprobs(model, ids, attention_mask=attention_mask, **placed)
-    theirs = gradients(*(x[:, -5:] for x in plain))
-    bound = 1e-3 if next(model.parameters()).dtype == torch.float32 else 1e-5
-    assert sum(x is not None for x in theirs) > len(parameters) // 2
-    for x, y in zip(ours, theirs, strict=True):
-        assert (x is None) == (y is None)
-        if x is not None and y is not None:
-            largest = max(1.0, y.abs().max().item())
-            torch.testing.assert_close(x, y, rtol=bound, atol=bound * largest)
 
 
 def test_the_loss_is_that_of_the_hidden_states() -> None:

@@ -357,13 +357,15 @@ def test_the_trainer_logs_the_share_of_completion_tokens_and_of_those_with_an_ad
     class Noted(FusedGRPOTrainer):
         def _compute_loss(self, model: Any, inputs: Given) -> Tensor:
             inputs["completion_mask"][::2, -3:] = 0  # completions that ended early
+            inputs["tool_mask"] = torch.ones_like(inputs["completion_mask"])
+            inputs["tool_mask"][:, 1::3] = 0
             batches.append(inputs)
             return super()._compute_loss(model, inputs)
 
     # the reward of the first steps is the same for some groups, which then have no gradient
     found = shares_of(train(Noted, temperature=0.2))  # whose entropies have no gradient
     for step, part in zip(found, (batches[:2], batches[2:]), strict=True):
-        masks = [batch["completion_mask"].bool() for batch in part]
+        masks = [(x["completion_mask"] * x["tool_mask"]).bool() for x in part]
         graded = [int(x[y["advantages"] != 0].sum()) for x, y in zip(masks, part, strict=True)]
         counted, places = sum(int(x.sum()) for x in masks), sum(x.numel() for x in masks)
         assert step["rows/projected"] == counted / places < 1

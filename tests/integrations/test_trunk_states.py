@@ -178,19 +178,3 @@ def test_rows_that_share_nothing_run_as_rows() -> None:
         out = assert_right(model, given)
         assert round(float(out.metrics["tokens/computed"]) * 4 * 64) == expected
     assert not said_by(lambda: loss_of(model, given))
-
-
-def test_a_tree_that_costs_more_than_rows_serves_where_these_fail() -> None:
-    model, given = every.build("qwen3_5_text"), four_rows()
-    forward, trees = model.model.layers[0].forward, list[bool]()
-
-    def failing(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if hidden.shape[:2] == (4, 63):
-            raise IndexError("of a kernel that does not serve this shape")
-        trees.append(kwargs.get("segments") is not None)
-        return forward(hidden, *args, **kwargs)
-
-    model.model.layers[0].forward = failing
-    said = "layout='trim': it raised IndexError", "layout='tree' is used"
-    assert_right(model, given, *said, modes=[{}, {}])
-    assert trees[-1]
