@@ -61,12 +61,8 @@ def test_every_run_has_the_same_bits(
             hidden, weight, ids.view(-1, 4), None, advantages, config=config,
             old_per_token_logps=old, ref_per_token_logps=old, run=Run(engine, backend),
         )  # fmt: skip
-        return (
-            out.loss,
-            out.logps,
-            out.entropies,
-            *torch.autograd.grad(out.loss, [hidden, weight]),
-        )
+        gradients = torch.autograd.grad(out.loss, [hidden, weight])
+        return out.loss, out.logps, out.entropies, *gradients
 
     first = copy_of(step())
     for i in range(RERUNS[device.type] - 1):

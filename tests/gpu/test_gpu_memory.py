@@ -26,9 +26,8 @@ def step(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, **option
     """One step; the engine that served. Gradients are in the leaves."""
     h = hidden.shape[-1]
     advantages = torch.ones(len(ids) // 8, device=ids.device)
-    out = grpo_loss(
-        hidden.view(-1, 8, h), weight, ids.view(-1, 8), None, advantages, run=Run(**options)
-    )
+    given = hidden.view(-1, 8, h), weight, ids.view(-1, 8), None, advantages
+    out = grpo_loss(*given, run=Run(**options))
     out.loss.backward()
     return out.engine
 

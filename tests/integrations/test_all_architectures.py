@@ -39,9 +39,8 @@ LAYOUTS = {"tree": 0.6, "trim": 0.8, "padded": 1.0}
 
 
 def kinds(*outcomes: str) -> list[str]:
-    return sorted(
-        kind for kind, x in every.OUTCOME.items() if x.layout in outcomes and kind in every.CLASSES
-    )
+    listed = every.OUTCOME.items()
+    return sorted(kind for kind, x in listed if x.layout in outcomes and kind in every.CLASSES)
 
 
 def assert_right(model: Any, given: dict[str, Tensor]) -> float:
@@ -61,15 +60,13 @@ def assert_own_logprobs(model: Any, given: dict[str, Tensor]) -> None:
     """Log-probabilities are those of the model's own logits, without any of our code."""
     ids, mask, counted = (given[name] for name in SCORED)
     takes = "use_cache" in inspect.signature(model.forward).parameters
+    more = {"use_cache": False} if takes else {}
     with torch.no_grad():
-        want, _ = tiny.plain_logprobs(
-            model, ids, attention_mask=mask, **({"use_cache": False} if takes else {})
-        )
+        want, _ = tiny.plain_logprobs(model, ids, attention_mask=mask, **more)
         with positions_left_to_the_model(model):
             got = completion_logprobs(model, ids, mask, counted).logps
-    torch.testing.assert_close(
-        got.double(), want[:, -counted.shape[1] :] * counted, rtol=2e-5, atol=2e-5
-    )
+    want = want[:, -counted.shape[1] :] * counted
+    torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
 
 
 # attention with a mask of its own, one config per kind of layer, chunks of columns, a mask by name

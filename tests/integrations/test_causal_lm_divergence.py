@@ -89,9 +89,8 @@ def test_the_exact_kl_term_of_a_loss() -> None:
     own, other = models("llama", "gemma3_text", torch.float64)
     ids, attention_mask = text_batch()
     mask = last_columns(attention_mask)
-    of_token = plain(
-        own, other, mask.shape[1], "reverse_kl", input_ids=ids, attention_mask=attention_mask
-    )
+    inputs = {"input_ids": ids, "attention_mask": attention_mask}
+    of_token = plain(own, other, mask.shape[1], "reverse_kl", **inputs)
     want, parameters = of_token[mask.bool()].mean(), [*own.parameters()]
     want_grads = torch.autograd.grad(want, parameters)
     given: tuple[Any, ...] = ids, attention_mask, mask, torch.zeros(3)

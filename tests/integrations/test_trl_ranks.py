@@ -109,9 +109,8 @@ def test_bf16_under_fsdp2_rounds_no_log_probability(ranks: Ranks) -> None:
         assert (theirs.dtype, ours.dtype) == (torch.bfloat16, torch.float32)
         assert (ours != ours.bfloat16().float()).any()
         torch.testing.assert_close(ours, theirs.float(), rtol=1e-2, atol=5e-2)
-        torch.testing.assert_close(
-            found["ours, d head"], found["theirs, d head"], rtol=0.1, atol=0.3
-        )
+        heads = found["ours, d head"], found["theirs, d head"]
+        torch.testing.assert_close(*heads, rtol=0.1, atol=0.3)
 
 
 @cache

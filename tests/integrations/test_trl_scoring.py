@@ -186,9 +186,8 @@ def test_regrouped_samples_have_the_same_sampler_metrics(name: str) -> None:
     metrics = []
     for more in ({"regroup": False}, {"tokens_per_forward": 10_000}):
         run = sampled(FusedGRPOTrainer, loss_type="grpo", **more, **mode(name))
-        metrics.append(
-            [{k: x for k, x in step.items() if k.startswith("sampling/")} for step in run.steps]
-        )
+        of_sampler = lambda step: {k: x for k, x in step.items() if k.startswith("sampling/")}  # noqa: E731
+        metrics.append([*map(of_sampler, run.steps)])
         sizes = [int(x["completion_mask"].sum()) for x in run.trainer._buffered_inputs]
         assert (0 in sizes) is run.trainer.regroup
     assert metrics[0][0]

@@ -23,15 +23,10 @@ def check_adapter(
     largest entry."""
     width, vocab = 16, 50
     g = torch.Generator().manual_seed(3)
-    hidden, weight = (
-        torch.randn(shape, generator=g).to(device, base)
-        for shape in ((1, n, width), (vocab, width))
-    )
+    shapes = (1, n, width), (vocab, width)
+    hidden, weight = (torch.randn(shape, generator=g).to(device, base) for shape in shapes)
     shapes = (RANK, width), (vocab, RANK)
-    a, b = (
-        (torch.randn(shape, generator=g) * 0.4).to(device, dtype).requires_grad_()
-        for shape in shapes
-    )
+    a, b = ((torch.randn(x, generator=g) * 0.4).to(device, dtype).requires_grad_() for x in shapes)
     hidden, ids = hidden.requires_grad_(), torch.randint(vocab, (1, n), generator=g).to(device)
     head, advantages = Head(weight, lora=LoRA(a, b, SCALING)), torch.ones(1, n, device=device)
 
@@ -43,9 +38,8 @@ def check_adapter(
         found = linear_logprob(hidden, head, ids, run=Run(backend=options.get("backend", "auto")))
     torch.testing.assert_close(found.logps.double(), want, rtol=0, atol=3e-6)
 
-    out = grpo_loss(
-        hidden, head, ids, None, advantages, old_per_token_logps=want.float(), run=Run(**options)
-    )
+    given, old = (hidden, head, ids, None, advantages), want.float()
+    out = grpo_loss(*given, old_per_token_logps=old, run=Run(**options))
     out.loss.backward()
     leaves = [x.detach().double().requires_grad_() for x in (hidden, a, b)]
     logits = leaves[0] @ (weight.double() + SCALING * leaves[2] @ leaves[1]).T

@@ -221,9 +221,8 @@ def with_teacher(case: Case, distance: float, width: int | None, g: torch.Genera
         return case.but(teacher_hidden=hidden, teacher_weight=weight, teacher_bias=bias)
     size = case.weight.float().norm(dim=1).mean().clamp(min=1e-3)
     hidden = (case.hidden.float() + normal(b, t, h) * distance / size).to(case.hidden.dtype)
-    return case.but(
-        teacher_hidden=hidden, teacher_weight=case.weight.clone(), teacher_bias=case.bias
-    )
+    weight, bias = case.weight.clone(), case.bias
+    return case.but(teacher_hidden=hidden, teacher_weight=weight, teacher_bias=bias)
 
 
 def with_lora(case: Case, rank: int, own_input: bool, dtype: torch.dtype) -> Case:
@@ -231,9 +230,8 @@ def with_lora(case: Case, rank: int, own_input: bool, dtype: torch.dtype) -> Cas
     g, (vocab, width) = seeded(f"{case.name} lora"), case.weight.shape
     a, b = (torch.randn(shape, generator=g) * 0.4 for shape in ((rank, width), (vocab, rank)))
     own = torch.randn(case.hidden.shape, generator=g).to(dtype) if own_input else None
-    return case.but(
-        lora_a=a.to(dtype), lora_b=b.to(dtype), lora_input=own, others={"lora_scaling": 0.6}
-    )
+    others = {"lora_scaling": 0.6}
+    return case.but(lora_a=a.to(dtype), lora_b=b.to(dtype), lora_input=own, others=others)
 
 
 def with_kept(case: Case, most: int) -> Case:

@@ -76,9 +76,8 @@ class DivergenceSuite:
         if self.dtype == torch.float64:
             two = in_double(two[0]), in_double(two[1])
         ids = torch.zeros(len(raw), dtype=torch.int64, device=self.device) if ids is None else ids
-        return prepared(
-            self.kernels, Chunk(raw, ids, two[0], reference=ReferenceLogits(other, two[1], beta))
-        )
+        reference = ReferenceLogits(other, two[1], beta)
+        return prepared(self.kernels, Chunk(raw, ids, two[0], reference=reference))
 
     def stats(self, chunk: Chunk) -> RowStats:
         return statistics(self.kernels, chunk, ())
@@ -113,12 +112,8 @@ class DivergenceSuite:
         check(f"{name}: value", stats.divergence.value, want.value, want.bound)
         a, b, c = self.randn(3, len(ids))
         for names in used:
-            some, none = 0 * a, None
-            factors = (
-                a if "a" in names else some,
-                b if "b" in names else none,
-                c if "c" in names else some,
-            )
+            of_b = b if "b" in names else None
+            factors = a * ("a" in names), of_b, c * ("c" in names)
             of_others, bound = gradient(student, ids, *factors[:2])
             want_all = of_others + factors[2][:, None] * want.gradient
             allowed = bound + factors[2].abs()[:, None] * want.gradient_bound

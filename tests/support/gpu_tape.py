@@ -81,9 +81,8 @@ class Tape:
             return
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         written = sum(x.nbytes for x in outputs)
-        read = sum(
-            _touched(x, outputs) for x in inputs if not _is_only_written(x, func, args, kwargs)
-        )
+        read_of = [x for x in inputs if not _is_only_written(x, func, args, kwargs)]
+        read = sum(_touched(x, outputs) for x in read_of)
         if packet in PRODUCTS:
             left, right = [x for x in inputs if x.dim() == 2 and x is not outputs[0]][-2:]
             (m, k), n = left.shape, right.shape[1]

@@ -35,9 +35,8 @@ class AllocationWatcher(TorchDispatchMode):
         self._known: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {
-            self.storage(x)._cdata for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)
-        }
+        tensors = (x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor))
+        given = {self.storage(x)._cdata for x in tensors}
         out = func(*args, **(kwargs or {}))
         for x in tree_iter(out):
             if isinstance(x, torch.Tensor):

@@ -45,9 +45,8 @@ def start(*, tensor: int = 1, context: int = 1) -> None:
     torch.cuda.current_device = lambda: "cpu"
     get_cuda_rng_tracker().fork = nullcontext
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor, context_parallel_size=context
-    )
+    sizes = {"tensor_model_parallel_size": tensor, "context_parallel_size": context}
+    parallel_state.initialize_model_parallel(**sizes)
 
 
 def megatron_model(sequence_parallel: bool, tied: bool) -> nn.Module:

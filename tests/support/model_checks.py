@@ -72,10 +72,9 @@ def assert_as_model(model: Any, ids: Tensor, completion_mask: Tensor, **inputs: 
     bound = BOUNDS[next(model.parameters()).dtype]
     placed = {**positions_of_generate(model, ids, **inputs), **inputs}
     with torch.no_grad():
-        want = [
-            x[:, -completion_mask.shape[1] :] for x in tiny.plain_logprobs(model, ids, **placed)
-        ]
+        plain = tiny.plain_logprobs(model, ids, **placed)
     got = completion_logprobs(model, ids, completion_mask=completion_mask, **inputs)
+    want = [x[:, -completion_mask.shape[1] :] for x in plain]
     for ours, theirs in zip((got.logps, got.entropies), want, strict=True):
         assert ours.shape == completion_mask.shape
         assert ours.isfinite().all()
@@ -88,9 +87,8 @@ def peft_model(model: Any, **fields: Any) -> Any:
     """`model` with LoRA, whose second factor is drawn too: a fresh adapter adds nothing."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(4)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=6, **fields)).to(
-        torch.float64
-    )
+    config = peft.LoraConfig(r=3, lora_alpha=6, **fields)
+    wrapped = peft.get_peft_model(model, config).to(torch.float64)
     with torch.no_grad():
         for name, x in wrapped.named_parameters():
             if "lora_B" in name:

@@ -143,9 +143,8 @@ def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connectio
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.dup2(os.open(f"{store}.{rank}", os.O_CREAT | os.O_WRONLY), 2)  # gloo's last words among them
     torch.set_num_threads(1)
-    dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=world_size
-    )
+    group = {"rank": rank, "world_size": world_size, "init_method": f"file://{store}"}
+    dist.init_process_group(backend, **group)
     pipe.send_bytes(_packed((None, None)))
     while True:
         try:

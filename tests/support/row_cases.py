@@ -15,7 +15,6 @@ from grpo_kernels.backends.interface import (
     DivergenceStats,
     FusedLoss,
     LogitTransform,
-    ReferenceLogits,
     RowBackend,
     RowStats,
 )
@@ -63,9 +62,8 @@ def make_loss(logps: Tensor, kind: int) -> FusedLoss:
     slopes, on_policy, constants = some(), surrogate in ON_POLICY, ()
     if not on_policy:
         high = 1.28 if surrogate == "cispo" else 0.28
-        constants = FUSED[surrogate].constants(
-            LossConfig(epsilon_high=high, delta=None if kind % 7 else 1.5)
-        )
+        config = LossConfig(epsilon_high=high, delta=None if kind % 7 else 1.5)
+        constants = FUSED[surrogate].constants(config)
     return FusedLoss(
         surrogate=surrogate,
         constants=constants,
@@ -109,9 +107,8 @@ def same(x: Tensor, y: Tensor) -> bool:
 def in_double(values: Any) -> Any:
     """A dataclass with its floating tensors in float64."""
     tensors = {f.name: getattr(values, f.name) for f in fields(values)}
-    return replace(
-        values, **{name: x.double() for name, x in tensors.items() if isinstance(x, Tensor)}
-    )
+    wide = {name: x.double() for name, x in tensors.items() if isinstance(x, Tensor)}
+    return replace(values, **wide)
 
 
 def prepared(kernels: RowBackend, chunk: Chunk) -> Chunk:
@@ -119,9 +116,7 @@ def prepared(kernels: RowBackend, chunk: Chunk) -> Chunk:
     logits, reference = chunk.logits.clone(), chunk.reference
     kernels.prepare_(logits, chunk.transform)
     if reference is not None:
-        reference = ReferenceLogits(
-            reference.logits.clone(), reference.transform, reference.jsd_beta
-        )
+        reference = replace(reference, logits=reference.logits.clone())
         kernels.prepare_(reference.logits, reference.transform)
     return replace(chunk, logits=logits, reference=reference)
 
@@ -133,9 +128,8 @@ def statistics(kernels: RowBackend, chunk: Chunk, extras: tuple[str, ...] = EXTR
         return stats
     reference = kernels.stats(chunk.of_reference(), entropy=False)
     found = kernels.diverge(chunk, stats, reference)
-    return replace(
-        stats, divergence=DivergenceStats(*found, reference.max_logit, reference.log_sum)
-    )
+    found = DivergenceStats(*found, reference.max_logit, reference.log_sum)
+    return replace(stats, divergence=found)
 
 
 def full_loss(logps: Tensor, kind: int) -> FusedLoss:

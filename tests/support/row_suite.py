@@ -67,15 +67,10 @@ def check_kernels(
     fused = kernels.fused(chunk, loss, out)
     assert_same(fused, stats, name)
     assert set(fused.loss_terms) == set(loss.terms)
-    for term, (of_loss, size) in loss_terms(
-        loss, fused.logps, fused.loss_terms["log_ratio"]
-    ).items():
-        check(
-            f"{name}: {loss.surrogate} {loss.kl} {term}",
-            fused.loss_terms[term],
-            of_loss,
-            8 * U * size,
-        )
+    terms = loss_terms(loss, fused.logps, fused.loss_terms["log_ratio"])
+    for term, (of_loss, size) in terms.items():
+        of_term = f"{name}: {loss.surrogate} {loss.kl} {term}"
+        check(of_term, fused.loss_terms[term], of_loss, 8 * U * size)
     d, bound = gradient(at, ids, fused.loss_terms["d_logp"], torch.full_like(a, loss.d_entropy))
     check(f"{name}: d raw, fused", out, d, bound + rounding(d, dtype))
 

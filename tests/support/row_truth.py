@@ -205,9 +205,8 @@ def divergence(student: Truth, teacher: Truth, beta: float) -> Divergence:
     moved = (error * (slopes[0].abs() + slopes[1].abs())).sum(1)
     bound = RELATIVE * value.abs() + 2 * moved + 4 * (1 + value.abs()) * shared.square()
 
-    of_mixture = (
-        (1 - beta) * p * (logs - _mixture(logs, other_logs, beta)) if 0 < beta < 1 else 0 * p
-    )
+    mixed = 0 < beta < 1
+    of_mixture = (1 - beta) * p * (logs - _mixture(logs, other_logs, beta)) if mixed else 0 * p
     k = {0.0: p - q, 1.0: p * d}.get(beta, of_mixture)
     k = torch.where(p + q > 0, k, 0.0)
     size = RELATIVE * k.abs() + 4 * error * (p * (1 + d.abs().clamp(max=1e3)) + q)

@@ -126,9 +126,8 @@ def run(
     of the head."""
     leaves = leaves_of(case, rows)
     options |= {"engine": engine, "backend": backend, "workspace_bytes": case.workspace_bytes}
-    output = flat(grpo_loss)(
-        **loss_arguments(case, leaves, rows), config=config_of(case), **options
-    )
+    options |= loss_arguments(case, leaves, rows)
+    output = flat(grpo_loss)(config=config_of(case), **options)
     if output.loss.requires_grad:
         (output.loss * scale).backward()
     return output, gradients_of(leaves)
@@ -179,9 +178,8 @@ def scores(
     if case.teacher_hidden is not None:
         kind = KINDS.get(o.beta_of_divergence, {"divergence": "jsd", "beta": o.beta_of_divergence})
         given = {"completion_ids": case.completion_ids, "entropy": True, **kind}
-        return linear_divergence(
-            leaves["hidden"], head, reference_of(case, rows), **given, **options
-        )
+        teacher = reference_of(case, rows)
+        return linear_divergence(leaves["hidden"], head, teacher, **given, **options)
     options.setdefault("entropy", True if o.entropy_of == "the set" else "full")
     return linear_logprob(leaves["hidden"], head, case.completion_ids, **kept_of(case), **options)
 

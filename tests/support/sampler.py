@@ -24,16 +24,14 @@ FLOOR = 1e-6  # of the tails, the paper's appendix A.3
 def trls_ratio(case: Case, old: Tensor) -> Tensor:
     """As TRL 1.16 writes it: (B, T), 1 where masked, or (B, 1); the last mode as OpenRLHF does."""
     config, mask = config_of(case), (case.completion_mask != 0).to(old.dtype)
-    difference = torch.nan_to_num(
-        (old - case.sampling_per_token_logps.to(old.dtype)) * mask, nan=0.0
-    )
+    difference = (old - case.sampling_per_token_logps.to(old.dtype)) * mask
+    difference = difference.nan_to_num(nan=0.0)
     mode, low, high = (getattr(config, PREFIX + x) for x in ("mode", "clip_min", "clip_max"))
     if mode == "sequence_mean_mask":
         mean = torch.exp(difference.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1))
         return difference.exp() * ((mean >= (low or 0.0)) & (mean <= (high or math.inf)))
-    ratio = torch.exp(
-        difference.sum(-1, keepdim=True) if mode.startswith("sequence") else difference
-    )
+    of_level = difference.sum(-1, keepdim=True) if mode.startswith("sequence") else difference
+    ratio = of_level.exp()
     if mode.endswith("truncate"):
         return torch.clamp(ratio, min=low, max=high)
     low, high = -math.inf if low is None else low, math.inf if high is None else high
@@ -42,9 +40,8 @@ def trls_ratio(case: Case, old: Tensor) -> Tensor:
 
 def given_ratio(case: Case, old: Tensor) -> Case:
     """The same loss, with the ratio made beforehand."""
-    return case.but(
-        importance_sampling_ratio=trls_ratio(case, old), config={f"{PREFIX}correction": False}
-    )
+    config = {f"{PREFIX}correction": False}
+    return case.but(importance_sampling_ratio=trls_ratio(case, old), config=config)
 
 
 def candidates(case: Case, k: int) -> Case:

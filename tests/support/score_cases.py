@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from tests.support.case_builder import Case, make_case
-from tests.support.cases import DTYPES, Options
-from tests.support.random_cases import head_options, teacher_options, with_garbage
+from tests.support.cases import DTYPES, Options, head_options, teacher_options, with_garbage
 
 BETAS = (0.0, 1.0, 0.5, 0.1)
 HEADS: dict[str, Options] = {

@@ -29,10 +29,8 @@ def grid(device: str, special: bool = False) -> list[Tensor]:
     """Log-ratios, advantages and log-probabilities in all combinations."""
     ratios = [*LOG_RATIOS, 200, 800, INF, NAN] if special else list(LOG_RATIOS)
     logps = (-3.0, 0.0, -INF) if special else (-3.0, -0.2)
-    combinations = torch.cartesian_prod(*(torch.tensor(x) for x in (ratios, ADVANTAGES, logps))).to(
-        device
-    )
-    return [x.contiguous() for x in combinations.unbind(1)]
+    parts = (torch.tensor(x, device=device) for x in (ratios, ADVANTAGES, logps))
+    return [x.contiguous() for x in torch.cartesian_prod(*parts).unbind(1)]
 
 
 # Loss type and options. At R = 0 the ratio is exactly 1, so that it meets a bound of 1 exactly, and
@@ -119,14 +117,12 @@ class SurrogateSuite:
     def test_surrogates_are_those_of_torch(self, name: str, constants: Constants) -> None:
         """In every branch, at ties, at exact bounds, and where the ratio overflows, is 0 or NaN."""
         for dtype, unit in self.units.items():
-            got, inputs = self.run(
-                name, constants, *(x.to(dtype) for x in grid(self.device, special=True))
-            )
+            given = (x.to(dtype) for x in grid(self.device, special=True))
+            got, inputs = self.run(name, constants, *given)
             want = self.seen(mirrored(name, constants, *(x.double() for x in inputs)))
             bound = self.slack * unit * want.abs() * steepness(name, constants, inputs[0])
-            check_like(
-                f"{name} {dtype}", got, want, bound, self.seen(mirrored(name, constants, *inputs))
-            )
+            like = self.seen(mirrored(name, constants, *inputs))
+            check_like(f"{name} {dtype}", got, want, bound, like)
             assert (got[:, is_nothing(name, *inputs[:2])] == 0).all()
 
     @pytest.mark.parametrize("corrects", [False, True])

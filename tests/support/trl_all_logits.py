@@ -60,9 +60,8 @@ class Checked(Written):
         self.kls.append(metrics["kl"][-1])
         if torch.is_grad_enabled():
             trained = [x for x in model.parameters() if x.requires_grad]
-            found, exact = (
-                torch.autograd.grad(x, trained, retain_graph=True) for x in (loss, want)
-            )
+            gradients = (torch.autograd.grad(x, trained, retain_graph=True) for x in (loss, want))
+            found, exact = gradients
             largest = max(float(x.abs().max()) for x in exact)
             for got, right in zip(found, exact, strict=True):
                 assert float((got - right).abs().max()) <= 2e-5 * largest

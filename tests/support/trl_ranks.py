@@ -62,9 +62,8 @@ def train(job, processes=1, prepare=None, **options):
         options["peft_config"] = LoraConfig(target_modules=[*job.lora], **shape)
     options["per_device_train_batch_size"] = SEQUENCES // processes
     base = trl.GRPOTrainer if job.stock else FusedGRPOTrainer
-    saves = mock.patch.object(
-        transformers.PreTrainedModel, "should_save_on_this_rank", return_value=True
-    )
+    owner = transformers.PreTrainedModel
+    saves = mock.patch.object(owner, "should_save_on_this_rank", return_value=True)
     # each rank has the reference in a folder of its own
     with saves, patch_trl() if job.patched else nullcontext():
         run = trl_training.train(mixed(Written, base), kind=job.kind, prepare=begin, **options)
