@@ -1,14 +1,10 @@
-"""Every peer of the benchmarks on small cases: its result is right, or it says why there is none.
-Where peers with licences that are not permissive are absent, stand-ins (tests/stand_ins) have the
-same names and arguments."""
+"""Every peer of the benchmarks on small cases: its result is right, or why there is none is said."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +13,7 @@ import torch
 
 from benchmarks.cases import Absence, BenchCase, Inputs, make_inputs
 from benchmarks.machine import ROOT
-from benchmarks.providers import Outcome, build, forgotten
+from benchmarks.providers import Outcome, build
 from benchmarks.reference import errors, is_right, reference
 from benchmarks.run import step
 
@@ -40,21 +36,11 @@ PACKAGES = {
     "verl_triton": "verl", "unsloth": "unsloth_zoo", "cce": "cut_cross_entropy",
 }  # fmt: skip
 RESTRICTED = {"unsloth_zoo", "cut-cross-entropy"}  # distributions
-STAND_INS = Path(__file__).parents[1] / "stand_ins"
-STOOD_IN_FOR = ("unsloth", "cce")
 ON_A_CPU = ("linear_ce", "liger_ce", "liger_torch", "verl_torch", "unsloth")
 NO_SOFTCAP = ("linear_ce", "liger_ce", "liger_torch", "verl_torch")
 ONE_DTYPE = ("liger_ce", "liger_torch", "verl_torch")  # of hidden states and weight
 GIVES_ENTROPY = ("liger_ce", "liger_torch", "verl_torch", "unsloth")
 HAS_LINEAR_CE = hasattr(torch.nn.functional, "linear_cross_entropy")
-
-
-@pytest.fixture(autouse=True)
-def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Last on the path, where what is installed is found before them; forgotten afterwards."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(STAND_INS)])
-    with forgotten("unsloth_zoo"), forgotten("cut_cross_entropy"):
-        yield
 
 
 def run(name: str, inputs: Inputs) -> Outcome:
@@ -66,8 +52,7 @@ def run(name: str, inputs: Inputs) -> Outcome:
 
 
 def is_installed(name: str) -> bool:
-    given = name not in PACKAGES or name in STOOD_IN_FOR
-    return given or importlib.util.find_spec(PACKAGES[name]) is not None
+    return name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
 
 
 def expected_absence(name: str, case: BenchCase) -> str | None:
@@ -110,20 +95,6 @@ def test_compiled() -> None:
         for _ in range(2):  # compiles, and takes what it compiled
             inputs.clear_gradients()
             assert is_right(errors(step(compiled), inputs, reference(inputs)), inputs.case)
-
-
-@pytest.mark.parametrize(
-    "case", [CASES[name] for name in ("fp32", "soft-cap", "padding", "score, padding")]
-)
-def test_the_call_of_cce(case: BenchCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the stand-in even where the package is, whose kernels need a GPU, choosing as it does
-    without Triton."""
-    monkeypatch.setattr(sys, "path", [str(STAND_INS), *sys.path])
-    for module in [x for x in sys.modules if x.partition(".")[0] == "cut_cross_entropy"]:
-        monkeypatch.delitem(sys.modules, module)
-    package = importlib.import_module("cut_cross_entropy.linear_cross_entropy")
-    monkeypatch.setattr(package, "LCE_IMPL_DEFAULT", package.LinearCrossEntropyImpl.TORCH_COMPILE)
-    assert run("cce", make_inputs(case, CPU)).note == "0, impl=torch_compile, no entropy"
 
 
 @pytest.mark.parametrize("targets", [("test", "demo", "lint", "parity"), ("bench",)], ids=" ".join)

@@ -1,1 +1,0 @@
-raise ImportError("expected nobody to run the package's __init__")
