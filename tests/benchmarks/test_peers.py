@@ -1,4 +1,4 @@
-"""Every peer of the benchmarks on small cases: its result is right, or why there is none is said."""
+"""Every peer of the benchmarks on small cases: a right result, or the reason why there is none."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def assert_regrouped(stock: Run, ours: Run) -> None:
 
 # each normalizer, and what a loss may read besides
 OF_STEPS: dict[str, dict[str, Any]] = {
-    **{name: parity.loss_options(name) for name in ("grpo", "luspo", "dr_grpo", "vespo")},
+    **{name: parity.loss_options(name) for name in ("luspo", "dr_grpo", "vespo")},
     "GSPO, beta": {"loss_type": "grpo", **SEQUENCE, "beta": 0.04},
     "exact KL": {"beta": 0.04, "kl_estimator": "full"},
     "off-policy mask, delta": {"off_policy_mask_threshold": 0.01, "delta": 1.1},

@@ -58,8 +58,6 @@ ZERO_JOBS = {
     "ZeRO-3, tied": Job("ZeRO-3", kind="tied"),
     "ZeRO-3, adapter on the head, exact KL": Job("ZeRO-3", **ADAPTED),
 }
-# beside FSDP2 and ZeRO-3, which divide the head too
-SLOW = ("FSDP1", "FSDP2, tied")
 BECOMES = {
     "DDP": "DistributedDataParallel",
     "FSDP1": "FullyShardedDataParallel",
@@ -74,23 +72,10 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
-def logged(ranks: Ranks, pytestconfig: pytest.Config) -> list[dict[str, Any]]:
+def logged(ranks: Ranks) -> list[dict[str, Any]]:
     """By rank, by job; ZeRO last, as it changes accelerate."""
-    jobs = JOBS | OTHER_JOBS | ({} if zero3.needs_deepspeed.args[0] else ZERO_JOBS)
-    if pytestconfig.option.markexpr == "not slow":
-        jobs = {name: job for name, job in jobs.items() if not name.startswith(SLOW)}
-    return ranks.run(train_all, jobs)
-
-
-def marked(jobs: dict[str, Job]) -> list[Any]:
-    return [
-        pytest.param(
-            name,
-            marks=[pytest.mark.slow] * name.startswith(SLOW)
-            + [zero3.needs_deepspeed] * name.startswith("ZeRO"),
-        )
-        for name in jobs
-    ]
+    of_zero = {} if zero3.needs_deepspeed.args[0] else ZERO_JOBS
+    return ranks.run(train_all, JOBS | OTHER_JOBS | of_zero)
 
 
 def test_a_divided_teacher_is_right_and_a_divided_student_that_trains_is_refused(ranks):
@@ -118,7 +103,9 @@ def of_one_process(kind: str, adapted: bool) -> tuple[list[dict[str, float]], di
     return train(Job(kind=kind, **ADAPTED) if adapted else Job(kind=kind, stock=True))[:2]
 
 
-@pytest.mark.parametrize("name", marked(JOBS | ZERO_JOBS))
+@pytest.mark.parametrize(
+    "name", [*JOBS, *(pytest.param(name, marks=zero3.needs_deepspeed) for name in ZERO_JOBS)]
+)
 def test_a_divided_model_trains_as_on_one_process(name, logged):
     job = (JOBS | ZERO_JOBS)[name]
     want, moved = of_one_process(job.kind, bool(job.lora))
