@@ -162,7 +162,8 @@ aot: $(STAMP)  ## every kernel compiled for sm_80, sm_90, sm_100 and gfx942, no 
 	$(PY) -m benchmarks.aot $(AOT_ARGS) </dev/null
 
 emulate: $(STAMP)  ## the Triton kernels as compiled for sm_80 and sm_90, executed without a GPU, every access watched (EMULATE_ARGS="-k grad")
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m tests.emulator -n $(TEST_WORKERS) --dist worksteal $(EMULATE_ARGS) </dev/null
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -p tests.emulator.plugin -n $(TEST_WORKERS) --dist worksteal \
+		$(EMULATE_ARGS) tests/emulator/runs/[a-z]*.py </dev/null
 
 roofline: $(STAMP)  ## what the kernels cost an element, counted in SASS, against docs/dev/roofline.md (ROOFLINE_ARGS=--update)
 	$(PY) -m benchmarks.aot.roofline $(ROOFLINE_ARGS) </dev/null

@@ -1,6 +1,6 @@
 """A pytest plugin: every test is run with Triton's kernels emulated, for each architecture.
 
-``python -m tests.emulator`` passes it; it must be there before Triton is imported.
+``make emulate`` passes it; it must be there before Triton is imported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "quick: of the part that `make test` runs")
+    config.addinivalue_line("markers", "quick: of the shortest part")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,6 +1,12 @@
-"""The emulator on kernels written by hand: what instructions mean, and that faults are found."""
+"""The emulator on kernels written by hand, whose faults are found; parts of what `make emulate`
+runs, in processes that import Triton without its interpreter."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -176,3 +182,18 @@ def test_unknown_instructions_are_named() -> None:
             execute(f"{opcode} %r2, %r0, %r0;")
     with pytest.raises(UnknownInstruction, match="expected a statement of PTX, got '%r2 = 3"):
         execute("%r2 = 3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("part", ["quick", "slow"])
+def test_compiled_kernels(part: str, arch: str) -> None:
+    pytest.importorskip("triton")
+    command = f"-m pytest -p tests.emulator.plugin -m {part} --arch {arch} -q -p no:cacheprovider"
+    files = map(str, Path(__file__).parent.glob("runs/[a-z]*.py"))
+    hidden = ("PYTEST", "TRITON_INTERPRET")
+    env = {name: x for name, x in os.environ.items() if not name.startswith(hidden)}
+    options = {"capture_output": True, "text": True, "env": env}
+    done = subprocess.run([sys.executable, *command.split(), *files], **options)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout

@@ -1,1 +1,1 @@
-"""Tests that the plugin runs on emulated kernels: ``python -m tests.emulator``."""
+"""Tests that the plugin runs on emulated kernels: ``make emulate``."""
