@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -64,20 +62,6 @@ def test_a_kl_term_needs_every_backward_and_a_second_iteration_saves_scoring(cap
     factors = estimated(capsys, given)["factors"]
     assert factors["groups"] == 1
     assert factors["scoring"] == pytest.approx(8 / 7, rel=0.01)
-
-
-def test_the_longest_of_log_normal_lengths_is_that_of_draws(capsys):
-    given = "--prompt 100,0.3 --completion 512,0.8 --accumulate 4"
-    lengths = estimated(capsys, given)["lengths"]
-    draw, sigma = random.Random(0), math.sqrt(math.log(1.64))
-    longest = [
-        max(draw.lognormvariate(math.log(512) - sigma**2 / 2, sigma) for _ in range(32))
-        for _ in range(4000)
-    ]
-    assert lengths["longest"] == pytest.approx(sum(longest) / len(longest), rel=0.03)
-    assert 100 < lengths["longest_prompt"] < 150
-    cut = estimated(capsys, f"{given} --max-completion 600")["lengths"]
-    assert 590 < cut["longest"] <= 600
 
 
 def test_lengths_and_rewards_of_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

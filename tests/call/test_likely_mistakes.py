@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import grpo_kernels
 from grpo_kernels import (
@@ -65,7 +65,7 @@ def given_loss(**changes: Any) -> Any:
     return policy_loss_from_logps(**{"logps": LOGPS, "entropies": -LOGPS, **SHARED, **changes})
 
 
-HINT = AttributeError
+HINT, RATIO = AttributeError, "importance_sampling_ratio"
 SWAPPED = "completion_ids, completion_mask: ... swapped?"
 LONGER, A_ROW = torch.ones(40, 4), "expected a row for each of the 40 of weight, got shape "
 # an ellipsis stands for anything
@@ -193,6 +193,16 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Run(workspace_bytes=True), TypeError, "workspace_bytes: expected an int, got True"),
     (lambda: Run(workspace_bytes=0), ValueError, "workspace_bytes: expected a number of bytes > 0"),
     (lambda: Run(gather=1), TypeError, "gather: expected"),  # type: ignore[arg-type]
+    *((lambda call=call, x=x: call(importance_sampling_ratio=x), ValueError,
+       "importance_sampling_ratio: expected ratios >= 0 ..., got -1: take the exponen")
+      for call in (loss, given_loss) for x in (-torch.ones(2, 5), -torch.ones(2))),
+    (lambda: loss(importance_sampling_ratio=torch.full((2, 5), torch.inf)), ValueError,
+     "importance_sampling_ratio: expected finite ratios"),
+    *((lambda call=call, declare=declare, name=name: call(
+        objective=declare(lambda tokens: getattr(tokens, name).exp() * tokens.logps)),
+       HINT, f"...NoneType...; the call was given no ...{name}")
+      for call, declare in ((loss, token_level), (given_loss, lambda x: x))
+      for name in ("ref_per_token_logps", "sampling_per_token_logps", RATIO)),
     *((lambda name=name: GRPOLoss(loss_type=name), ValueError,
        f"loss_type: expected one of grpo, ...GRPOLoss(presets.{preset})")
       for name, preset in (("gspo", "GSPO"), ("ppo", "PPO"), ("dr-grpo", "DR_GRPO"))),
@@ -255,31 +265,6 @@ def test_logits_in_the_place_of_hidden_states_and_a_shift(call: Any, more: Any) 
     call(longer[..., :-1, :], WEIGHT, IDS, **more)  # as it says
 
 
-def with_kl(tokens: TokenInputs) -> Tensor:
-    ratio = 1.0 if tokens.importance_sampling_ratio is None else tokens.importance_sampling_ratio
-    gap = tokens.ref_per_token_logps - tokens.logps
-    return -ratio * tokens.advantages * tokens.logps + 0.1 * (gap.exp() - gap - 1)
-
-
-READING: list[tuple[Callable[[TokenInputs], Tensor], str]] = [
-    (with_kl, "ref_per_token_logps"),
-    (lambda tokens: tokens.sampling_per_token_logps.exp() * tokens.logps,
-     "sampling_per_token_logps"),
-    (lambda tokens: torch.exp(tokens.importance_sampling_ratio) * tokens.logps,
-     "importance_sampling_ratio"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("declare", [lambda x: x, token_level], ids=["", "token_level"])
-def test_an_objective_that_reads_what_was_not_given(declare: Callable[[Any], Any]) -> None:
-    for objective, absent in READING:
-        message = f"NoneType.*; the call was given no .*{absent}"
-        for call in (loss, given_loss):
-            with pytest.raises((TypeError, AttributeError), match=message):
-                call(objective=declare(objective))
-    assert loss(ref_per_token_logps=LOGPS, objective=declare(with_kl)).loss.isfinite()
-
-
 @pytest.mark.parametrize("kind", ["old", "ref", "sampling"])
 def test_probabilities_or_likelihoods_in_the_place_of_log_probabilities(kind: str) -> None:
     name, config = f"{kind}_per_token_logps", LossConfig(beta=0.1, off_policy_mask_threshold=1.0)
@@ -293,20 +278,6 @@ def test_probabilities_or_likelihoods_in_the_place_of_log_probabilities(kind: st
     rounded = torch.full((2, 5), 1e-6)  # tokens that are nearly certain
     for fine in (right, rounded, *(torch.where(masked == 0, x, right) for x in (1e9, torch.nan))):
         assert loss(**{**given, name: fine}).loss.isfinite()
-
-
-@pytest.mark.parametrize("per_sequence", [False, True])
-def test_log_ratios_in_the_place_of_ratios(per_sequence: bool) -> None:
-    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
-    ratio = torch.where(mask == 0, -1.0, 1.0)  # masked values are never read
-    for call in (loss, given_loss):
-        assert call(completion_mask=mask, importance_sampling_ratio=ratio).loss.isfinite()
-        wrong = -ratio[:, 0] if per_sequence else -ratio
-        message = r"^importance_sampling_ratio: expected ratios >= 0 .*, got -1: take the exponen"
-        with pytest.raises(ValueError, match=message):
-            call(completion_mask=mask, importance_sampling_ratio=wrong)
-        with pytest.raises(ValueError, match=r"^importance_sampling_ratio: expected finite ratios"):
-            call(completion_mask=mask, importance_sampling_ratio=torch.exp(wrong.abs() * 1e9))
 
 
 def test_the_calls_take_fields_as_the_module_does() -> None:
