@@ -180,6 +180,7 @@ def test_calls_with_tensors(name: str) -> None:
     assert_nothing_is_held(CASES[name])
 
 
+@pytest.mark.slow
 def test_what_is_held_is_seen() -> None:
     """A closure that names itself holds the graph: the counts rise."""
 
