@@ -192,11 +192,6 @@ def _distilled(
     hidden: Tensor, head: Head, task: HeadTask, teacher: tuple[Tensor, Tensor], temperature: Any
 ) -> Distilled:
     ids, logps = teacher
-    if ids.shape[:-1] != hidden.shape[:-1]:
-        got = tuple(ids.shape)
-        raise ValueError(
-            f"teacher_ids: expected {(*hidden.shape[:-1], 'K')}, K per position, got {got}"
-        )
     found = topk_divergence(
         hidden,
         head,

@@ -45,12 +45,10 @@ def on_one_rank() -> Iterator[None]:
             unpatch_verl()
 
 
-def model(layers: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
+def model(layers: int = 1) -> nn.Module:
     torch.manual_seed(0)
-    made = verl_peer.text_model(
-        "Qwen3", vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=layers
-    )
-    return made.to(dtype)
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": layers}
+    return verl_peer.text_model("Qwen3", **sizes)
 
 
 def config(mode: str = "vanilla", **options: Any) -> Any:
@@ -126,10 +124,8 @@ def nested(data: Any) -> Any:
 
 def wrap(module: nn.Module, strategy: str | None, *, use_orig_params: bool = True) -> nn.Module:
     """`module` as verl wraps it: `strategy` is fsdp, fsdp2 or None."""
-    mesh, utilities = (
-        init_device_mesh("cpu", (dist.get_world_size(),)),
-        verl_module("utils.fsdp_utils"),
-    )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    utilities = verl_module("utils.fsdp_utils")
     if strategy == "fsdp2":
         utilities.apply_fsdp2(module, {"mesh": mesh, "reshard_after_forward": True}, {})
     if strategy == "fsdp":
