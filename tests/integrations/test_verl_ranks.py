@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from tests.support import verl_engine, verl_peer
 from tests.support.ranks import Ranks
 from tests.support.verl_engine import (
-    AS_GIVEN,
     HIDDEN,
     OURS,
     SCORE,
@@ -87,30 +86,6 @@ def on_fsdp1(rank: int, ranks: int) -> None:
             assert relative(before[name] - x.detach(), want[name]) < 1e-12, name
 
 
-def sequences_without_gradient(rank: int, ranks: int, strategy: str, micro: int) -> None:
-    """They run without a graph, on ranks with unequal numbers of them."""
-    dead = torch.rand(16, generator=torch.Generator().manual_seed(3 + rank)) < (0.5, 0.8)[rank]
-    data, loss = batch(16, seed=rank, dead=dead), ppo_loss(config())
-    flags: dict[str, Any] = {"micro": micro, "strategy": strategy, "layers": 2}
-    unfused, rows, score = (
-        run(x, data, loss, **flags) for x in (None, OURS | AS_GIVEN, SCORE | AS_GIVEN)
-    )
-    counted, live = (int(x.sum()) for x in (data["response_mask"] != 0, data["advantages"] != 0))
-    for step in (rows, score):
-        assert gap(step, unfused) < 2e-6
-        assert abs(step.loss - unfused.loss) < 1e-7
-        products = VOCAB * HIDDEN * (2 * counted + 4 * live)
-        # fewer than 16 rows are padded to 16
-        assert step.products.head == pytest.approx(products, rel=0.01)
-    tokens = len(data["input_ids"].values())
-    trunk = (tokens + 2 * verl_engine.tokens_with_graph(data, micro)) / (3 * tokens)
-    got, usual = (x.products.all - x.products.head for x in (score, rows))
-    assert got / usual == pytest.approx(trunk)
-    assert trunk < 0.7
-    unfused, score = (run(x, data, loss, use_dynamic_bsz=True, **flags) for x in (None, SCORE))
-    assert gap(score, unfused) < 2e-6
-
-
 def trees(rank: int, ranks: int, strategy: str, more: dict[str, Any]) -> None:
     """One rank's responses share two prompts, and the other's none. Ranks have equally many
     micro-batches; FSDP1's units run one forward each, of all tokens."""
@@ -171,7 +146,6 @@ FEW = {"max_token_len_per_gpu": 64, **DYNAMIC}  # a sequence or two
 TASKS: dict[Callable[..., None], list[tuple[Any, ...]]] = {
     on_fsdp2: [("Qwen3", {}), ("Qwen3", {"tie_word_embeddings": True}), ("qwen3_vl", {})],
     on_fsdp1: [()],
-    sequences_without_gradient: [("fsdp2", 2), ("fsdp", 4)],
     trees: [("fsdp2", {"micro": 4}), ("fsdp2", DYNAMIC), ("fsdp2", FEW), ("fsdp", FEW)],
     on_ulysses: [({}, 3.99), (ENTROPY, 6)],
     on_megatron: [

@@ -221,15 +221,6 @@ def metrics_of(step: Any) -> dict[str, float]:
     return {name: float(x) for name, x in reduced.items()}
 
 
-def tokens_with_graph(data: Any, micro: int) -> int:
-    """Tokens that `zero_advantage=score` runs with a graph; dead sequences come first."""
-    live = (data["advantages"] != 0).any(1)
-    without = torch.tensor(min(int((~live).sum()) // micro, len(live) // micro - 1))
-    dist.all_reduce(without, op=dist.ReduceOp.MIN)
-    lengths = data["input_ids"].offsets().diff()
-    return int(lengths[torch.argsort(live.long(), stable=True)][int(without) * micro :].sum())
-
-
 def divided_by_ulysses(found: Any) -> None:
     """Have the engine divide each sequence over all ranks, which then have the same data."""
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "sp"))
