@@ -21,8 +21,7 @@ from grpo_kernels import LossConfig
 from grpo_kernels.typing import LossTypeName
 from tests.support.case_builder import Case
 from tests.support.cases import LOSSES, fixed_cases
-from tests.support.reference import ReferenceResult, reference_loss
-from tests.support.reference_terms import DEFAULTS, TERMS, settings
+from tests.support.reference import DEFAULTS, TERMS, ReferenceResult, reference_loss, settings
 from tests.support.tolerance import Bounds, assert_matches, bounds_of, computed_in
 
 IN_TRL = [pair for pair in LOSSES if TERMS[pair[0]].in_trl]

@@ -18,8 +18,7 @@ from grpo_kernels import Expectation, LossOutput, grpo_loss, linear_logprob, pol
 from tests.support.case_builder import Case, make_case
 from tests.support.flat import flat
 from tests.support.measure import count_flops
-from tests.support.reference import evaluate
-from tests.support.reference_terms import TERMS
+from tests.support.reference import TERMS, evaluate
 from tests.support.run_case import arguments, config_of
 
 N, H, V = 32, 8, 23

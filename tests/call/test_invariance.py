@@ -14,7 +14,7 @@ from tests.support.case_builder import PER_TOKEN, Case, make_case
 from tests.support.cases import LOSSES, loss
 from tests.support.flat import flat
 from tests.support.measure import AllocationWatcher
-from tests.support.reference_terms import TERMS
+from tests.support.reference import TERMS
 from tests.support.run_case import arguments, config_of, packed, run
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -15,8 +15,7 @@ from grpo_kernels import Head, Run, linear_logprob, topk_divergence
 from tests.support.case_builder import Case, seeded
 from tests.support.measure import AllocationWatcher, count_flops
 from tests.support.pretend_gpu import OnGPU, here, pretended
-from tests.support.reference_head import head, on_grid
-from tests.support.reference_terms import settings
+from tests.support.reference import head, on_grid, settings
 from tests.support.run_case import (
     constants_of,
     gradients_of,

@@ -11,7 +11,7 @@ import torch
 import grpo_kernels
 from grpo_kernels import LossConfig, Run, TokenInputs, grpo_loss, linear_divergence
 from grpo_kernels.typing import EngineName, LossTypeName
-from tests.support import reference_terms
+from tests.support import reference
 from tests.support.flat import flat
 from tests.support.measure import AllocationWatcher, count_flops
 from tests.support.small_batch import small_batch
@@ -64,7 +64,7 @@ def test_cost_of_every_loss(
     config = LossConfig(loss_type=loss_type, epsilon=100.0, **options)
     if off_policy:
         inputs["old_per_token_logps"] = inputs["ref_per_token_logps"] * 0 - 4.2
-    couples = off_policy and (level == "sequence" or reference_terms.TERMS[loss_type].per_sequence)
+    couples = off_policy and (level == "sequence" or reference.TERMS[loss_type].per_sequence)
     expected = {
         "no grad": "score",
         "frozen": "frozen",

@@ -19,8 +19,7 @@ from tests.support.case_builder import Case, make_case
 from tests.support.flat import flat
 from tests.support.measure import AllocationWatcher, count_flops
 from tests.support.pretend_gpu import OnGPU, here, pretended
-from tests.support.reference import reference_scores
-from tests.support.reference_head import kept_lanes
+from tests.support.reference import kept_lanes, reference_scores
 from tests.support.run_case import (
     arguments,
     check_scores,

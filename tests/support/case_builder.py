@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.reference_head import head, on_grid
+from tests.support.reference import head, on_grid
 
 DEFAULT_WORKSPACE = 512 * 2**20
 PER_TOKEN = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.support.case_builder import PER_TOKEN, Case, make_case
-from tests.support.reference_terms import CLIPPED, TERMS
+from tests.support.reference import CLIPPED, TERMS
 
 # (loss type, level): GMPO has one level only.
 LOSSES = [

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times
 from grpo_kernels.backends.interface import FusedLoss, LogitTransform, RowStats
-from tests.support import reference_terms
+from tests.support import reference
 from tests.support.row_cases import tensors_of
 
 U = 2.0**-24
@@ -191,7 +191,7 @@ def divergence(student: Truth, teacher: Truth, beta: float) -> Divergence:
     """By the definition, and autograd. Where it should be infinite it is thousands."""
     leaves = [x.logs.clamp(min=LOWEST).requires_grad_() for x in (student, teacher)]
     logs, other_logs = (torch.log_softmax(leaf, dim=1) for leaf in leaves)
-    value = reference_terms.divergence(beta, logs, other_logs)
+    value = reference.divergence(beta, logs, other_logs)
     slopes = torch.autograd.grad(value.sum(), leaves)
     logs, other_logs, value = logs.detach(), other_logs.detach(), value.detach()
     p, q, d = logs.exp(), other_logs.exp(), logs - other_logs

@@ -22,9 +22,7 @@ from grpo_kernels import (
 )  # fmt: skip
 from tests.support.case_builder import PER_TOKEN, Case, seeded
 from tests.support.flat import flat
-from tests.support.reference import reference_scores
-from tests.support.reference_head import LEAVES
-from tests.support.reference_terms import TERMS, settings
+from tests.support.reference import LEAVES, TERMS, reference_scores, settings
 from tests.support.tolerance import assert_scores
 
 CONSTANTS = ("final_logit_softcapping", "logit_scale", "logits_dtype")  # of a `Head`

@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 
 from tests.support.case_builder import Case, seeded
-from tests.support.reference import evaluate, on_grids, policy_masks
-from tests.support.reference_head import head, on_grid
-from tests.support.reference_terms import pick, settings, token_weights
+from tests.support.reference import (
+    evaluate,
+    head,
+    on_grid,
+    on_grids,
+    pick,
+    policy_masks,
+    settings,
+    token_weights,
+)
 from tests.support.run_case import config_of
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_mean_mask")

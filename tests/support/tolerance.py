@@ -23,18 +23,24 @@ import torch
 from torch import Tensor
 
 from tests.support.case_builder import PER_TOKEN, Case
-from tests.support.reference import Evaluation, ReferenceResult, ScoresResult, evaluate
-from tests.support.reference_head import (
+from tests.support.reference import (
     LEAVES,
+    OVERFLOW,
     SCORES,
+    Evaluation,
     Head,
+    ReferenceResult,
+    ScoresResult,
+    divergence,
     divergences_of,
+    evaluate,
     head,
     on_grid,
+    pick,
+    settings,
     teacher_case,
     teacher_log_probs,
 )
-from tests.support.reference_terms import OVERFLOW, divergence, pick, settings
 
 
 @dataclass(frozen=True)

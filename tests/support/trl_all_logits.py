@@ -12,8 +12,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from grpo_kernels.trl.fused_head import adapters_allowed
-from tests.support.reference import evaluate, mean_metrics
-from tests.support.reference_terms import pick
+from tests.support.reference import evaluate, mean_metrics, pick
 from tests.support.trl_training import Written
 
 
