@@ -101,7 +101,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute the loss and its metrics; dtypes, devices and errors are those of `grpo_loss`.
+        """Compute the loss and its metrics; dtypes, devices and errors are as in `grpo_loss`.
 
         Errors about weights, biases, `ref_input`, `vllm_is_ratio` and invalid ids use the argument
         names of `grpo_loss`.

@@ -293,9 +293,9 @@ def linear_divergence(
         run: a `Run`, the options for engine, backend and memory.
 
     Returns:
-        `Scores` with `divergence`, and with `entropies` and `logps` if you asked for them. A
-        KL divergence is inf where one model rules out an id (probability 0) that the other does
-        not: in the forward KL the student, in the reverse KL the teacher.
+        `Scores` with `divergence`, and with `entropies` and `logps` if you asked for them. The
+        forward KL is inf where only the student gives an id the probability 0, and the reverse
+        KL where only the teacher does.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is
