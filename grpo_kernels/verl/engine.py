@@ -335,12 +335,10 @@ def _task(engine: Any, micro_batch: Any, mini_batch: MiniBatch) -> HeadTask:
     task.layout = mini_batch.layout
     if not flag(micro_batch, "distillation_use_topk"):
         return task
-    config = getattr(loss_function, "keywords", {}).get("distillation_config")
-    loss = None if config is None else config.distillation_loss
-    if loss is None or loss.loss_mode != TOP_K:
-        got = None if loss is None else loss.loss_mode
+    loss = loss_function.keywords["distillation_config"].distillation_loss
+    if loss.loss_mode != TOP_K:
         raise ValueError(
-            f"distillation.distillation_loss.loss_mode: expected {TOP_K!r}, got {got!r}"
+            f"distillation.distillation_loss.loss_mode: expected {TOP_K!r}, got {loss.loss_mode!r}"
         )
     if not is_packed:
         raise ValueError(

@@ -43,7 +43,6 @@ SCORES = ("log_probs", "entropy")  # what verl's scoring returns
 OLD, ENTROPY = "old_log_probs", "actor/entropy"
 SCORE_METHOD, UPDATE_METHOD = "_compute_old_log_prob", "_update_actor"  # methods of a trainer
 READ_OLD = ("optimal_token_baseline", "tir_optimal_token_baseline")  # advantage estimators
-BALANCE = ("self", "batch", "metrics", "logging_prefix", "keep_minibatch")
 
 
 class ScoreKeepingLoss:
@@ -308,7 +307,8 @@ def _say(reason: str) -> None:  # cached, so it prints once per reason, to stdou
 
 
 def _balance_changes(module: ModuleType, trainer: Any) -> Changes:
-    theirs = function_of(trainer, "_balance_batch", BALANCE)
+    parameters = ("self", "batch", "metrics", "logging_prefix", "keep_minibatch")
+    theirs = function_of(trainer, "_balance_batch", parameters)
     log_seqlen_unbalance = found_in(module, "log_seqlen_unbalance")
 
     @functools.wraps(theirs)

@@ -57,16 +57,16 @@ def test_within_verls_engine(group: None, rewards: bool, least: int, most: int) 
     assert least <= done <= most
 
 
-def test_what_verls_fused_heads_do_not_serve_is_refused(group: None) -> None:
-    flags = {"distillation_use_topk": True, "distillation_only": True}
-    data, loss = distilling(verl_engine.batch())
-    other = distilling(data, loss_mode="another")[1]
-    ppo, padded = verl_engine.ppo_loss(verl_engine.config()), {"use_remove_padding": False}
-    refused: list[tuple[Any, dict[str, Any], str]] = [
-        (other, {}, "loss_mode: expected 'forward_kl_topk', got 'another'"),
-        (ppo, {}, "loss_mode: expected 'forward_kl_topk', got None"),
-        (loss, padded, "use_remove_padding: expected True"),
-    ]
-    for function, more, message in refused:
-        with pytest.raises(ValueError, match=message):
-            verl_engine.run(OURS, data, function, **flags, **more)
+@pytest.mark.parametrize(
+    ("mode", "more", "message"),
+    [
+        ("another", {}, "loss_mode: expected 'forward_kl_topk', got 'another'"),
+        ("forward_kl_topk", {"use_remove_padding": False}, "use_remove_padding: expected True"),
+    ],
+)
+def test_what_verls_fused_heads_do_not_serve_is_refused(
+    group: None, mode: str, more: dict[str, Any], message: str
+) -> None:
+    data, loss = distilling(verl_engine.batch(), loss_mode=mode)
+    with pytest.raises(ValueError, match=message):
+        verl_engine.run(OURS, data, loss, distillation_use_topk=True, **more)
