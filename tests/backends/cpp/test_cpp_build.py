@@ -318,6 +318,11 @@ def test_forced_backend_fails_loudly_and_a_report_warns_of_nothing(
     assert said["C++ library"] == "none"
 
 
+def test_library_that_someone_else_loaded_is_taken() -> None:
+    assert build.load().refusal is None
+    assert build.load.__wrapped__() == build.Library("loaded before")
+
+
 def test_command_says_where_or_why_not(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert build.main([]) == 0
     assert Path(capsys.readouterr().out.strip()) == world.place
