@@ -55,6 +55,7 @@ def test_only_one_variant_however_many_rows_and_whatever_the_numbers() -> None:
         }
 
 
+@pytest.mark.slow
 def test_the_scaling_kernel_accesses_128_bits_on_every_target() -> None:
     """A block is read and written so; its numbers once more for the masked end, one by one."""
     found = json.loads(printed("-c", ACCESSES))

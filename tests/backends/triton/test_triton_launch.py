@@ -78,7 +78,7 @@ ODD = "Triton cannot start: IndexError: list index out of range"
         (NO_DRIVER_LIBRARY, {"PATH": "/no"}, NO_COMPILER),
         pytest.param(NO_DRIVER_LIBRARY, {"CC": "/no/cc"}, NO_FILE, marks=pytest.mark.slow),
         pytest.param(NO_DRIVER_LIBRARY + NO_HEADERS, {}, NEEDS_HEADERS, marks=pytest.mark.slow),
-        ("nvidia.libcuda_dirs = lambda: [][0]\n", {}, ODD),
+        pytest.param("nvidia.libcuda_dirs = lambda: [][0]\n", {}, ODD, marks=pytest.mark.slow),
     ],
 )
 def test_it_is_said_once_and_torch_serves(
