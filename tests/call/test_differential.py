@@ -17,7 +17,13 @@ import torch
 
 from grpo_kernels import GRPOLoss
 from tests.support.case_builder import Case, make_case
-from tests.support.cases import fixed_cases, head_cases, random_case
+from tests.support.cases import (
+    fixed_cases,
+    head_cases,
+    random_case,
+    random_divergence_case,
+    score_cases,
+)
 from tests.support.flat import flat
 from tests.support.reference import ReferenceResult, reference_loss
 from tests.support.run_case import (
@@ -28,7 +34,6 @@ from tests.support.run_case import (
     engines_of,
     run,
 )
-from tests.support.score_cases import random_divergence_case, score_cases
 from tests.support.tolerance import Bounds, assert_matches, bounds_of
 
 ENGINES = ("score", "frozen", "one_pass", "two_pass", "lean")

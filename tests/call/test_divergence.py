@@ -18,8 +18,8 @@ from grpo_kernels import (
     policy_loss_from_logps,
 )
 from tests.support.case_builder import Case
+from tests.support.cases import diverging
 from tests.support.run_case import check_scores, run_scores, upstream_of
-from tests.support.score_cases import diverging
 
 
 def divergence_of(*given: Any, **options: Any) -> Tensor:

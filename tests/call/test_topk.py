@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grpo_kernels import Head, Run, linear_logprob, topk_divergence
 from tests.support.case_builder import Case, seeded
+from tests.support.cases import HEADS, scored
 from tests.support.measure import AllocationWatcher, count_flops
 from tests.support.pretend_gpu import OnGPU, here, pretended
 from tests.support.reference import head, on_grid, settings
@@ -23,7 +24,6 @@ from tests.support.run_case import (
     lora_of,
     run_scores,
 )  # fmt: skip
-from tests.support.score_cases import HEADS, scored
 
 B, T, H, V, K = 2, 13, 8, 50, 5
 REVERSE = {"divergence": "reverse_kl"}

@@ -16,6 +16,7 @@ from torch.testing import assert_close
 
 from grpo_kernels import KeptIds, LoRA, LossConfig, Run, grpo_loss, linear_logprob
 from tests.support.case_builder import Case, make_case
+from tests.support.cases import HEADS, scored
 from tests.support.flat import flat
 from tests.support.measure import AllocationWatcher, count_flops
 from tests.support.pretend_gpu import OnGPU, here, pretended
@@ -29,7 +30,6 @@ from tests.support.run_case import (
     run_scores,
     upstream_of,
 )
-from tests.support.score_cases import HEADS, scored
 from tests.support.tolerance import assert_scores
 
 BIG = 10**6  # an id that does not exist

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.unit
 TWICE = {"num_iterations": 2, "beta": 0.04}
 # every option of the loss: test_training_step_trl.py; every loss type for many steps: make parity
 CASES: dict[str, dict[str, Any]] = {
-    "LoRA": {"learning_rate": 1e-2, "peft_config": parity.lora(), "steps": 4, **TWICE},
+    "LoRA": {"learning_rate": 1e-2, "peft_config": parity.lora(), **TWICE},
     # a saturated cap makes many small gradients, of whose last bits Adam's first steps make
     # directions: 4.1e-5 with the C++ kernels, 1.9e-6 with torch, both as near to float64
     "soft-capping": {"kind": "softcap", "tolerance": 1e-4, **TWICE},

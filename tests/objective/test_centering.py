@@ -11,11 +11,11 @@ from torch import Tensor
 
 from grpo_kernels import GRPOLoss, Run, grpo_loss
 from tests.support.case_builder import Case, make_case
+from tests.support.cases import HEADS
 from tests.support.flat import flat
 from tests.support.measure import count_flops
 from tests.support.run_case import arguments, config_of, packed, run
 from tests.support.sampler import PREFIX, candidates, centered_loss
-from tests.support.score_cases import HEADS
 
 B, T, H, V, K = 3, 6, 16, 50, 8
 TRUNCATES, MASKS = ({f"{PREFIX}mode": f"token_{x}"} for x in ("truncate", "mask"))

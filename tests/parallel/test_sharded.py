@@ -17,12 +17,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 from grpo_kernels import Head, LoRA, Run, grpo_loss, linear_divergence, linear_logprob
 from grpo_kernels.typing import Extra
 from tests.support.case_builder import make_case, seeded
-from tests.support.cases import fixed_cases, head_cases
+from tests.support.cases import fixed_cases, head_cases, score_cases
 from tests.support.ranks import run_ranks
 from tests.support.reference import reference_loss, reference_scores
 from tests.support.run_case import allowed_engines, engines_of, run, run_scores, upstream_of
 from tests.support.sampler import PREFIX, candidates, centered_loss
-from tests.support.score_cases import score_cases
 from tests.support.tolerance import assert_matches, assert_scores, bounds_of
 
 CASES = [case for case in (*head_cases(), *fixed_cases()) if case.weight.shape[0] >= 10]
