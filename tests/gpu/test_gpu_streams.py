@@ -133,7 +133,6 @@ def check_replays(
 def test_a_graph_of_the_loss_replays(
     device: torch.device, engine: str, config: str, backend: str, as_in_use: None
 ) -> None:
-    """Forward and backward; every replay has the bits of an eager call on the same data."""
     given = batch(device)
     if config == "on-policy":
         given["old_per_token_logps"] = None

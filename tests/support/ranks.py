@@ -31,7 +31,6 @@ PRELOADED = [
 
 
 def server_context() -> Any:
-    """The fork server that has everything imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context

@@ -90,7 +90,6 @@ def assert_same(got: RowStats, want: RowStats, name: str = "", *, nan: bool = Fa
 
 
 def tensors_of(stats: RowStats) -> dict[str, Tensor]:
-    """All tensors of `stats` by their names."""
     found = {x: getattr(stats, x) for x in FIELDS if getattr(stats, x) is not None}
     of_pair = {} if stats.divergence is None else stats.divergence._asdict()
     diverged = {f"divergence {field}": x for field, x in of_pair.items()}

@@ -57,7 +57,6 @@ def leaves_of(case: Case, rows: slice = WHOLE) -> dict[str, Tensor | None]:
 
 
 def lora_of(case: Case, leaves: dict[str, Tensor | None]) -> LoRA | None:
-    """The adapter that these leaves are of."""
     a, b = leaves["lora_a"], leaves["lora_b"]
     if a is None or b is None:
         return None
@@ -85,7 +84,6 @@ def loss_arguments(
 
 
 def kept_of(case: Case) -> dict[str, Any]:
-    """The sets, and what to do without one."""
     if case.kept_ids is None:
         return {}
     return {"kept_ids": case.kept_ids, "on_missing_set": settings(case).on_missing_set}
@@ -107,7 +105,6 @@ def reference_of(case: Case, rows: slice = WHOLE) -> tuple[Tensor, Head] | None:
 
 
 def gradients_of(leaves: dict[str, Tensor | None]) -> Gradients:
-    """Those that have arrived."""
     return {name: None if x is None else x.grad for name, x in leaves.items()}
 
 

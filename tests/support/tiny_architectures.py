@@ -141,7 +141,6 @@ def qwen2_vl() -> tuple[Any, Tensor, dict[str, Any]]:
 
 
 def gemma3_vl() -> tuple[Any, Tensor, dict[str, Any]]:
-    """Likewise."""
     text = {**_TEXT, **_HEADS, "final_logit_softcapping": 1.5, "sliding_window": 8}
     vision = {
         "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads":

@@ -389,7 +389,6 @@ def loss_bound(want: ReferenceResult, others: list[Evaluation], unit: Unit) -> f
 
 
 def bounds_of(want: ReferenceResult, case: Case) -> Bounds:
-    """All bounds of one case."""
     unit, h = compute_unit(case), want.head
     e, e_entropy = score_bounds(case, want)
     e_grid, entropy_grid = on_grid(e, h.counted), on_grid(e_entropy, h.counted)

@@ -122,7 +122,6 @@ def assert_same(stock: Run, ours: Run, tolerance: float | None = None) -> None:
 
 
 def sums(run: Run) -> list[float]:
-    """The sum of each optimizer step's losses."""
     count = run.trainer.args.gradient_accumulation_steps
     return [sum(run.losses[i : i + count]) for i in range(0, len(run.losses), count)]
 
