@@ -67,7 +67,6 @@ STRIDE = "%stride = tt.splat %stride_n : i32 -> tensor<4xi32>"
 PRODUCT = "%at = arith.muli %rows, %stride : tensor<4xi32>"
 SPLAT = "%first = tt.splat %pid : i32 -> tensor<4xi32>"
 SUM = "%rows = arith.addi %first, %range : tensor<4xi32>"
-LEFT = "%left = tt.splat %n : i32 -> tensor<4xi32>"
 LEAST = "%rows = arith.minsi %range, %left : tensor<4xi32>"
 WIDE = ("%row = arith.extsi %pid : i32 to i64", "%stride = arith.extsi %stride_n : i32 to i64")
 
@@ -75,13 +74,13 @@ WIDE = ("%row = arith.extsi %pid : i32 to i64", "%stride = arith.extsi %stride_n
 @pytest.mark.parametrize(
     ("lines", "broken"),
     [
-        ([PID, "%at = arith.muli %pid, %stride_n : i32"], "%stride_n * %pid"),
-        ([PID, "%at = arith.muli %pid, %reference_stride_n : i32"], "%reference_stride_n * %pid"),
+        *(([PID, f"%at = arith.muli %pid, %{x} : i32"], f"%{x} * %pid")
+          for x in ("stride_n", "reference_stride_n")),
         ([PID, RANGE, SPLAT, SUM, STRIDE, PRODUCT], "%stride_n * %rows"),
-        ([RANGE, LEFT, LEAST, STRIDE, PRODUCT], None),  # within a tile
+        ([RANGE, "%left = tt.splat %n : i32 -> tensor<4xi32>", LEAST, STRIDE, PRODUCT], None),
         ([PID, *WIDE, "%at = arith.muli %row, %stride : i64"], None),  # in 64 bits
     ],
-)
+)  # fmt: skip
 def test_a_narrow_product_of_a_row_and_its_stride_is_noticed(
     lines: list[str], broken: str | None
 ) -> None:
