@@ -38,6 +38,8 @@ def test_only_the_common_ids_count() -> None:
     assert torch.equal(found(wide(ours), theirs), plain)
     assert torch.equal(found(ours, wide(theirs)), plain)
     assert torch.equal(found(Head(ours, vocab_size=31), theirs), some)
+    cut = Head(ours[:31], case.bias[:31])
+    assert torch.equal(found(Head(ours, case.bias, vocab_size=31), theirs), found(cut, theirs[:31]))
     assert torch.equal(found(ours, Head(theirs, vocab_size=31)), some)
 
 

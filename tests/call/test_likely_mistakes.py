@@ -303,6 +303,11 @@ def test_inputs_that_have_no_effect_warn() -> None:
         group_advantages(torch.tensor([1.0, 2.0, 3.0]), group_ids=[0, 1, 2])
 
 
+def test_a_repr_shows_what_differs_from_the_default_and_no_numbers() -> None:
+    assert repr(LossConfig(beta=0.1)) == "LossConfig(loss_type='dapo', beta=0.1)"
+    assert repr(scores()).startswith("Scores(logps=tensor of shape (2, 5), ")
+
+
 PUBLIC: dict[str, Any] = {
     f"{module.__name__}.{name}": getattr(module, name)
     for module in (grpo_kernels, advantages, rollouts, testing)

@@ -248,6 +248,7 @@ def test_a_clip_range_is_checked_where_it_is_read(forget_warnings: Any) -> None:
 
 def test_the_loss_is_read_from_the_tokens_of_the_call() -> None:
     def of_a_copy(tokens: TokenInputs) -> Tensor:
+        assert repr(tokens).startswith("TokenInputs(logps=(4, 6), entropies=(4, 6), "), "no numbers"
         return replace(tokens, mask=tokens.mask).loss
 
     with pytest.raises(ValueError, match=r"^tokens\.loss: expected to be read from the"):

@@ -96,6 +96,8 @@ def test_an_output_is_a_pytree() -> None:
     out, _ = run(case)
     leaves, spec = pytree.tree_flatten(out)
     assert len(leaves) == 3 + len(out.metrics.pairs) + len(out.metrics)
+    paths = pytree.tree_flatten_with_path(out)[0]
+    assert len({pytree.keystr(path) for path, _ in paths}) == len(leaves)
     doubled = pytree.tree_map(lambda x: x.detach().double(), out)
     read = pytree.treespec_loads(pytree.treespec_dumps(spec))
     assert isinstance(hash(spec), int)
