@@ -85,7 +85,7 @@ from grpo_kernels.base.checks import (
     warn_once,
 )
 from grpo_kernels.base.choices import OnMissingSet
-from grpo_kernels.engine.autograd import LossWithGradient, first_order
+from grpo_kernels.engine.autograd import LossWithGradient, first_order, for_reading
 from grpo_kernels.engine.kept import score_kept
 from grpo_kernels.engine.passes import FirstPass, first_pass, scale_frozen_
 from grpo_kernels.engine.plan import (
@@ -285,8 +285,8 @@ def grpo_loss(
 
     Returns:
         `LossOutput`: the loss, each token's log-probability and entropy, and the metrics. Only the
-        loss is attached to the graph. For a loss with further terms of log-probabilities or
-        entropies, pass an `objective`.
+        loss has a gradient. For further terms of log-probabilities or entropies, pass an
+        `objective`.
 
     Raises:
         TypeError, ValueError: a wrong argument. The message names the argument, the expected value
@@ -348,6 +348,7 @@ def grpo_loss(
     loss = LossWithGradient.apply(
         job, evaluation.loss, first, evaluation.coefficients, reference_tensors, *head_tensors
     )
+    logps, entropies = for_reading(loss, logps, entropies)
     return LossOutput(loss, logps, entropies, metrics, job.engine, job.backend.name)
 
 
@@ -710,7 +711,7 @@ def _loss_of_logps(
     loss = _LossOfLogps.apply(*results, evaluation, layout)
     count = evaluation.has_gradient.sum()
     metrics = _metrics(config, tokens, logps, entropies, evaluation, count, num_items_in_batch)
-    logps, entropies = map(layout.scatter, (logps, entropies))
+    logps, entropies = for_reading(loss, *map(layout.scatter, (logps, entropies)))
     return LossOutput(loss, logps, entropies, metrics, engine, "torch")
 
 

@@ -158,8 +158,9 @@ class LossOutput:
 
     Attributes:
         loss: a 0-d tensor, attached to the graph, in fp32 (fp64 for fp64 inputs).
-        logps: (B, T) or (N,) log-probabilities in the dtype of `loss`, detached, 0 where masked.
-        entropies: entropies in the shape and dtype of `logps`, detached, 0 where masked.
+        logps: (B, T) or (N,) log-probabilities in the dtype of `loss`, 0 where masked. They have no
+            gradient: a backward through them raises, so detach them where they are constants.
+        entropies: entropies in the shape and dtype of `logps`, like these without gradient.
         metrics: `Metrics`, a mapping from names to means; ``metrics.pairs`` maps names to (sum,
             count).
         engine: name of the engine that ran the call: an `EngineName`, ``"kept_sets"`` with

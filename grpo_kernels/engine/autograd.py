@@ -97,6 +97,37 @@ def _refuse() -> tuple[Tensor | None, ...]:
     )
 
 
+class _ForReading(torch.autograd.Function):
+    """Copies of results that have no gradient; a backward through them raises.
+
+    `leaf` ends their graph, so storing them does not hold the loss's graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return logps.clone(), entropies.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None) -> None:
+        for name, upstream in (("logps", d_logps), ("entropies", d_entropies)):
+            if upstream is not None:
+                raise RuntimeError(
+                    f"out.{name}: expected a use without gradient, since only out.loss has one. As "
+                    "a constant, pass it detached; for a term of the loss, set entropy_coef or "
+                    "pass an objective=, or compute the term from linear_logprob"
+                )
+
+
+def for_reading(loss: Tensor, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
+    """The results beside `loss`; if the loss has a gradient, a backward through them raises."""
+    if not loss.requires_grad:
+        return logps, entropies
+    leaf = torch.empty(0, requires_grad=True)
+    results: tuple[Tensor, Tensor] = _ForReading.apply(leaf, logps, entropies)
+    return results
+
+
 @first_order
 class LossWithGradient(torch.autograd.Function):
     """A scalar loss of all rows' log-probabilities and entropies.

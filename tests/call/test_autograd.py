@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -226,6 +228,20 @@ def test_double_backward_and_several_gradients_at_once_raise(of: str) -> None:
         whole = gradient.square().sum() + asked.square().sum()
         with pytest.raises(RuntimeError, match="twice"):
             torch.autograd.grad(whole, asked, allow_unused=True, retain_graph=True)
+
+
+def test_a_term_of_the_results_beside_the_loss_raises() -> None:
+    """They have no gradient, and hold no graph of the loss."""
+    given = head()
+    out = flat(grpo_loss)(**batch(given))
+    with pytest.raises(RuntimeError, match=r"out.entropies: .* set entropy_coef"):
+        (out.loss - 0.1 * out.entropies.mean()).backward()
+    given = head()
+    old, hidden = flat(grpo_loss)(**batch(given)).logps, weakref.ref(given.pop("hidden"))
+    gc.collect()
+    assert hidden() is None and old.isfinite().all()
+    with torch.no_grad():
+        assert not flat(grpo_loss)(**batch(head())).logps.requires_grad
 
 
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass"])

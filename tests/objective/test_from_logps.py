@@ -76,7 +76,9 @@ def test_dtypes_masked_positions_and_a_second_derivative() -> None:
     for x in given:
         with pytest.raises(RuntimeError, match=r"differentiating twice .* with torch"):
             torch.autograd.grad(d_logps.sum(), x, allow_unused=True, retain_graph=True)
-    assert out.logps.tolist() == [[-1.5, 0.0]] and not out.logps.requires_grad
+    assert out.logps.tolist() == [[-1.5, 0.0]]
+    with pytest.raises(RuntimeError, match=r"out.logps: .* only out.loss has one"):
+        (out.loss + out.logps.sum()).backward()
 
 
 @pytest.mark.usefixtures("forget_warnings")
