@@ -177,8 +177,8 @@ class FusedLoss:
     surrogates exist only for that case: ``"linear"``, with the loss d_logp * logp, and
     ``"constant"``, which leaves the loss out because it is known too. The loss is NaN where the
     log-probability is not finite. Where the id is -1, d_logp is NaN as well.
-    `PolicyObjective.fused_loss` makes the record. The record knows no vocabulary, and the kernels
-    know no policy.
+    `PolicyObjective.fused_loss` makes the record, which knows no vocabulary. The kernels know no
+    loss type, config or sequence.
     """
 
     surrogate: str  # one of `formulas.SURROGATES`
@@ -247,7 +247,7 @@ class RowBackend(Protocol):
         coefficients: Coefficients,
         out: Tensor,
     ) -> None:
-        """``out = d loss / d (raw logits)``, from the coefficients (n,) of a row's three numbers.
+        """``out = d loss / d (raw logits)``, from a row's coefficients.
 
         d_logp is not None; d_topk is not read (`engine.top_k` adds its part).
 

@@ -116,8 +116,8 @@ class Shard:
         share = most - max_logit + log_sum
         rest = torch.exp(share).masked_fill(top, 0.0).sum(dim=0)
         top_sum = log_sum.masked_fill(~top, 0.0).sum(dim=0)
-        joined = torch.log1p(torch.expm1(top_sum) + rest)
-        log_weights = share - joined
+        whole_sum = torch.log1p(torch.expm1(top_sum) + rest)
+        log_weights = share - whole_sum
         weights = torch.exp(log_weights)
 
         def weighted(x: Tensor) -> Tensor:  # x may be infinite if the weight is 0
@@ -137,28 +137,30 @@ class Shard:
             torch.logsumexp(excess.masked_fill(nothing, -torch.inf), dim=0)
             + (max_logit - max_logit)[0]
         )
-        more = dict(zip(extras, parts[3:], strict=False))
-        joined_extras: dict[str, Tensor] = {}
+        # in a rank whose ids are all banned, a backend's statistics may be NaN
+        pairs = zip(extras, parts[3:], strict=False)
+        more = {name: x.masked_fill(nothing, -torch.inf) for name, x in pairs}
+        whole: dict[str, Tensor] = {}
         if "log_sum_sq_probs" in more:
-            joined_extras["log_sum_sq_probs"] = torch.logsumexp(
-                2 * log_weights + more["log_sum_sq_probs"], dim=0
-            )
+            squares = 2 * log_weights + more["log_sum_sq_probs"]
+            whole["log_sum_sq_probs"] = torch.logsumexp(squares, dim=0)
         if "mean_logits" in more:
             totals = [
                 mean * size for mean, size in zip(more["mean_logits"], self.sizes, strict=True)
             ]
-            joined_extras["mean_logits"] = torch.stack(totals).sum(dim=0) / self.vocab
+            whole["mean_logits"] = torch.stack(totals).sum(dim=0) / self.vocab
         if "is_top1" in more:
-            joined_extras["is_top1"] = at_target(more["is_top1"] * top) != 0
-        assert joined_extras.keys() == more.keys(), "each statistic is joined above"
+            of_top = more["is_top1"].masked_fill(~top | nothing, 0.0)
+            whole["is_top1"] = at_target(of_top) != 0
+        assert whole.keys() == more.keys(), "each statistic is joined above"
         return RowStats(
             logps=-torch.logaddexp(torch.zeros_like(margin), margin),
             max_logit=max_logit[0],
-            log_sum=joined,
+            log_sum=whole_sum,
             entropies=weighted(parts[-1].masked_fill(nothing, 0.0) - log_weights)
             if entropy
             else None,
-            extras=joined_extras,
+            extras=whole,
         )
 
     def sum_(self, x: Tensor) -> Tensor:

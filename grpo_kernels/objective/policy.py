@@ -115,9 +115,9 @@ class Evaluation:
 class PolicyObjective:
     """The built-in losses.
 
-    `evaluate` computes the loss below and its gradient, one number per token. The code covers the
-    loss types "grpo", "bnpo", "dapo" and "dr_grpo" with the estimator k3 and without the off-policy
-    mask; tensors are (B, T), of all tokens, and `advantages` are (B, 1) or (B, T)::
+    `evaluate` computes the loss below and its gradient, the `Coefficients` of each token. The code
+    covers the loss types "grpo", "bnpo", "dapo" and "dr_grpo" with the estimator k3 and without the
+    off-policy mask; tensors are (B, T), of all tokens, and `advantages` are (B, 1) or (B, T)::
 
         def plain_loss(
             config, mask, logps, entropies, advantages, old=None, ref=None, importance_ratio=1.0

@@ -179,8 +179,13 @@ def check_edges(rank: int, world_size: int) -> None:
         part = torch.eye(vocab)[start:stop].requires_grad_()
         group = dist.group.WORLD
         head = Head(part, bias[start:stop], process_group=group, final_logit_softcapping=cap)
-        scores = linear_logprob(logits, head, ids)
+        scores = linear_logprob(logits, head, ids, extras=get_args(Extra))
         torch.testing.assert_close(scores.logps.double(), want, rtol=3e-6, atol=0)
+        squares = torch.logsumexp(2 * exact, -1)
+        torch.testing.assert_close(scores.log_sum_sq_probs.double(), squares, rtol=3e-6, atol=1e-6)
+        means = torch.full_like(squares, -torch.inf) if banned.stop and cap is None else None
+        assert means is None or torch.equal(scores.mean_logits.double(), means)
+        assert torch.equal(scores.is_top1, want == exact.amax(-1))
         torch.testing.assert_close(scores.entropies.double(), want_entropy, rtol=3e-6, atol=0)
         scores.entropies.sum().backward()
         assert part.grad.isfinite().all()
