@@ -419,7 +419,7 @@ def operand_dtype_of(
     return torch.float32 if dtype == torch.float64 else dtype
 
 
-def _local(hidden: Any, head: Head, group: Any, prefix: str = "") -> Reference:
+def _local(hidden: Any, head: Head, group: Any, prefix: str = "") -> tuple[Tensor, Head]:
     """This rank's parts of tensors that may be DTensors, sharded over the group or replicated."""
 
     def whole(name: str, x: Any) -> Any:

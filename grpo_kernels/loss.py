@@ -71,7 +71,6 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.backends.interface import TOPK_LOGPS
 from grpo_kernels.base.checks import (
     check_finite,
     check_ids,
@@ -327,8 +326,7 @@ def grpo_loss(
         # which engine; over kept sets there is none
         job, head_tensors, reference_tensors = plan(
             hidden, head, rows, run, memory, ranks, row_objective if sets is None else None,
-            reference=reference, extras=() if sampling_topk_ids is None else (TOPK_LOGPS,),
-            names=("completion_ids", "sampling_topk_ids"),
+            reference=reference, names=("completion_ids", "sampling_topk_ids"),
         )  # fmt: skip
     if sets is not None:
         return _loss_over_sets(row_objective, tokens, arguments, job, head_tensors, sets)
@@ -338,7 +336,7 @@ def grpo_loss(
     with torch.no_grad():
         # the loss
         evaluation = row_objective.evaluate(first.stats)
-        if job.engine == "frozen":
+        if job.when == "unit":
             scale_frozen_(first, evaluation.d_logp)
         results = first.stats.logps, first.entropies
         count = _gradient_count(job, first, evaluation)
@@ -611,7 +609,7 @@ def _check_loss(
 
 
 def _tokens(
-    ids: Tensor,
+    like: Tensor,
     completion_mask: Tensor | None,
     advantages: Tensor,
     dtype: torch.dtype,
@@ -619,7 +617,7 @@ def _tokens(
 ) -> Tokens:
     """Check and select the tokens that count; warn of inputs that nothing reads."""
     inputs = {name: arguments[name] for name in _TOKEN_INPUTS if name in arguments}
-    tokens = read_tokens(ids, completion_mask, advantages, dtype, **inputs)
+    tokens = read_tokens(like, completion_mask, advantages, dtype, **inputs)
     for name in LOGPS:
         check_logps(name, getattr(tokens, name))
     check_finite("advantages", tokens.advantages)

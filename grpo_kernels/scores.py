@@ -55,7 +55,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import TOPK_LOGPS, Coefficients
+from grpo_kernels.backends.interface import Coefficients
 from grpo_kernels.base.checks import (
     check_choice,
     check_ids,
@@ -216,7 +216,6 @@ def linear_logprob(
             return read_expected(expected, completion_ids, positions, dtype, entropy=bool(entropy))
 
         gradient = expected_at(rows.positions)  # even if few rows or none need it
-        names: tuple[str, ...] = tuple(extras)
         sets = None
         if kept_ids is not None:
             sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
@@ -224,10 +223,9 @@ def linear_logprob(
             check_listed("topk_ids", topk_ids, hidden)
             listed = topk_ids.detach().flatten(0, -2)[rows.positions]
             rows = replace(rows, top_k=TopKLogps.of(listed, rows.ids)[0])
-            names = (*names, TOPK_LOGPS)
         job, tensors, _ = plan(
             hidden, head, rows, run, memory, ranks, gradient if sets is None else None,
-            entropy=bool(entropy), extras=names,
+            entropy=bool(entropy), extras=tuple(extras),
         )  # fmt: skip
     if sets is None:
         return scored(job, tensors, None, gradient, completion_ids.shape)
@@ -305,19 +303,19 @@ def linear_divergence(
     passes.
     """
     arguments, jsd_beta = {**locals()}, _beta_of(divergence, beta)
-    both: Any = whole_reference(teacher, hidden, head, "teacher.")
+    second: Any = whole_reference(teacher, hidden, head, "teacher.")
     head = with_its_group(hidden, head)
     if head.process_group is None:
-        head, both = _over_common_ids(head, both)
+        head, second = _over_common_ids(head, second)
     with checked_on_all_ranks("linear_divergence", head.process_group, arguments) as ranks:
         if teacher is None:
             raise TypeError("teacher: expected (hidden, head), got NoneType")
         if not isinstance(entropy, bool):
             raise TypeError(f"entropy: expected a bool, got {entropy!r}")
-        hidden, head, both = read_heads(hidden, head, both, prefix="teacher.")
+        hidden, head, second = read_heads(hidden, head, second, prefix="teacher.")
         if completion_ids is not None:
             check_ids("completion_ids", completion_ids, hidden)
-        dtype, memory = dtype_and_memory(hidden, head, run, both)
+        dtype, memory = dtype_and_memory(hidden, head, run, second)
         ids = _no_ids(hidden) if completion_ids is None else completion_ids
         rows = _read_rows(dtype, ids, completion_mask, temperature)
         gradient = expected_divergence(
@@ -325,7 +323,7 @@ def linear_divergence(
         )
         job, tensors, reference = plan(
             hidden, head, rows, run, memory, ranks, gradient,
-            reference=both, prefix="teacher.", jsd_beta=jsd_beta, entropy=entropy,
+            reference=second, prefix="teacher.", jsd_beta=jsd_beta, entropy=entropy,
         )  # fmt: skip
     has_ids = completion_ids is not None
     return scored(job, tensors, reference, gradient, hidden.shape[:-1], has_ids=has_ids)
@@ -410,7 +408,7 @@ def topk_divergence(
         rows = replace(rows, top_k=top_k)
         job, tensors, _ = plan(
             hidden, head, rows, run, memory, ranks, gradient,
-            names=("completion_ids", "teacher_ids"), entropy=False, extras=("student_mass",),
+            names=("completion_ids", "teacher_ids"), entropy=False,
         )  # fmt: skip
     return scored(job, tensors, None, gradient, hidden.shape[:-1], has_ids=False)
 

@@ -21,7 +21,7 @@ from grpo_kernels.base.checks import (
     check_shape,
     check_tensor,
 )
-from grpo_kernels.base.tensors import sequences_of
+from grpo_kernels.base.tensors import scatter, sequences_of
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Layout:
 
     positions: Tensor  # (n,) int64: indices into the flattened batch
     sequence: Tensor  # (n,) int64: index of its sequence, in [0, B)
-    column: Tensor  # (n,) int64: index within its sequence
+    place: Tensor  # (n,) int64: index within its sequence
     batch: int  # B
-    columns: int  # T, or the longest packed sequence
+    longest: int  # T, or the longest packed sequence
     shape: tuple[int, ...]  # of the caller's per-token tensors, (B, T) or (N,)
 
     @cached_property
@@ -48,8 +48,8 @@ class Layout:
 
     def dense(self, x: Tensor) -> Tensor:
         """(n,) -> (B, T), 0 where masked."""
-        full = x.new_zeros(self.batch, self.columns)
-        full[self.sequence, self.column] = x
+        full = x.new_zeros(self.batch, self.longest)
+        full[self.sequence, self.place] = x
         return full
 
     def sequence_sum(self, x: Tensor) -> Tensor:
@@ -65,11 +65,7 @@ class Layout:
 
     def scatter(self, x: Tensor) -> Tensor:
         """(n,) -> the caller's shape, 0 where masked; always a copy."""
-        if len(x) == math.prod(self.shape):
-            return x.clone().view(self.shape)
-        full = x.new_zeros(self.shape).flatten()
-        full[self.positions] = x
-        return full.view(self.shape)
+        return scatter(x, self.positions, math.prod(self.shape)).view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -162,7 +158,7 @@ def _is_checked(mask: Tensor) -> bool:
 
 
 def read_tokens(
-    ids: Tensor,
+    like: Tensor,
     completion_mask: Tensor | None,
     advantages: Tensor,
     dtype: torch.dtype,
@@ -175,7 +171,7 @@ def read_tokens(
     """Check the per-token arguments of a loss and select the counted tokens, numbers in `dtype`.
 
     Args:
-        ids: checked ids, or another tensor in their place; the other arguments must have its shape
+        like: checked ids, or another tensor (B, T) or (N,); the other arguments must have its shape
             and device.
         logps: log-probabilities of other policies, by name.
 
@@ -183,15 +179,15 @@ def read_tokens(
         TypeError, ValueError: an argument of the wrong kind, shape or device; the message names it.
     """
     if completion_mask is not None:
-        check_mask("completion_mask", completion_mask, ids)
-    batch, columns, locate = sequences_of(ids, cu_seqlens)
-    shape = tuple(ids.shape)
+        check_mask("completion_mask", completion_mask, like)
+    batch, longest, locate = sequences_of(like, cu_seqlens)
+    shape = tuple(like.shape)
     per_token = ("(B, T)" if cu_seqlens is None else "(N,)", shape)
     for name, x in logps.items():
         if x is not None:
-            check_tensor(name, x, like=ids, floating=True)
+            check_tensor(name, x, like=like, floating=True)
             check_shape(name, x, per_token)
-    check_tensor("advantages", advantages, like=ids)
+    check_tensor("advantages", advantages, like=like)
     if advantages.dtype == torch.bool:
         raise TypeError("advantages: expected numbers, got torch.bool")
     hint = "; pass advantages[:, 0]" if advantages.shape == (batch, 1) else ""
@@ -199,11 +195,11 @@ def read_tokens(
     ratio = importance_sampling_ratio
     if ratio is not None:
         name = "importance_sampling_ratio"
-        check_tensor(name, ratio, like=ids, floating=True)
+        check_tensor(name, ratio, like=like, floating=True)
         check_shape(name, ratio, per_token, ("(B, 1)", (batch, 1)), ("(B,)", (batch,)))
 
-    positions = counted_positions(completion_mask, ids)
-    layout = Layout(positions, *locate(positions), batch, columns, shape)
+    positions = counted_positions(completion_mask, like)
+    layout = Layout(positions, *locate(positions), batch, longest, shape)
 
     def per_sequence(x: Tensor) -> bool:
         # if B = N, (B,) is per sequence; if T = 1, (B, 1) is per token

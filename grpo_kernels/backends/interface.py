@@ -11,8 +11,9 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import warn_once
 
-# log-probabilities (n, K) of K more ids; a key of `RowStats.extras` besides `EXTRAS`
-TOPK_LOGPS = "topk_logps"
+# keys of `RowStats.extras` besides `EXTRAS`, from `engine.top_k`: log-probabilities (n, K) of K more
+# ids, and the total probability (n,) of a teacher's ids
+TOPK_LOGPS, STUDENT_MASS = "topk_logps", "student_mass"
 # per-token results of a fused kernel, besides the statistics
 LOSS_TERMS = ("loss", "d_logp", "log_ratio", "kl")
 
@@ -44,11 +45,6 @@ class LogitTransform:
     inv_temperature: float | Tensor = 1.0  # a number, or (n, 1): one per row
     bias: Tensor | None = None  # (V,), contiguous, in the accumulator's dtype
     rounded_to: torch.dtype | None = None  # a 16-bit dtype that x + bias is rounded to
-
-    def with_temperature_and_bias(
-        self, inv_temperature: float | Tensor, bias: Tensor | None = None
-    ) -> LogitTransform:
-        return LogitTransform(self.scale, self.softcap, inv_temperature, bias, self.rounded_to)
 
     def inner_outer(self) -> tuple[float, float]:
         """The factors (inner, outer) that all rows share, without per-row temperatures.
@@ -113,7 +109,7 @@ class RowStats:
     max_logit: Tensor  # max_j z_j
     log_sum: Tensor  # log sum_j exp(z_j - max_logit)
     entropies: Tensor | None = None  # -sum_j p_j log p_j
-    extras: dict[str, Tensor] = field(default_factory=dict)  # by EXTRAS, TOPK_LOGPS
+    extras: dict[str, Tensor] = field(default_factory=dict)  # by name
     loss_terms: dict[str, Tensor] = field(default_factory=dict)  # of `fused`, see `FusedLoss`
     divergence: DivergenceStats | None = None  # of rows that have a reference
 

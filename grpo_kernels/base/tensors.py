@@ -44,6 +44,21 @@ def take(record: R, index: Tensor | slice) -> R:
     return rows
 
 
+def spread(x: Tensor, index: Tensor, n: int) -> Tensor:
+    """Put `x` (m, ...) into increasing rows `index` of zeros (n, ...); `x` itself if m = n."""
+    if x.shape[0] == n:
+        return x
+    full = x.new_zeros(n, *x.shape[1:])
+    full[index] = x
+    return full
+
+
+def scatter(x: Tensor, index: Tensor, n: int) -> Tensor:
+    """`spread`, but always a copy."""
+    full = spread(x, index, n)
+    return x.clone() if full is x else full
+
+
 def is_nonzero(coefficient: Tensor) -> Tensor:
     """Mark, (n,) bool, the tokens at which a coefficient (n,) or (n, K) is not 0."""
     return coefficient != 0 if coefficient.dim() == 1 else (coefficient != 0).any(dim=1)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import TOPK_LOGPS, Coefficients, RowBackend, RowStats
 from grpo_kernels.base.checks import is_one, warn_once
-from grpo_kernels.base.tensors import map_tensors
+from grpo_kernels.base.tensors import map_tensors, scatter, spread
 from grpo_kernels.engine.passes import FirstPass, first_pass, second_pass
 from grpo_kernels.engine.plan import Job, Objective
 from grpo_kernels.engine.remainder import check_remainder, ratio_at, split_off
@@ -196,13 +196,14 @@ class LinearScores(torch.autograd.Function):
         _save(ctx, job, tensors, None if job.when == "never" else needed)
 
         def result(x: Tensor | None) -> Tensor | None:
-            return None if x is None else scatter(x, job.rows, tensors.hidden.shape[0])
+            return None if x is None else scatter(x, job.rows.positions, tensors.hidden.shape[0])
 
-        extras = [result(stats.extras[name]) for name in job.extras]
+        ctx.extras = (*stats.extras,)
+        extras = [result(x) for x in stats.extras.values()]
         # a fused kernel always computes the entropies
         entropies = result(stats.entropies) if job.entropy else None
         divergences = result(None if stats.divergence is None else stats.divergence.value)
-        pairs = zip(job.extras, extras, strict=True)
+        pairs = zip(ctx.extras, extras, strict=True)
         ctx.mark_non_differentiable(*(x for name, x in pairs if name != TOPK_LOGPS))
         return result(stats.logps), entropies, divergences, *extras
 
@@ -216,7 +217,7 @@ class LinearScores(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         # all ranks that share the weight gather it, even a rank whose rows will not need it
         with ctx.job.gather():
-            d_topk = dict(zip(ctx.job.extras, d_extras, strict=True)).get(TOPK_LOGPS)
+            d_topk = dict(zip(ctx.extras, d_extras, strict=True)).get(TOPK_LOGPS)
             upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk)
             tensors, reference, first, expected = _saved(ctx)
             grads = _gradient(
@@ -246,7 +247,7 @@ def scored(
         return coefficients
 
     first, expected = first_pass(job, tensors, reference, objective, noted), None
-    if job.engine == "one_pass":
+    if job.when == "now":
         expected = Coefficients(**answers)
         # a fused kernel knows the coefficients and never calls `noted`
         if job.fuses and objective.fused_loss() is not None:
@@ -261,7 +262,7 @@ def scored(
         "logps": logps if has_ids else None,
         "entropies": entropies,
         "divergence": divergence,
-        **dict(zip(job.extras, extras, strict=True)),
+        **dict(zip(first.stats.extras, extras, strict=True)),
     }
     there = {name: x for name, x in results.items() if x is not None}
     return Scores(**{name: x.view(*shape, *x.shape[1:]) for name, x in there.items()})
@@ -284,12 +285,6 @@ def _save(ctx: Any, job: Job, tensors: HeadTensors, needed: Any) -> None:
 def _saved(ctx: Any) -> Any:
     saved = iter(ctx.saved_tensors)
     return map_tensors(lambda _: next(saved), ctx.needed)
-
-
-def scatter(x: Tensor, rows: Any, n: int) -> Tensor:
-    """(rows, ...) -> (n positions, ...), with 0 at positions that are not rows; always a copy."""
-    full = _spread(x, rows.positions, n)
-    return x.clone() if full is x else full
 
 
 def _gradient(
@@ -315,7 +310,7 @@ def _gradient(
     if stored is None or live_rows is None:
         total, indices = again(upstream)
         return _input_gradients(total, shapes_and_dtypes, job, indices)
-    if job.engine == "frozen":
+    if job.when == "unit":
         factor = d_result[live_rows, None]
         remainder = job.with_d_result(d_result.index_fill(0, live_rows, 0.0), upstream)
         alone = all(x is None or x is d_result for x in upstream)
@@ -332,7 +327,7 @@ def _gradient(
     if not any_left:
         return _input_gradients(stored, shapes_and_dtypes, job, live_rows, factor)
     more, indices = again(remainder)
-    if job.engine == "one_pass" and 2 * len(indices) > len(rows):
+    if job.when == "now" and 2 * len(indices) > len(rows):
         warn_once(WRONG_EXPECTATION)
     scaled = map_tensors(lambda x: _times(x, factor, x.dtype, job.backend), stored)
     ratio = ratio_at(upstream, remainder, indices)
@@ -357,10 +352,10 @@ def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBac
     if factor is None:
         return x.to(dtype)
     if factor.dim() == 0 and is_one(factor):  # as in `loss.backward()`
-        return x.to(dtype, copy=_graph_is_kept())  # never give the stored gradient to the caller
+        return x.to(dtype, copy=_retains_graph())  # never give the stored gradient to the caller
     if x.dtype != dtype and not device_of(x.device).casts_into:
-        return (x * factor if _graph_is_kept() else x.mul_(factor)).to(dtype)
-    in_place = x.dtype == dtype and not _graph_is_kept()
+        return (x * factor if _retains_graph() else x.mul_(factor)).to(dtype)
+    in_place = x.dtype == dtype and not _retains_graph()
     out = x if in_place else torch.empty_like(x, dtype=dtype)
     backend.scale(x, factor, out)
     return out
@@ -380,7 +375,7 @@ def _merge(
     nothing from the stored gradient: the sum could be a small difference of large numbers. `ratio`
     is NaN where a row has several coefficients.
     """
-    keeps = _graph_is_kept()
+    keeps = _retains_graph()
     total = []
     for name, x, y in zip(HeadTensors._fields, stored, more, strict=True):
         if name in OF_ROWS and x is not None and y is not None:
@@ -413,11 +408,11 @@ def _input_gradients(
     def row_by_row(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if shard is not None:
             # exchange all rows of the call, since every rank has the same number of them
-            summed = shard.sum_(_spread(_times(x, factor, x.dtype, backend), indices, len(rows)))
-            return _spread(summed.to(dtype), rows.positions, shape[0])
+            summed = shard.sum_(spread(_times(x, factor, x.dtype, backend), indices, len(rows)))
+            return spread(summed.to(dtype), rows.positions, shape[0])
         complete = indices.shape == rows.positions.shape
         positions = rows.positions if complete else rows.positions[indices]
-        return _spread(_times(x, factor, dtype, backend), positions, shape[0])
+        return spread(_times(x, factor, dtype, backend), positions, shape[0])
 
     returned: list[Tensor | None] = []
     for name, x, spec in zip(HeadTensors._fields, grads, shapes_and_dtypes, strict=True):
@@ -430,16 +425,7 @@ def _input_gradients(
     return tuple(returned)
 
 
-def _spread(x: Tensor, indices: Tensor, n: int) -> Tensor:
-    """Put `x` (m, ...) into increasing rows `indices` of (n, ...); `x` itself if m = n."""
-    if x.shape[0] == n:
-        return x
-    full = x.new_zeros(n, *x.shape[1:])
-    full[indices] = x
-    return full
-
-
-def _graph_is_kept() -> bool:
+def _retains_graph() -> bool:
     """True if this backward may be called again (``retain_graph``)."""
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if ask is None else bool(ask())

@@ -26,8 +26,8 @@ from grpo_kernels.backends.interface import Chunk, Coefficients, LogitTransform,
 from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.checks import HIGHEST_LOGP
 from grpo_kernels.base.choices import OnMissingSet
-from grpo_kernels.base.tensors import take
-from grpo_kernels.engine.autograd import first_order, scatter, scored
+from grpo_kernels.base.tensors import scatter, take
+from grpo_kernels.engine.autograd import first_order, scored
 from grpo_kernels.engine.plan import Job, Objective, Run, choose_engine, in_range
 from grpo_kernels.head import HeadTensors
 from grpo_kernels.kept_ids import KeptIds
@@ -87,7 +87,7 @@ class KeptSets:
         """The transform of the rows `at` (r,), without bias."""
         inv_t = self.job.rows.inv_temperature
         inv_t = inv_t[at] if isinstance(inv_t, Tensor) else inv_t
-        return self.job.transform.with_temperature_and_bias(inv_t)
+        return replace(self.job.transform, inv_temperature=inv_t)
 
 
 def score_kept(
@@ -124,18 +124,21 @@ def score_kept(
     if any_without or in_full:
         vocab = rows_here if job.shard is None else job.shard.vocab
         rows = job.rows if in_full else take(job.rows, survey.without.nonzero()[:, 0])
+        rows = in_range(rows, ("completion_ids", ""), vocab, job.shard_start)
         objective = objective_at(rows.positions)
         whole_vocab = replace(
             job,
-            rows=in_range(rows, ("completion_ids", ""), vocab, job.shard_start),
+            rows=rows,
             backend=choose_backend(run.backend, ids.device, job.operand_dtype)[0],
+            engine=choose_engine(
+                run.engine, objective, rows, job.needs_grad, job.memory, has_reference=False
+            ),
             entropy=bool(entropy),
         )
-        whole_vocab = replace(whole_vocab, engine=choose_engine(run.engine, whole_vocab, objective))
     logps, entropies = KeptSetLogprob.apply(planned, *tensors)
     logps, entropies = logps.view(shape), None if entropies is None else entropies.view(shape)
     if whole_vocab is not None:
-        without = scatter(survey.without, job.rows, shape.numel()).view(shape)
+        without = scatter(survey.without, job.rows.positions, shape.numel()).view(shape)
         full = scored(whole_vocab, tensors, None, objective, shape)
         logps = torch.where(without, full.logps, logps)
         if entropies is not None:
@@ -359,7 +362,7 @@ def _result(x: Tensor, planned: KeptSets, tensors: HeadTensors) -> Tensor:
     x = torch.where(planned.projected, x, 0.0)
     if planned.job.rows.invalid is not None:
         x.masked_fill_(planned.job.rows.invalid, torch.nan)
-    return scatter(x, planned.job.rows, tensors.hidden.shape[0])
+    return scatter(x, planned.job.rows.positions, tensors.hidden.shape[0])
 
 
 def _in_order(planned: KeptSets, at: Tensor, span: Span, vocab: int) -> tuple[Tensor, Tensor]:

@@ -63,7 +63,7 @@ def first_pass(
     coefficients_at = coefficients_at or objective.coefficients_at
     with torch.no_grad():
         tensors, reference = job.converted(tensors, reference)
-        if job.when != "now":
+        if job.when in ("never", "later"):
             return FirstPass(sweep(job, tensors, reference, stats_work(job))[0])
         n, live = len(job.rows), objective.live
         if live is None:
@@ -71,11 +71,11 @@ def first_pass(
         else:
             live_rows = indices_of(live)
         # an empty batch needs no kernel: its loss is 0
-        fuses = n > 0 and job.engine == "one_pass" and job.fuses
+        fuses = n > 0 and job.when == "now" and job.fuses
         fused_loss = objective.fused_loss() if fuses else None
 
         def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
-            if job.engine == "frozen":
+            if job.when == "unit":
                 return job.with_d_result(torch.ones_like(stats.logps))
             return coefficients_at(live_rows[at], stats)
 

@@ -78,12 +78,14 @@ _AS_IT_IS, _NONE = LogitTransform(), Coefficients()
 # bytes of the weight to convert at a time; less only if the budget is small
 SLICE_BYTES = 32 * 2**20
 Gather = Callable[[], AbstractContextManager[Any]]
-# name -> when the gradient is computed, and in which order. The first engine that serves is the
-# cheapest; frozen precedes one_pass since it needs no coefficients.
-ENGINES: dict[str, tuple[Literal["never", "now", "later"], Literal["rows", "slices"]]] = {
+# When the gradient is computed. "unit": now, but for the coefficient 1 in each row, and scaled by
+# the row's coefficient as soon as that is known.
+When = Literal["never", "unit", "now", "later"]
+# name -> when, and in which order. The first engine that serves is the cheapest; frozen precedes
+# one_pass since it needs no coefficients.
+ENGINES: dict[str, tuple[When, Literal["rows", "slices"]]] = {
     "score": ("never", "rows"),
-    # computes the gradient for the coefficient 1; later scales each row by its coefficient
-    "frozen": ("now", "rows"),
+    "frozen": ("unit", "rows"),
     "one_pass": ("now", "rows"),
     "two_pass": ("later", "rows"),
     "lean": ("later", "slices"),  # slices of the vocabulary, to save memory
@@ -210,7 +212,7 @@ class Job:
         reference_dtype: dtype of the operands of the second head's products; None without one.
         jsd_beta: the divergence from the second head, see `backends.interface.ReferenceLogits`.
         shard: this rank's shard, if the head's rows are divided among ranks.
-        entropy, extras: further results.
+        entropy, extras: further statistics, from the backend.
         gather: returns a context in which the backward has the whole weight (ZeRO-3).
     """
 
@@ -231,7 +233,7 @@ class Job:
     gather: Gather = nullcontext
 
     @property
-    def when(self) -> Literal["never", "now", "later"]:
+    def when(self) -> When:
         return ENGINES[self.engine][0]
 
     @property
@@ -427,8 +429,13 @@ def plan(
         workspace_bytes = default_workspace(
             widest, needs_grad, memory, heads=1 if reference is None else 2
         )
+    engine = "kept_sets"  # its own loop, not one of `ENGINES`
     if objective is not None:
         rows = in_range(rows, names, vocab, 0 if shard is None else shard.start)
+        has_reference = reference is not None
+        engine = choose_engine(
+            run.engine, objective, rows, needs_grad, memory, has_reference=has_reference
+        )
     job = Job(
         rows=rows,
         needs_grad=needs_grad,
@@ -443,36 +450,42 @@ def plan(
         shard=shard,
         entropy=entropy,
         extras=extras,
-        engine="kept_sets",
+        engine=engine,
         gather=run.gather or nullcontext,
     )
-    if objective is not None:
-        job = replace(job, engine=choose_engine(run.engine, job, objective))
     tensors, reference_tensors = tensors_of(hidden, head, rows.positions), None
     if reference is not None:
         reference_tensors = tensors_of(*reference, rows.positions).map(Tensor.detach)
     return job, tensors, reference_tensors
 
 
-def choose_engine(name: str, job: Job, objective: Objective) -> str:
+def choose_engine(
+    name: str,
+    objective: Objective,
+    rows: Rows,
+    needs_grad: HeadTensors,
+    memory: Memory,
+    *,
+    has_reference: bool,
+) -> str:
     """Choose the cheapest engine that gives the exact gradient, or the engine `name`.
 
     Raises:
         ValueError: the engine `name` cannot give this gradient.
     """
-    needs_grad, known = job.needs_grad, objective.known
-    if objective.is_expected and device_of(job.rows.positions.device).is_capturing():
+    known = objective.known
+    if objective.is_expected and device_of(rows.positions.device).is_capturing():
         known = "all_rows"  # in a CUDA graph, the comparison may not wait for the device
     head_trains, no_gradient = any(needs_grad[1:]), not any(needs_grad)
-    if name == "auto" and job.memory.tight and head_trains:
+    if name == "auto" and memory.tight and head_trains:
         return "lean"
     serves: dict[str, Callable[[], bool]] = {
         "score": lambda: no_gradient,
         "frozen": lambda: (
             not head_trains
-            and not isinstance(job.rows.top_k, TopKLogps)
+            and not isinstance(rows.top_k, TopKLogps)
             # without a gradient, this does not evaluate a user's function
-            and ((no_gradient and job.reference_dtype is None) or objective.one_coefficient)
+            and ((no_gradient and not has_reference) or objective.one_coefficient)
         ),
         "one_pass": lambda: known == "own_row",
         "two_pass": lambda: True,

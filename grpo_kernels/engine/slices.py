@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ def sweep_slices(
     """
     rows, needs_grad, dtype = job.rows, job.needs_grad, job.accumulator_dtype
     bias = row_bias(tensors.bias, slice(None), dtype)
-    transform = job.transform.with_temperature_and_bias(rows.inv_temperature, bias)
+    transform = replace(job.transform, inv_temperature=rows.inv_temperature, bias=bias)
     # one factor for all rows and slices, since the gradients are summed over both
     coefficients, fp16_scale = job.products(tensors.weight).with_fp16_scale(
         coefficients, stats, transform

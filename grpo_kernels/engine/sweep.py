@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import (
+    STUDENT_MASS,
     TOPK_LOGPS,
     Chunk,
     Coefficients,
@@ -32,7 +33,6 @@ from grpo_kernels.backends.interface import (
     RowStats,
     statistic_dtype,
 )
-from grpo_kernels.base.choices import EXTRAS
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.gemm import Products
@@ -102,8 +102,7 @@ def statistics(job: Job, chunk: Chunk, rows: Rows) -> RowStats:
             return job.backend.stats(chunk, entropy=entropy, extras=extras)
         return job.shard.stats(job.backend, chunk, entropy=entropy, extras=extras)
 
-    of_backend = tuple(x for x in job.extras if x in EXTRAS)
-    stats = of_head(chunk, entropy=job.entropy, extras=of_backend)
+    stats = of_head(chunk, entropy=job.entropy, extras=job.extras)
     if chunk.reference is not None:
         reference_stats = of_head(chunk.of_reference(), entropy=False, extras=())
         value, sum_k = job.backend.diverge(chunk, stats, reference_stats)
@@ -178,6 +177,8 @@ def _no_stats(job: Job, like: Tensor) -> RowStats:
     extras = {x: none.to(statistic_dtype(x, none.dtype)) for x in job.extras}
     if isinstance(job.rows.top_k, TopKLogps):
         extras[TOPK_LOGPS] = none.new_empty(0, job.rows.top_k.given)
+    elif job.rows.top_k is not None:
+        extras[STUDENT_MASS] = none
     divergence = DivergenceStats(*[none] * 4) if job.result_is_divergence else None
     return RowStats(none, none, none, none if job.entropy else None, extras, {}, divergence)
 
@@ -348,13 +349,13 @@ class Projection:
             product.logits(x[span], logits, add=i > 0)
         rows, reference = take(rows, at), None
         inv_t = rows.inv_temperature
-        transform = job.transform.with_temperature_and_bias(inv_t, self._bias)
+        transform = replace(job.transform, inv_temperature=inv_t, bias=self._bias)
         if of_reference is not None and reference_logits is not None:
             self._reference_products.logits(
                 self._reference_products.operand(of_reference[span]), reference_logits
             )
-            its_transform = job.reference_transform.with_temperature_and_bias(
-                inv_t, self._reference_bias
+            its_transform = replace(
+                job.reference_transform, inv_temperature=inv_t, bias=self._reference_bias
             )
             job.backend.prepare_(reference_logits, its_transform)
             reference = ReferenceLogits(reference_logits, its_transform, job.jsd_beta)
@@ -389,7 +390,7 @@ class _Sums:
         new, dtype, needs_grad = self._tensors.hidden, self._job.accumulator_dtype, self._needs_grad
         # the first group's product writes the matrices; without a group they are 0
         new_matrix = new.new_empty if len(self._job.rows) > 0 else new.new_zeros
-        pairs = zip(self._tensors.factors(), needs_grad.factors(), strict=False)
+        pairs = zip(self._tensors.factors(), needs_grad.factors(), strict=True)
         for (x, matrix), (needs_rows, needs_matrix) in pairs:
             rows = new.new_empty(self._padded, x.shape[1], dtype=dtype) if needs_rows else None
             self._d_rows.append(rows)

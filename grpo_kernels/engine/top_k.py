@@ -36,6 +36,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.divergence import forward, reverse
 from grpo_kernels.backends.interface import (
+    STUDENT_MASS,
     TOPK_LOGPS,
     Chunk,
     Coefficients,
@@ -220,7 +221,7 @@ class TopKTeacher(TopK):
         return TopKTeacher(ids, padding, logps, **measure)
 
     def completed(self, stats: RowStats, shard: Shard | None) -> RowStats:
-        """Add to the student's `stats` the divergence, and sum_k p_k as ``"student_mass"``."""
+        """Add to the student's `stats` the divergence, and sum_k p_k as `STUDENT_MASS`."""
         dtype, logq = stats.logps.dtype, self.logps
         logp = self._logps(stats, shard)
         if self.least_tail is None:
@@ -235,7 +236,7 @@ class TopKTeacher(TopK):
             value = value.clamp(min=-most, max=most)
         value, sum_k, mass = value.to(dtype), sum_k.to(dtype), logp.exp().sum(dim=1).to(dtype)
         none = torch.zeros_like(value)  # the teacher's logits have no statistics
-        extras = {**stats.extras, "student_mass": mass}
+        extras = {**stats.extras, STUDENT_MASS: mass}
         return replace(stats, divergence=DivergenceStats(value, sum_k, none, none), extras=extras)
 
     def grad(
@@ -253,7 +254,7 @@ class TopKTeacher(TopK):
         d_divergence = coefficients.d_divergence
         assert stats.divergence is not None and d_divergence is not None
         assert coefficients.d_entropy is None
-        d_z = self._d_logits(stats) * d_divergence[:, None]
+        d_z = self._d_z(stats) * d_divergence[:, None]
         total = d_divergence * stats.divergence.sum_k
         self._write(backend, chunk, stats, total, None, d_z, out)
 
@@ -265,7 +266,7 @@ class TopKTeacher(TopK):
         logq = torch.where(logq == -torch.inf, logq, logq.clamp(min=least))
         return logp.clamp(min=least), logq, torch.where(logp < least, 0.0, logq.exp())
 
-    def _d_logits(self, stats: RowStats) -> Tensor:
+    def _d_z(self, stats: RowStats) -> Tensor:
         """d D / d z (n, K) of the ids."""
         assert stats.divergence is not None
         logp = self._logps(stats)

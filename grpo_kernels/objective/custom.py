@@ -250,7 +250,7 @@ class CustomObjective:
         old = logps.detach() if tokens.old_per_token_logps is None else tokens.old_per_token_logps
         given = {name: getattr(tokens, name) for name in OPTIONAL}
         optional: dict[str, Any] = {k: None if x is None else shaped(x) for k, x in given.items()}
-        places = {"index": layout.positions, "sequence": layout.sequence, "position": layout.column}
+        places = {"index": layout.positions, "sequence": layout.sequence, "position": layout.place}
         if self._chosen is not None:
             places = {name: x[self._chosen] for name, x in places.items()}
         read: list[MetricInputs] = []
@@ -267,7 +267,7 @@ class CustomObjective:
         )
 
         def rows(x: Tensor) -> Tensor:
-            return x[layout.sequence, layout.column] if couples else x
+            return x[layout.sequence, layout.place] if couples else x
 
         @functools.cache
         def of_config() -> Tensor:  # differentiable in the `logps` that the function gets

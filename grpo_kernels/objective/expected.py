@@ -213,9 +213,8 @@ def read_expected(
         a = _usable(rows("expected", a), dtype)
         b = None if b is None else _usable(rows("expected[1]", b), dtype)
         nonzero = (a != 0) if b is None else (a != 0) | (b != 0)
-        both = Coefficients(a, b)
         return ExpectedGradient(
-            lambda index, _: take(both, index), nonzero, one_coefficient=b is None
+            live=nonzero, one_coefficient=b is None, coefficients=Coefficients(a, b)
         )
 
     live, function = expected.live, expected.coefficients
