@@ -24,11 +24,11 @@ struct LossConstants {
   }
 };
 
-// The inputs of one token. On-policy `advantage` is the derivative of the policy term, weight and gate included. With a
-// reference the KL is the divergence of the whole row.
+// The inputs of one token. `factor` is the advantage; on-policy, it is the derivative of the policy term, weight and gate
+// included. With a reference the KL is the divergence of the whole row.
 template <class T>
 struct Token {
-  T advantage, weight, gate, old, ref, divergence;
+  T factor, weight, gate, old, ref, divergence;
   bool on_policy, has_gate, has_reference;
 };
 
@@ -41,7 +41,7 @@ struct TokenTerms {
 template <class T>
 TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T logp) {
   const T log_ratio = token.on_policy ? T(0) : logp - token.old;
-  Surrogated<T> s = surrogate(c.surrogate, log_ratio, token.advantage, logp, c.constants);
+  Surrogated<T> s = surrogate(c.surrogate, log_ratio, token.factor, logp, c.constants);
   TokenTerms<T> terms{s.loss, s.d_logp, log_ratio, T(0), T(0)};
   if (token.on_policy) {
     terms.loss += logp - logp;  // NaN without a finite log-probability: nothing else makes it NaN

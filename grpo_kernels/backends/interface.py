@@ -11,8 +11,8 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import warn_once
 
-# keys of `RowStats.extras` besides `EXTRAS`, from `engine.top_k`: log-probabilities (n, K) of K more
-# ids, and the total probability (n,) of a teacher's ids
+# keys of `RowStats.extras` besides `EXTRAS`, from `engine.top_k`: the log-probabilities (n, K) of K
+# more ids; the total probability (n,) of a teacher's ids
 TOPK_LOGPS, STUDENT_MASS = "topk_logps", "student_mass"
 # per-token results of a fused kernel, besides the statistics
 LOSS_TERMS = ("loss", "d_logp", "log_ratio", "kl")
