@@ -56,8 +56,8 @@ class KeptIds:
         Args:
             rows: one list per sequence. For each sampled token, this list contains a list, tensor
                 or array of ids, or None if there is no set.
-            completion_mask: (B, T), bool or number, non-zero at the sampled tokens, which are in
-                the order of `rows`. Other positions get no set.
+            completion_mask: (B, T), bool or number, non-zero at the sampled tokens, in the same
+                order as in `rows`. Other positions get no set.
 
         Raises:
             TypeError, ValueError: a wrong argument, or a number of lists that differs from the
@@ -122,7 +122,7 @@ class KeptIds:
     def from_counts(ids: Tensor, counts: Tensor) -> KeptIds:
         """Build the sets from one list of all ids and the number of ids at each position.
 
-        prime-rl, SkyRL and slime return this form.
+        prime-rl and SkyRL return this form.
 
         Args:
             ids: (M,) signed integers, one position after the other.

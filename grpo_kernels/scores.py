@@ -269,10 +269,10 @@ def linear_divergence(
             H' may differ from H. The head is a weight (V', H'), a `Head` without adapter, or a
             module without active adapters. If FSDP2 or ZeRO-3 shards the module, this call gathers
             it, so all ranks that share the module must make the call. V' may differ from V, and the
-            ``vocab_size`` of the heads may differ, too. The distributions are then over the first
-            ids, which both heads have, and a warning says so unless a head states its
-            ``vocab_size``. With a process group, each rank must hold the same ids of both heads,
-            and the heads must have the same number of ids, or the same ``vocab_size``.
+            ``vocab_size`` of the heads may differ, too. Both distributions then cover only the ids
+            that both heads have. The call warns of that, unless a head states its ``vocab_size``.
+            With a process group, both heads must have the same number of ids, or the same
+            ``vocab_size``, and each rank must hold the same ids of both.
         completion_mask: (...), as in `linear_logprob`.
         divergence: ``"reverse_kl"``, KL(student || teacher); ``"forward_kl"``, KL(teacher ||
             student); or ``"jsd"``.
@@ -292,15 +292,15 @@ def linear_divergence(
 
     Returns:
         `Scores` with `divergence`, and with `entropies` and `logps` if you asked for them. The
-        forward KL is inf where only the student gives an id the probability 0, and the reverse
-        KL where only the teacher does.
+        forward KL is inf where the student alone gives an id probability 0. The reverse KL is
+        inf where the teacher alone does.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is
             done.
 
-    Without a mask, you can capture the call in a CUDA graph; a head that trains then takes two
-    passes.
+    Without a mask, you can capture the call in a CUDA graph. In a graph, a trainable head takes
+    two passes.
     """
     arguments, jsd_beta = {**locals()}, _beta_of(divergence, beta)
     second: Any = whole_reference(teacher, hidden, head, "teacher.")

@@ -97,10 +97,9 @@ def describe_head(model: nn.Module) -> Head:
     """Make the `Head` of a causal language model, text or vision-language, wrapped or not.
 
     Its `weight` is the head's module. Its scale, soft-cap and number of ids are those that the
-    model applies after the product. What the model applies to the hidden states before its head is
-    left out.
+    model applies after the product. Operations on the hidden states before the head are left out.
 
-    The constants are read from the config, or measured once the library has run the model.
+    The constants come from the config, or are measured if the library has already run the model.
 
     Args:
         model: as in `completion_logprobs`.

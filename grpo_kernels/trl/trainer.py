@@ -121,8 +121,9 @@ class FusedLossMixin(LogsShares):
 
         class FusedGMPOTrainer(FusedLossMixin, GMPOTrainer): ...
 
-    Any subclass works. If it has its own loss, samples are not regrouped and all sequences get a
-    backward; TRL's GMPO is an exception. The mixin takes the arguments of `FusedGRPOTrainer`.
+    Any subclass works. In a subclass with its own loss, other than TRL's GMPO, samples are not
+    regrouped, and every sequence runs a backward. The mixin takes the arguments of
+    `FusedGRPOTrainer`.
     """
 
     _call: Call | None = None  # the scoring in progress
