@@ -117,7 +117,8 @@ def test_the_page_counts_its_list() -> None:
     counts = Counter(x.layout for x in every.OUTCOME.values())
     sentence = (
         f"Of {len(every.OUTCOME)} model types, {counts['tree']} run as `tree`, {counts['trim']} as "
-        f"`trim` and {counts['padded']} as `padded`; {counts['refused']} are refused, and "
-        f"{counts['not built']} were not built, because they need timm or another model."
+        f"`trim` and {counts['padded']} as `padded`. The library refuses {counts['refused']} "
+        f"types. We could not build {counts['not built']} types, because they need timm or "
+        "another model."
     )
     assert sentence in every.PAGE.replace("\n", " "), sentence
