@@ -324,7 +324,7 @@ def check_all(rank: int, world_size: int) -> dict[str, list[int]]:
     return check_traffic(rank, world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_outputs_dtensors_errors_and_traffic(world_size: int) -> None:
     """What ranks say first, once; three numbers and an entropy a row, a chunk at a time, of sets at
     once; in the backward d hidden, once. Positions without a set add their rows'."""
