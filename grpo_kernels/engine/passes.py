@@ -83,7 +83,7 @@ def first_pass(
         # of a chunk, so the kernel computes only statistics and loss
         is_part = live_rows.shape[0] < n
         part = job.at(live_rows) if is_part else job
-        work = _stats_work(part, take(fused_loss, live_rows) if is_part else fused_loss)
+        work = _value_work(part, take(fused_loss, live_rows) if is_part else fused_loss)
         if fused_loss is None or job.products(tensors.weight).scales_gradient:
             work = gradient_work(part, tensors, coefficients_of, work)
         stats, grads = sweep(part, tensors, reference, work, job.needs_grad)
@@ -94,13 +94,13 @@ def first_pass(
         assert live is not None
         others = indices_of_false(live, n - live_rows.shape[0])
         part = job.at(others)
-        work = _stats_work(part, take(fused_loss, others))
+        work = _value_work(part, take(fused_loss, others))
         parts = [stats] if len(live_rows) else []
         stats = RowStats.concatenate([*parts, sweep(part, tensors, reference, work)[0]])
         return FirstPass(take(stats, torch.cat([live_rows, others]).argsort()), grads, live_rows)
 
 
-def _stats_work(job: Job, fused_loss: FusedLoss | None) -> RowWork:
+def _value_work(job: Job, fused_loss: FusedLoss | None) -> RowWork:
     """Row work without a gradient: the statistics and, by a kernel for `fused_loss`, the loss."""
     return stats_work(job) if fused_loss is None else fused_work(job, fused_loss)
 

@@ -97,7 +97,8 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
     body = found_in(module, body_name) if body_name else _body
     of_body = inspect.signature(body).parameters
     takes_all = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in of_body.values())
-    output = next(x for n, x in vars(module).items() if n.endswith("CausalLMOutputForPPO"))
+    ending = "CausalLMOutputForPPO"
+    output = found_in(module, next((x for x in vars(module) if x.endswith(ending)), ending))
     with_aux = make_dataclass(  # the engine reads the added field in distillation
         output.__name__,
         [("fused_linear_aux", Any, None)],
@@ -117,9 +118,10 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
         grpo_kernels_task: HeadTask | None = None,
         **inputs: Any,
     ) -> Any:
-        if not takes_all and not inputs.keys() <= of_body.keys():
+        dropped = [] if takes_all else sorted(inputs.keys() - of_body.keys())
+        if dropped:
             raise NotImplementedError(
-                f"{', '.join(inputs.keys() - of_body.keys())}: expected text, since verl's fused "
+                f"{', '.join(dropped)}: expected text, since verl's fused "
                 f"forward of {type(self).__name__} drops other inputs; set "
                 "actor_rollout_ref.model.use_fused_kernels=False"
             )

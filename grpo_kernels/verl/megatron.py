@@ -158,13 +158,15 @@ def _score(
     weight: Tensor,  # (V / ranks, H)
     labels: Tensor,  # (N,) or (B, S)
     temperature: float = 1.0,
-    reduction: str = "none",  # the only one that verl asks for
+    reduction: str = "none",
     process_group: dist.ProcessGroup | None = None,
     *,
     sequence_parallel: bool,  # True: a gather over tensor parallel ranks precedes the head
     vocab_size: int,  # number of rows of the whole head without Megatron's padding
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities (N,), and entropies (N,) if they are read."""
+    if reduction != "none":
+        raise ValueError(f"reduction: expected 'none', got {reduction!r}")
     if hidden.dim() == 3 and hidden.size(1) != 1 and hidden.shape[:2] != labels.shape:
         # (S, B, H) and (B, S) flatten in different orders
         raise ValueError(
