@@ -351,16 +351,16 @@ def reinforce_plus_plus(
 ) -> Tensor:
     """Compute REINFORCE++ advantages: discounted returns, whitened over the batch.
 
-    The returns are A_t = sum_(k >= t) gamma^(k - t) (r [k is the last counted token] - beta KL_k),
-    where [...] is 1 or 0. The result is (A - mean) / (std + eps), with mean and std over all
+    The returns are A_t = sum_(k >= t) gamma^(k - t) r_k, where r_k is -beta KL_k, plus the reward
+    at the last counted token. The result is (A - mean) / (std + eps), with mean and std over all
     counted tokens of the batch on all ranks. Masked positions are skipped. Rows without a score get
     0, and do not enter mean and std.
 
     Args:
         rewards, reward_weights, process_group: as in `group_advantages`.
         completion_mask: (B, T), nonzero where a token counts.
-        per_token_kl: (B, T); None means no penalty.
-        beta: weight of the penalty.
+        per_token_kl: (B, T), KL of the formula, a penalty on each token; None means no penalty.
+        beta: weight of the KL penalty.
         gamma: discount, in [0, 1].
         num_generations, group_ids: pass one of these two for the baseline variant, which first
             subtracts the group's mean reward.

@@ -210,14 +210,14 @@ def grpo_loss(
         hidden: (B, T, H), or packed (N, H), floating point: hidden states that predict
             `completion_ids`. They must be aligned with the ids; nothing is shifted here.
         head: a weight (V, H), a `Head`, or the model's head module. If the model scales or
-            soft-caps its logits, pass a `Head` with these numbers; a weight or module does not
-            state them.
+            soft-caps its logits, pass a `Head` with these values; they cannot be read from a weight
+            or a module.
         completion_ids: (B, T) or (N,) integers, in [0, V) at every counted position.
         completion_mask: (B, T) or (N,), bool, int or float. A token counts if its mask is not 0,
             even if it is negative. NaN and an additive attention mask (0 and -inf) raise an error.
             None: every token counts, and no host-device sync is needed to count them.
-        advantages: (B,), one per sequence, or (B, T) or (N,), one per token. If N = B, a tensor of
-            this length is read as one advantage per sequence.
+        advantages: (B,), one per sequence, or (B, T) or (N,), one per token. If N = B, a 1-d tensor
+            is ambiguous, and is read as per-sequence.
         config: the loss; default `LossConfig()`.
         objective: your own per-token loss, a function of `TokenInputs`, which replaces the config's
             loss. The function may build on the config's loss, ``tokens.loss``. If it does not, only
@@ -232,8 +232,8 @@ def grpo_loss(
         reference: a pair (hidden states (B, T, H') or (N, H'), head) of the reference model, for
             the KL term over the whole vocabulary; both are constants. Required if ``config.beta``
             is not 0 and ``config.kl_estimator`` is ``"full"``. The head is a weight (V, H'), a
-            `Head` or a module, for the policy's ids; H' may differ from H. It costs one more
-            product with a head, and one more chunk of logits in the workspace.
+            `Head` or a module, for the policy's ids; H' may differ from H. This KL term costs one
+            more product with a head, and one more chunk of logits in the workspace.
         num_items_in_batch: a number, or a 0-d tensor: the normalizer of ``"dapo"``, ``"cispo"`` and
             ``"vespo"``. Pass the number of counted tokens in the whole batch, over all accumulation
             steps and ranks. If gradients are averaged over ranks, divide this number by the number
@@ -254,16 +254,12 @@ def grpo_loss(
             `advantages`. In ``"vespo"`` it is part of VESPO's weight; ``"gmpo"`` does not use it.
         sampling_topk_ids, sampling_topk_logps: (B, T, K) or (N, K): the sampler's most likely ids
             at each position (signed integers in any order, padded with -1), and their
-            log-probabilities in the distribution from which it sampled. These log-probabilities are
-            over the sampler's whole vocabulary, not over the K ids. An entry of -inf is padding; a
-            repeated id counts once, with its first log-probability. With these arguments, the loss
-            centers the score (https://arxiv.org/abs/2609.20807): from each token's policy gradient,
-            A w grad log p, it subtracts the expectation under the sampler. Outside the K ids, it
-            assumes that the sampler is proportional to the policy. The weight w is the ratio of
-            ``vllm_importance_sampling_correction`` in mode ``"token_truncate"`` or
-            ``"token_mask"``, or 1 without that option. Available for the loss types ``"grpo"``,
-            ``"bnpo"``, ``"dr_grpo"``, ``"dapo"`` and ``"luspo"`` without `old_per_token_logps`. The
-            loss still takes one pass.
+            log-probabilities over the sampler's whole vocabulary, not over the K ids. An entry of
+            -inf is padding; a repeated id counts once, with its first log-probability. With these
+            arguments, the loss centers the score (formulas: docs/losses.md, *Score centering*).
+            Available for the loss types ``"grpo"``, ``"bnpo"``, ``"dr_grpo"``, ``"dapo"`` and
+            ``"luspo"`` without `old_per_token_logps`. ``vllm_importance_sampling_correction`` may
+            be on in mode ``"token_truncate"`` or ``"token_mask"``.
         kept_ids: the kept set of each position, that is, the ids that a truncating sampler (top-k,
             top-p, min-p) kept there, as in `linear_logprob`. Log-probabilities and entropies are
             then taken over these sets, and only the head's rows of these ids are read. Compute old,
@@ -284,7 +280,7 @@ def grpo_loss(
 
     Returns:
         `LossOutput`: the loss, each token's log-probability and entropy, and the metrics. Only the
-        loss has a gradient. For further terms of log-probabilities or entropies, pass an
+        loss has a gradient. To add your own terms in log-probabilities or entropies, pass an
         `objective`.
 
     Raises:

@@ -338,7 +338,7 @@ def clip_cov(
     Use it if the entropy collapses. ``max(int(clip_cov_ratio * counted tokens), 1)`` tokens get a
     loss of 0. These tokens are drawn at random from the unclipped tokens whose covariance is
     between `clip_cov_lb` and `clip_cov_ub`. A token's covariance is (A - mean A) (logp - mean
-    logp), with its advantage A, its log-probability logp, and means over the batch.
+    logp), where A is the advantage, logp the log-probability, and means are over the call's tokens.
 
     As in verl, the draw is a ``torch.randperm`` on the CPU, from `generator` or torch's default
     generator. With a sharded head, this generator must be in the same state on all ranks.
@@ -411,10 +411,11 @@ def m2po_mask(
     The mask has the shape of `completion_mask`. With d = old - sampling, the tokens with the
     largest d^2 are dropped until the mean d^2 of the remaining tokens is below `threshold`; at
     least one token is kept. NaN (not scored by the sampler) counts as d = 0. If you pass the mask
-    as ``completion_mask=``, the mean leaves out the dropped tokens. If you pass it as
-    ``importance_sampling_ratio=``, in floating point, they stay in the denominator.
-    Source: https://arxiv.org/abs/2510.01161; AReaL's ``m2_threshold``, which is 0.04 in AReaL's
-    example.
+    as ``completion_mask=``, the mean leaves out the dropped tokens. If you convert it to floating
+    point and pass it as ``importance_sampling_ratio=``, dropped tokens still count in the
+    denominator.
+    Source: https://arxiv.org/abs/2510.01161. `threshold` is AReaL's ``m2_threshold``; AReaL's
+    example uses 0.04.
     """
     check_number("threshold", threshold, lowest=0.0)
     check_tensor("completion_mask", completion_mask)

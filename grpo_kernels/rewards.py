@@ -54,8 +54,8 @@ def compute_rewards(
     if they are lists of messages. It runs in evaluation and inference mode.
 
     Async functions run concurrently on a separate event loop, which lives as long as the process.
-    They also work while another event loop is running, as in a notebook, and their clients may stay
-    open between calls.
+    They also work while another event loop is running, as in a notebook, and may keep clients (HTTP
+    sessions, say) open between calls.
 
     Args:
         reward_funcs: one function or reward model, or a list of F.

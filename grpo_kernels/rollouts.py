@@ -99,7 +99,7 @@ def correct(
     cu_seqlens: Tensor | None = None,  # (B + 1,)
     process_group: ProcessGroup | None = None,
 ) -> Correction:
-    """Compute weights and a mask that correct for a sampler unlike the policy, and their metrics.
+    """Correct for a sampler that differs from the policy: weights, a mask and metrics.
 
     ::
 
@@ -145,8 +145,8 @@ def correct(
             number u means (None, u); for k1, it means (1 / u, u), as in verl.
         veto_threshold: reject a sequence in which any token has exp(D) below this threshold; None:
             no veto.
-        safety_bound: limit on the size of exponents, and of D in k1, k2 and k3; larger values are
-            clamped to this limit. ``math.inf``: no limit.
+        safety_bound: exponents, and D in k1, k2, k3 and reverse_k3, are clamped to
+            [-safety_bound, safety_bound]. ``math.inf``: no limit.
         cu_seqlens: (B + 1,) int32 or int64, boundaries of the packed sequences, from 0 to N.
         process_group: the ranks over which the mean weight is taken. Metrics cover only this rank.
 

@@ -146,11 +146,15 @@ def linear_logprob(
         extras: names of further results to compute in the same pass, without gradient:
             ``"log_sum_sq_probs"``, ``"mean_logits"``, ``"is_top1"``; see `Scores`. Not available
             with `kept_ids`.
-        expected: the upstream gradient that you expect, up to one common factor. Pass a = d loss /
-            d logp, shaped like `completion_ids`; or a pair (a, b), where b is d loss / d entropy or
-            None; or an `Expectation`; or its `coefficients`. A correct value saves recomputation;
-            the gradient is exact either way. With `kept_ids`, the expectation applies only to the
-            positions that are scored over the whole vocabulary. Not available with `topk_ids`.
+        expected: the upstream gradient that you expect, up to one common factor. A correct value
+            saves recomputation; the gradient is exact either way. With `kept_ids`, the expectation
+            applies only to the positions that are scored over the whole vocabulary. Not available
+            with `topk_ids`. Pass one of:
+
+            - a = d loss / d logp, shaped like `completion_ids`;
+            - a pair (a, b), where b is d loss / d entropy or None;
+            - an `Expectation`, or its `coefficients`.
+
         topk_ids: (..., K) signed integers in any order, padded with -1: more ids to score at each
             position in the same pass, such as a sampler's candidates
             (https://arxiv.org/abs/2609.20807). The call returns their log-probabilities as
@@ -163,11 +167,10 @@ def linear_logprob(
             min-p) kept there, as `KeptIds` or as (..., K) signed integers padded with -1. Sets at
             masked positions are never read. The ids may have any order, and a repeated id counts
             once. Operands keep their stored dtype, or are rounded to autocast's dtype under
-            autocast; products are fp32. The only tensor of the vocabulary's size is the gradient
-            accumulator of a weight that trains: V x H in fp32 (fp64), once per backward, plus V for
-            the bias. In addition to the workspace, each pair of a position and a kept id occupies 8
-            bytes (12 in fp64) from forward to backward. To read the sizes of the sets, the host
-            waits for the device. With a sharded head, pass the same sets on every rank.
+            autocast; products are fp32. Needs no vocabulary-sized tensor except the gradients of
+            weight and bias, in fp32 (fp64). Each kept id takes 8 bytes (12 in fp64) from forward to
+            backward. Causes a host-device sync. With a sharded head, pass the same sets on every
+            rank.
         on_missing_set: what to do with a position whose set is empty or lacks the sampled id.
             ``"error"`` raises on a CPU; elsewhere, its results are NaN. ``"full"`` scores it over
             the whole vocabulary, as prime-rl does; this costs as much as a call without sets.

@@ -117,9 +117,9 @@ class Run:
             that does not train; ``"score"``, which computes no gradient. The call raises an error
             if the engine that you named cannot compute the gradient.
         backend: ``"auto"``, ``"triton"``, ``"cpp"`` or ``"torch"``.
-        workspace_bytes: upper bound on temporary memory in bytes, for any number of tokens. None
-            means 512 MiB, or 64 MiB over kept sets. On a GPU, None means up to 3 GiB, depending on
-            the size of the head and on free memory.
+        workspace_bytes: upper bound on temporary memory, in bytes; it does not depend on the number
+            of tokens. None: on a CPU 512 MiB; on a GPU up to 3 GiB, by head size and free memory;
+            with `kept_ids` 64 MiB.
         gather: function that returns a context manager in which the whole weight is available.
             DeepSpeed ZeRO-3 needs this for a backward that reads the weight again.
 

@@ -69,7 +69,7 @@ _patched: set[str] = set()
 
 
 def patch_verl() -> None:
-    """Make ``grpo_kernels`` available as `impl_backend` of verl's fused kernels.
+    """Make ``grpo_kernels`` available as `impl_backend` of verl 0.9.1's fused kernels.
 
     ::
 
@@ -85,7 +85,7 @@ def patch_verl() -> None:
         ModuleNotFoundError: verl is not installed.
 
     Warns:
-        RuntimeWarning: a module of verl differs from the supported release and is left unpatched.
+        RuntimeWarning: a module of verl differs from verl 0.9.1 and is left unpatched.
     """
     with needed("'verl>=0.9'", "verl"):
         if "verl" not in sys.modules and importlib.util.find_spec("verl") is None:
