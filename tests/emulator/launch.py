@@ -35,7 +35,9 @@ class Emulation:
     """What a launch becomes."""
 
     arch: str
-    rows_before: int = 0  # that kernels are told come before those that are there
+    # Rows that kernels are told come before those of the tensors: pointers then lie before the
+    # memory that there is, and offsets are as large as with all those rows.
+    rows_before: int = 0
     launches: int = 0
 
     def launch(self, function: JITFunction, grid: Any, given: dict[str, Any]) -> None:
@@ -45,19 +47,31 @@ class Emulation:
         programs = math.prod(grid(given) if callable(grid) else grid)
         values = list(_values(function, given, described.signature))
         memory = Global({name: x for name, x, _ in values if isinstance(x, Tensor)}, threads)
-        before = Before.of(self.rows_before, given, programs)
-        words = [before.word(name, x, kind, memory) for name, x, kind in values]
+        first_program = 0
+        if self.rows_before:
+            blocks = -(-given["n"] // given["BLOCK_N"])
+            assert self.rows_before % given["BLOCK_N"] == 0
+            first_program = self.rows_before // given["BLOCK_N"] * (programs // blocks)
+        words = [self._word(name, x, kind, memory, given.get("n")) for name, x, kind in values]
         words += [0] * (len(kernel.parameters) - len(words))  # Triton's own, which are not used
         arguments = dict(zip(kernel.parameters, words, strict=True))
-        at_once, end = max(1, MOST_LANES // threads), before.programs + programs
-        for first in range(before.programs, end, at_once):
+        at_once, end = max(1, MOST_LANES // threads), first_program + programs
+        for first in range(first_program, end, at_once):
             grid_of = {"programs": end, "first": first, "count": min(at_once, end - first)}
-            number = (first - before.programs) * threads
-            Lanes(
-                kernel, arguments, memory, shared, threads=threads, number=number, **grid_of
-            ).run()
+            grid_of |= {"threads": threads, "number": (first - first_program) * threads}
+            Lanes(kernel, arguments, memory, shared, **grid_of).run()
         memory.copy_back()
         self.launches += 1
+
+    def _word(self, name: str, value: Any, kind: str, memory: Global, n: int | None) -> int:
+        """An argument as the kernel gets it; `n` is the number of rows."""
+        if isinstance(value, Tensor):
+            is_of_rows = self.rows_before and value.dim() > 0 and len(value) == n
+            before = self.rows_before * value.stride(0) * value.itemsize if is_of_rows else 0
+            return memory.pointer(name) - before
+        if kind == "fp32":
+            return int(struct.unpack("<I", struct.pack("<f", float(value)))[0])
+        return int(value) + (self.rows_before if name == "n" else 0)
 
     def _compiled(self, launch: Launch) -> tuple[Kernel, int, int]:
         """The kernel, its threads, and the bytes of its shared memory."""
@@ -80,39 +94,6 @@ def _without_assembler(*compilation: Any) -> tuple[str, str]:
         _backend, stages, *_options = compilation
         stages["cubin"] = lambda ptx, metadata: b""
     return "no assembler", "no assembler"
-
-
-@dataclass(frozen=True)
-class Before:
-    """Rows, and their programs, that the kernel is told to come before those of the tensors.
-
-    Pointers then lie before the memory that there is, and offsets are as large as with all those
-    rows.
-    """
-
-    rows: int
-    programs: int
-    n: int
-
-    @staticmethod
-    def of(rows: int, given: dict[str, Any], programs: int) -> Before:
-        """Of a launch that has its rows as ``n``, `BLOCK_N` to a program."""
-        if rows == 0:
-            return Before(0, 0, 0)
-        n, block = given["n"], given["BLOCK_N"]
-        if rows % block:
-            raise ValueError(f"rows_before: expected a multiple of {block}, got {rows}")
-        return Before(rows, rows // block * (programs // -(-n // block)), n)
-
-    def word(self, name: str, value: Any, kind: str, memory: Global) -> int:
-        """An argument as the kernel gets it."""
-        if isinstance(value, Tensor):
-            is_of_rows = self.rows and value.dim() > 0 and len(value) == self.n
-            before = self.rows * value.stride(0) * value.itemsize if is_of_rows else 0
-            return memory.pointer(name) - before
-        if kind == "fp32":
-            return int(struct.unpack("<I", struct.pack("<f", float(value)))[0])
-        return int(value) + (self.rows if name == "n" else 0)
 
 
 def _values(

@@ -7,7 +7,6 @@ import torch
 
 from grpo_kernels.backends.interface import Coefficients, DivergenceStats
 from grpo_kernels.backends.triton_rows.rows import TritonRows
-from tests.emulator.apart import RowsApart
 from tests.emulator.launch import Emulation
 from tests.support.divergence_suite import DivergenceSuite
 from tests.support.row_cases import same
@@ -17,26 +16,25 @@ TILE = 4096
 
 
 class Divergences(DivergenceSuite):
-    """The suite, of which no test is collected here, on rows as on a GPU."""
+    """The suite, of which no test is collected here."""
 
-    def __init__(self, layout: str) -> None:
-        self.kernels = {"apart": RowsApart, "together": TritonRows}[layout]()
+    kernels = TritonRows()
 
 
 @pytest.mark.parametrize(
-    ("vocab", "layout", "kinds", "beta"),
+    ("vocab", "kinds", "beta"),
     [
-        pytest.param(9001, "apart", (0, 0), 1.0, marks=pytest.mark.quick),
-        pytest.param(9001, "apart", (3, 2), 0.5, marks=pytest.mark.slow),
-        (9001, "together", (1, 3), 0.0),
-        (TILE, "apart", (0, 2), 0.0),
-        (33, "together", (3, 3), 0.5),
-        (151_936, "together", (1, 0), 1.0),
+        pytest.param(9001, (0, 0), 1.0, marks=pytest.mark.quick),
+        pytest.param(9001, (3, 2), 0.5, marks=pytest.mark.slow),
+        (9001, (1, 3), 0.0),
+        (TILE, (0, 2), 0.0),
+        (33, (3, 3), 0.5),
+        (151_936, (1, 0), 1.0),
     ],
 )
-def test_values_and_gradients(vocab: int, layout: str, kinds: tuple[int, int], beta: float) -> None:
+def test_values_and_gradients(vocab: int, kinds: tuple[int, int], beta: float) -> None:
     """The kernels of two heads; targets in quarters of tiles and in the tail; in place and not."""
-    suite = Divergences(layout)
+    suite = Divergences()
     targets = (0, 1024, 4095, 4096, 8192) if vocab < 10**5 else ()
     ids = torch.tensor(sorted({x for x in targets if x < vocab} | {vocab - 1}))
     n = len(ids)
@@ -60,7 +58,7 @@ def test_values_and_gradients(vocab: int, layout: str, kinds: tuple[int, int], b
 @pytest.mark.slow
 def test_offsets_beyond_32_bits(emulation: Emulation) -> None:
     """More than 2^31 logits of both heads come before those that are there: the same bits."""
-    suite = Divergences("apart")
+    suite = Divergences()
     raw, other, ids = 3 * torch.randn(2, 9001), 3 * torch.randn(2, 9001), torch.tensor([5000, 9000])
 
     def everything() -> list[torch.Tensor]:

@@ -11,7 +11,6 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Chunk, Coefficients
 from grpo_kernels.backends.triton_rows.grad import launch_scale
 from grpo_kernels.backends.triton_rows.rows import TritonRows
-from tests.emulator.apart import RowsApart
 from tests.emulator.launch import Emulation
 from tests.support.row_cases import EXTRAS, make_loss, make_transform, same
 from tests.support.row_suite import RowSuite, SpecialSuite, check_kernels
@@ -20,7 +19,7 @@ INF, NAN = math.inf, math.nan
 TILE = 4096  # columns of a step on both architectures
 # quarters of tiles, their ends, the tail of V 9001
 TARGETS = (0, 1023, 1024, 2050, 4095, 4096, 8191, 8192, 9000)
-BACKENDS = {"apart": RowsApart(), "together": TritonRows()}
+KERNELS = TritonRows()
 quick, slow = pytest.mark.quick, pytest.mark.slow
 
 
@@ -31,41 +30,37 @@ def rows_of(vocab: int, targets: tuple[int, ...] = TARGETS) -> tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize(
-    ("vocab", "layout", "kind", "dtype"),
+    ("vocab", "kind", "dtype"),
     [
-        pytest.param(9001, "apart", 3, torch.bfloat16, marks=quick),
-        pytest.param(9001, "together", 0, torch.float32, marks=slow),
-        (9001, "together", 3, torch.float16),
-        (9001, "apart", 2, torch.float32),
-        (4096, "apart", 1, torch.bfloat16),
-        (12288, "apart", 3, torch.bfloat16),
-        (4097, "together", 1, torch.float32),
-        (1000, "apart", 3, torch.float32),
-        (33, "together", 3, torch.float32),
-        (1, "together", 1, torch.float32),
+        pytest.param(9001, 3, torch.bfloat16, marks=quick),
+        pytest.param(9001, 0, torch.float32, marks=slow),
+        (9001, 3, torch.float16),
+        (4096, 1, torch.bfloat16),
+        (12288, 3, torch.bfloat16),
+        (4097, 1, torch.float32),
+        (1000, 2, torch.float32),
+        (33, 3, torch.float32),
+        (1, 1, torch.float32),
     ],
 )
-def test_statistics_gradient_and_loss(
-    vocab: int, layout: str, kind: int, dtype: torch.dtype
-) -> None:
+def test_statistics_gradient_and_loss(vocab: int, kind: int, dtype: torch.dtype) -> None:
     """`stats`, `grad` and `fused`: the transforms of `make_transform` and its losses, in turn."""
     raw, ids = rows_of(vocab)
     transform = make_transform(len(ids), vocab, kind, None if dtype == torch.float32 else dtype)
-    check_kernels(BACKENDS[layout], raw, ids, transform, kind, dtype)
+    check_kernels(KERNELS, raw, ids, transform, kind, dtype)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(1, marks=quick), 3])
 def test_a_large_vocabulary(kind: int) -> None:
     raw, ids = rows_of(151_936, (70_000,))
-    check_kernels(
-        TritonRows(), raw, ids, make_transform(2, 151_936, kind, None), kind, torch.bfloat16
-    )
+    transform = make_transform(2, 151_936, kind, None)
+    check_kernels(KERNELS, raw, ids, transform, kind, torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", range(12))
 def test_every_loss(kind: int) -> None:
     raw, ids = rows_of(4133)
-    check_kernels(RowsApart(), raw, ids, make_transform(len(ids), 4133, 0, None), kind)
+    check_kernels(KERNELS, raw, ids, make_transform(len(ids), 4133, 0, None), kind)
 
 
 @pytest.mark.parametrize(
@@ -80,21 +75,17 @@ def test_scale(n: int, dtype: torch.dtype) -> None:
     assert torch.equal(out, (x * factor).to(dtype))
 
 
-@pytest.mark.parametrize(
-    ("before", "layout"),
-    [pytest.param(250_000, "apart", marks=quick), (250_000, "together"), (2**20, "apart")],
-)
-def test_offsets_beyond_32_bits(before: int, layout: str, emulation: Emulation) -> None:
+@pytest.mark.parametrize("before", [pytest.param(250_000, marks=quick), 2**20])
+def test_offsets_beyond_32_bits(before: int, emulation: Emulation) -> None:
     """So many rows come before those that are there: more than 2^31 logits, and the same bits."""
     raw, ids = rows_of(9001, (5, 6000))
     transform, (a, b) = make_transform(len(ids), 9001, 3, None), torch.randn(2, len(ids))
-    backend = BACKENDS[layout]
 
     def everything() -> list[Tensor]:
         x, y = raw.clone(), raw.clone()
-        stats = backend.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
-        fused = backend.fused(Chunk(x, ids, transform), make_loss(torch.zeros(len(ids)), 9), x)
-        backend.grad(Chunk(y, ids, transform), stats, Coefficients(a, b), y)
+        stats = KERNELS.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
+        fused = KERNELS.fused(Chunk(x, ids, transform), make_loss(torch.zeros(len(ids)), 9), x)
+        KERNELS.grad(Chunk(y, ids, transform), stats, Coefficients(a, b), y)
         return [stats.logps, stats.entropies, fused.loss_terms["loss"], x, y]
 
     torch.manual_seed(1)
@@ -106,12 +97,11 @@ def test_offsets_beyond_32_bits(before: int, layout: str, emulation: Emulation) 
 
 
 class TestRows(RowSuite):
-    kernels = TritonRows()
-    likewise = (RowsApart(),)
+    kernels = KERNELS
     vocabs = (4200,)
 
 
 class TestSpecialRows(SpecialSuite):
-    kernels = TritonRows()
+    kernels = KERNELS
     block = TILE
     vocabs = (3, TILE, TILE + 1)
