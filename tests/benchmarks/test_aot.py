@@ -15,8 +15,7 @@ from benchmarks.aot.checks import broken_by_code, may_spill, narrow_products, sp
 from benchmarks.aot.sass import parsed
 from benchmarks.machine import ROOT
 
-ROW_KERNELS = ("stats", "grad", "fused", "diverge")
-KERNELS = (*ROW_KERNELS, "scale")
+KERNELS = ("stats", "grad", "fused", "diverge", "scale")
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
@@ -92,12 +91,9 @@ def test_a_narrow_product_of_a_row_and_its_stride_is_noticed(
     ("place", "found"), [(0, False), (2, False), (4, True), (6, False), (8, False)]
 )
 def test_spills_in_inner_loops_are_noticed(place: int, found: bool) -> None:
-    """A loop in a loop, and a spill before both, in the outer one ahead of the inner, in the inner
-    one, and so on."""
+    """In the inner one of two loops alone."""
     code = ["MOV R1, R2", ".L_1:", "MOV R2, R3", ".L_2:", "FADD R2, R2, R1", "@P0 BRA `(.L_2)"]
     code += ["FMUL R1, R2, R2", "@P1 BRA `(.L_1)", "EXIT"]
     code.insert(place, "STL [R1], R5")
-    lines = (
-        x if x.endswith(":") else f"        /*{16 * i:04x}*/  {x} ;" for i, x in enumerate(code)
-    )
+    lines = [x if x[-1] == ":" else f"        /*{16 * i:04x}*/  {x} ;" for i, x in enumerate(code)]
     assert spills_in_inner_loops(parsed("\n".join(lines))) == found

@@ -7,13 +7,14 @@ import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.cases import Absence, BenchCase, Inputs, make_inputs
+from benchmarks.cases import Absence, BenchCase, make_inputs
 from benchmarks.machine import ROOT
-from benchmarks.providers import Outcome, build
+from benchmarks.providers import build
 from benchmarks.reference import errors, is_right, reference
 from benchmarks.run import step
 
@@ -31,60 +32,44 @@ CASES = {
     "fp32 weight, autocast": replace(TOY, dtype="bfloat16", weight_dtype="float32", autocast=True),
     "off-policy sequences": replace(TOY, drift=0.25, sequence=True, beta=0.04),
 }
-PACKAGES = {
-    "liger_ce": "liger_kernel", "liger_torch": "liger_kernel", "verl_torch": "verl",
-    "verl_triton": "verl", "unsloth": "unsloth_zoo", "cce": "cut_cross_entropy",
-}  # fmt: skip
 RESTRICTED = {"unsloth_zoo", "cut-cross-entropy"}  # distributions
-ON_A_CPU = ("linear_ce", "liger_ce", "liger_torch", "verl_torch", "unsloth")
-NO_SOFTCAP = ("linear_ce", "liger_ce", "liger_torch", "verl_torch")
-ONE_DTYPE = ("liger_ce", "liger_torch", "verl_torch")  # of hidden states and weight
-GIVES_ENTROPY = ("liger_ce", "liger_torch", "verl_torch", "unsloth")
-HAS_LINEAR_CE = hasattr(torch.nn.functional, "linear_cross_entropy")
+PACKAGES = {"liger": "liger_kernel", "verl": "verl", "unsloth": "unsloth_zoo"}
+# peer -> the cases that it does not do, and why
+ABSENT = {
+    "linear_ce": {"soft-cap": "no soft-cap", "top entropy, padding": "gives no entropy"},
+    "unsloth": {},
+    **{
+        name: {"soft-cap": "no soft-cap", "fp32 weight, autocast": "one dtype"}
+        for name in ("liger_ce", "liger_torch", "verl_torch")
+    },
+}
 
 
-def run(name: str, inputs: Inputs) -> Outcome:
-    """What the provider computed, right."""
+def expected_absence(name: str, case: str) -> str | None:
+    """Words of the reason for `name` not to do `case`; None if it has to do it."""
+    package = PACKAGES.get(name.partition("_")[0])
+    if package is not None and importlib.util.find_spec(package) is None:
+        return package
+    if name == "linear_ce" and not hasattr(torch.nn.functional, "linear_cross_entropy"):
+        return "linear_cross_entropy"
+    return ABSENT[name].get(case)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ABSENT)
+def test_the_result_is_right_or_there_is_a_reason(name: str, case: str) -> None:
+    inputs, reason = make_inputs(CASES[case], CPU), expected_absence(name, case)
+    if reason is not None:
+        with pytest.raises(Absence, match=reason):
+            step(build(name, inputs))
+        return
     outcome = step(build(name, inputs))
     off = errors(outcome, inputs, reference(inputs))
     assert is_right(off, inputs.case), off
-    return outcome
-
-
-def is_installed(name: str) -> bool:
-    return name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
-
-
-def expected_absence(name: str, case: BenchCase) -> str | None:
-    """What the reason for `name` not to do `case` has to contain; None if it has to do it."""
-    if not is_installed(name):
-        return PACKAGES[name]
-    if name == "linear_ce" and not HAS_LINEAR_CE:
-        return "linear_cross_entropy"
-    if case.softcap is not None and name in NO_SOFTCAP:
-        return "no soft-cap"
-    if case.autocast and name in ONE_DTYPE:
-        return "one dtype"
-    if case.top_entropy < 1 and name not in GIVES_ENTROPY:
-        return "gives no entropy"
-    return None
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-@pytest.mark.parametrize("name", ON_A_CPU)
-def test_the_result_is_right_or_there_is_a_reason(name: str, case: BenchCase) -> None:
-    inputs = make_inputs(case, CPU)
-    reason = expected_absence(name, case)
-    if reason is not None:
-        with pytest.raises(Absence, match=reason):
-            run(name, inputs)
-        return
-    outcome = run(name, inputs)
-    assert outcome.note
-    # less work than theirs who give entropies: to be seen beside its time
-    if name in ("linear_ce", "unsloth"):
+    if name in ("linear_ce", "unsloth"):  # less work than theirs who give entropies: it shows
         assert ("no entropy" in outcome.note) == (outcome.entropies is None)
-    assert (outcome.entropies is not None) or not case.wants_entropy or name not in GIVES_ENTROPY
+    else:
+        assert outcome.note and (outcome.entropies is not None or not inputs.case.wants_entropy)
 
 
 @pytest.mark.slow  # compiles
@@ -98,9 +83,7 @@ def test_compiled() -> None:
 
 
 @pytest.mark.parametrize("targets", [("test", "demo", "lint", "parity"), ("bench",)], ids=" ".join)
-def test_only_bench_installs_what_is_not_permissive(
-    targets: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_only_bench_installs_what_is_not_permissive(targets: Any, tmp_path: Path) -> None:
     """In an environment that is still to be made."""
     command = ["make", "--dry-run", f"VENV={tmp_path}/venv", *targets]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -4,7 +4,6 @@ noticed and shown."""
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,46 +70,6 @@ def test_a_tree_computes_what_is_necessary(measured: dict[str, Any]) -> None:
     assert allowed == pytest.approx([1.19, 1.68, 1.62, 2.93], abs=0.005)
 
 
-def test_each_phase_has_its_seconds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scoring and generation are called within the loss; logging belongs to no step."""
-    clock = [0]
-    monkeypatch.setattr(step.time, "process_time", lambda: clock[0])
-
-    def takes(seconds: int) -> None:
-        clock[0] += seconds
-
-    class Trainer:
-        state = SimpleNamespace(log_history=[{"loss": 1.0}])
-
-        def training_step(self) -> None:
-            takes(1)
-            self._generate()
-            with torch.no_grad():
-                self._get_per_token_logps_and_entropies()
-            self._get_per_token_logps_and_entropies()
-
-        def _generate(self) -> None:
-            takes(2)
-
-        def _get_per_token_logps_and_entropies(self) -> None:
-            takes(4)
-
-        def create_optimizer(self) -> SimpleNamespace:
-            return SimpleNamespace(step=lambda: takes(8))
-
-        def log(self, logs: dict[str, float]) -> None:
-            takes(100)
-
-    trainer = type("Both", (step.Timed, Trainer), {})()
-    for _ in range(2):
-        trainer.training_step()
-        trainer.create_optimizer().step()
-        takes(16)
-        trainer.log({"loss": 1.0})
-    seconds = {"generation": 2, "scoring": 4, "loss": 5, "optimizer": 8, "other": 16}
-    assert [x["seconds"] for x in trainer.steps] == [seconds] * 2
-
-
 def test_saved_bytes_are_those_of_graphs_that_live_without_parameters() -> None:
     layer, x = torch.nn.Linear(8, 4, bias=False), torch.randn(2, 8, requires_grad=True)
     with saved_bytes(layer) as count:
@@ -122,31 +81,23 @@ def test_saved_bytes_are_those_of_graphs_that_live_without_parameters() -> None:
         assert count() == 0
 
 
-def logs(**changed: float) -> list[dict[str, float]]:
-    shares = dict.fromkeys(tables.SHARES, 0.5)
-    return [{"loss": 0.5, "grad_norm": 2.0, "entropy": 3.0, **shares} | changed]
-
-
 @pytest.mark.parametrize(
     ("name", "changed", "status"),
     [
         ("defaults", {}, "ok"),
-        *(("defaults", {name: x}, "wrong") for name, x in (
-            ("grad_norm", 2.0 + 3e-5), ("loss", 0.5 + 3e-5), ("entropy", 3.1),
-            ("grad_norm", float("nan")),
-        )),
+        ("defaults", {"grad_norm": 2.0 + 3e-5}, "wrong"),
+        ("defaults", {"loss": float("nan")}, "wrong"),
+        ("defaults", {"entropy": 3.1}, "wrong"),
         ("skip", {"entropy": 3.1}, "ok"),
         ("skip", {"grad_norm": 2.0 + 3e-5}, "wrong"),
         ("one group a micro-batch", {"entropy": 3.1, "grad_norm": 2.0 + 3e-5}, "ok"),
         ("one group a micro-batch", {"grad_norm": 2.0 + 6e-5}, "wrong"),
     ],
-    ids=str,
-)  # fmt: skip
-def test_a_training_that_is_not_stock_trls_is_wrong(
-    name: str, changed: dict[str, float], status: str
-) -> None:
-    found = {"logs": logs(**changed), "saved": [1, 3]}
-    assert step._compared(name, logs(), found)["status"] == status
+)
+def test_a_training_that_is_not_stock_trls_is_wrong(name: str, changed: Any, status: str) -> None:
+    stock = {"loss": 0.5, "grad_norm": 2.0, "entropy": 3.0, **dict.fromkeys(tables.SHARES, 0.5)}
+    found = {"logs": [stock | changed], "saved": [1, 3]}
+    assert step._compared(name, [stock], found)["status"] == status
 
 
 @pytest.mark.slow
