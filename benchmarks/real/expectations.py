@@ -11,13 +11,13 @@ from grpo_kernels.commands.estimate import MODELS, Batch, Training, factors, who
 
 MEAN = 512  # tokens of a completion
 GENERATION = 0.5  # share of stock TRL's step, an assumption
-# name: one group in a micro-batch, with vLLM?; the least: equally long, no equal rewards
+# name: one group in a micro-batch, with vLLM?; worst case: equally long, no equal rewards
 BATCHES = {
     "prompt 256, without vLLM": (Batch(256, 256, MEAN, 2 * MEAN, 0.25), False),
     "prompt 256, with vLLM": (Batch(256, 256, MEAN, 2 * MEAN, 0.25), True),
     "prompt 2,048, without vLLM": (Batch(2048, 2048, MEAN, 2 * MEAN, 0.25), False),
     "prompt 2,048, with vLLM": (Batch(2048, 2048, MEAN, 2 * MEAN, 0.25), True),
-    "the least": (Batch(256, 256, MEAN, MEAN), False),
+    "worst case": (Batch(256, 256, MEAN, MEAN), False),
 }
 
 
