@@ -123,6 +123,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
 # docs/status.md that has one, under a model type of that row.
 _SAID = {
     "jamba": "a state that is not known",
+    "zaya": "a state that is not known",
     "inkling_text": "'position_bias'",
     "minimax": "are off by",
     "gptj": "not looked up|it raised",
