@@ -1,4 +1,4 @@
-// The loss of one token from its log-probability: the counterpart of PolicyObjective in grpo_kernels/objective/policy.py,
+// The loss of one token from its log-probability: the counterpart of PolicyLoss in grpo_kernels/objective/policy.py,
 // operation by operation in the same dtype, so that at a ratio of 1 both have the same bits.
 #pragma once
 

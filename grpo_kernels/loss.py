@@ -35,9 +35,9 @@ This listing leaves out logit scale, soft-cap and rounding (`LogitTransform`), t
 backend runs it (backends/torch_rows.py). For most losses the C++ (csrc/ops.cpp) and Triton
 (backends/triton_rows) backends have a kernel, `fused`, that does the five lines from z to d_logits
 at once and also returns w * l of its rows (on-policy, without the part that is known beforehand);
-`Job.fuses` and `Objective.fused_loss` say when. Without such a kernel, the loss is evaluated for a
+`Job.fuses` and `RowLoss.fused_loss` say when. Without such a kernel, the loss is evaluated for a
 and b of each chunk, and once more at the end for its value. Rows that certainly get no gradient
-(`Objective.live`), such as rows with A = 0 without a KL term and an entropy bonus, run through a
+(`RowLoss.live`), such as rows with A = 0 without a KL term and an entropy bonus, run through a
 separate loop without gradients.
 
 Other engines compute the gradient later, or without a and b:
@@ -55,9 +55,9 @@ score    as two_pass; nothing trains     -                             -
 
 With a KL term over the whole vocabulary (`reference`) a row has a third number, c = d loss / d KL,
 which adds ``c p_j (log p_j - log q_j - KL)`` to dz_j (backends/divergence.py). With a sampler's K
-candidates v (`sampling_topk_ids`) a row has K more numbers, g_v = d loss / d log p_v, which add
-``sum_v g_v (1[j = v] - p_j)`` (engine/top_k.py). Kept sets take a separate path, `_loss_over_sets`:
-log-probabilities over each set (engine/kept.py), then the loss of these log-probabilities.
+most likely ids v (`sampling_topk_ids`), a row has K more numbers, g_v = d loss / d log p_v. They
+add ``sum_v g_v (1[j = v] - p_j)`` (engine/topk.py). Kept sets take a separate path,
+`_loss_over_sets`: log-probabilities over each set (engine/kept.py), then the loss of these.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ from grpo_kernels.engine.plan import (
     dtype_and_memory,
     plan,
 )
-from grpo_kernels.engine.top_k import TopKLogps, check_listed
+from grpo_kernels.engine.topk import TopKLogps, check_topk
 from grpo_kernels.engine.workspace import accumulator_of
 from grpo_kernels.head import (
     HeadLike,
@@ -122,7 +122,7 @@ from grpo_kernels.objective.config import (
     config_with,
     warn_of_inputs,
 )
-from grpo_kernels.objective.custom import CustomObjective, PerTokenLoss
+from grpo_kernels.objective.custom import CustomLoss, PerTokenLoss
 from grpo_kernels.objective.expected import (
     Expectation,
     expectation_of,
@@ -135,7 +135,7 @@ from grpo_kernels.objective.losses import (
     warn_of_length,
 )
 from grpo_kernels.objective.metrics import loss_metrics
-from grpo_kernels.objective.policy import Evaluation, PolicyObjective, stats_of_logps
+from grpo_kernels.objective.policy import Evaluation, PolicyLoss
 from grpo_kernels.results import LossOutput, Metrics
 from grpo_kernels.tokens import Layout, Tokens, read_tokens
 
@@ -303,7 +303,7 @@ def grpo_loss(
         hidden, head, reference = read_heads(hidden, head, reference, dims=dims)
         check_ids("completion_ids", completion_ids, hidden)
         if sampling_topk_ids is not None:
-            check_listed("sampling_topk_ids", sampling_topk_ids, hidden, sampling_topk_logps)
+            check_topk("sampling_topk_ids", sampling_topk_ids, hidden, sampling_topk_logps)
         sets = None
         if kept_ids is not None:
             sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
@@ -315,23 +315,22 @@ def grpo_loss(
         ids = completion_ids.reshape(-1)[positions].long()
         rows = Rows(positions, ids, 1.0 / config.temperature)
         if sampling_topk_ids is not None:
-            rows, tokens = _with_candidates(rows, tokens, sampling_topk_ids, sampling_topk_logps)
-        # of each row; `objective` is the caller's function
-        row_objective = _row_objective(config, objective, tokens, num_items_in_batch)
+            rows, tokens = _with_topk(rows, tokens, sampling_topk_ids, sampling_topk_logps)
+        row_loss = _row_loss(config, objective, tokens, num_items_in_batch)
 
         # which engine; over kept sets there is none
         job, head_tensors, reference_tensors = plan(
-            hidden, head, rows, run, memory, ranks, row_objective if sets is None else None,
+            hidden, head, rows, run, memory, ranks, row_loss if sets is None else None,
             reference=reference, names=("completion_ids", "sampling_topk_ids"),
         )  # fmt: skip
     if sets is not None:
-        return _loss_over_sets(row_objective, tokens, arguments, job, head_tensors, sets)
+        return _loss_over_sets(row_loss, tokens, arguments, job, head_tensors, sets)
 
     # the loop over the rows; in one_pass and frozen it computes d hidden and d weight too
-    first = first_pass(job, head_tensors, reference_tensors, row_objective)
+    first = first_pass(job, head_tensors, reference_tensors, row_loss)
     with torch.no_grad():
         # the loss
-        evaluation = row_objective.evaluate(first.stats)
+        evaluation = row_loss.evaluate(first.stats)
         if job.when == "unit":
             scale_frozen_(first, evaluation.d_logp)
         results = first.stats.logps, first.entropies
@@ -522,10 +521,8 @@ def policy_loss_from_logps(
     dtype = accumulator_of(logps.dtype)
     tokens = _tokens(logps, completion_mask, advantages, dtype, arguments)
     check_logps("logps", logps.detach().reshape(-1)[tokens.layout.positions])
-    row_objective = _row_objective(config, objective, tokens, num_items_in_batch)
-    return _loss_of_logps(
-        config, row_objective, tokens, logps, entropies, num_items_in_batch, "given"
-    )
+    row_loss = _row_loss(config, objective, tokens, num_items_in_batch)
+    return _loss_of_logps(config, row_loss, tokens, logps, entropies, num_items_in_batch, "given")
 
 
 _LOGPS_ARGUMENTS = [
@@ -574,8 +571,8 @@ def policy_expectation(
         raise ValueError(f"completion_mask: expected shape (B, T), got {got}")
     inputs = {name: arguments[name] for name in _TOKEN_INPUTS if name in arguments}
     tokens = read_tokens(completion_mask, completion_mask, advantages, torch.float32, **inputs)
-    row_objective = _row_objective(config, None, tokens, num_items_in_batch)
-    return expectation_of(row_objective, tokens)
+    row_loss = _row_loss(config, None, tokens, num_items_in_batch)
+    return expectation_of(row_loss, tokens)
 
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
@@ -633,26 +630,26 @@ def _tokens(
     return tokens
 
 
-def _row_objective(
+def _row_loss(
     config: LossConfig,
     objective: PerTokenLoss | None,
     tokens: Tokens,
     num_items_in_batch: float | Tensor | None,
-) -> PolicyObjective | CustomObjective:
+) -> PolicyLoss | CustomLoss:
     """The loss that `config` describes, or the custom one."""
     w = token_weights(config, tokens.layout, num_items_in_batch, tokens.advantages.dtype)
-    of_config = PolicyObjective(config, tokens, w)
-    return of_config if objective is None else CustomObjective(objective, tokens, of_config)
+    of_config = PolicyLoss(config, tokens, w)
+    return of_config if objective is None else CustomLoss(objective, tokens, of_config)
 
 
-def _with_candidates(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tuple[Rows, Tokens]:
-    """Add the sampler's candidates (..., K) to both.
+def _with_topk(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tuple[Rows, Tokens]:
+    """Add the sampler's K most likely ids (..., K) to both.
 
     An entry that is -inf, or that repeats an earlier id, is padding.
     """
-    listed = ids.masked_fill(logps == -torch.inf, -1).detach().flatten(0, -2)[rows.positions]
-    top_k, padding = TopKLogps.of(listed, rows.ids)
-    return replace(rows, top_k=top_k), tokens.without_candidates(padding)
+    ids = ids.masked_fill(logps == -torch.inf, -1).detach().flatten(0, -2)[rows.positions]
+    topk, padding = TopKLogps.of(ids, rows.ids)
+    return replace(rows, topk=topk), tokens.without_topk(padding)
 
 
 def _gradient_count(job: Job, first: FirstPass, evaluation: Evaluation) -> Tensor:
@@ -683,7 +680,7 @@ def _metrics(
 
 def _loss_of_logps(
     config: LossConfig,
-    row_objective: PolicyObjective | CustomObjective,
+    row_loss: PolicyLoss | CustomLoss,
     tokens: Tokens,
     logps: Tensor,
     entropies: Tensor,
@@ -694,7 +691,7 @@ def _loss_of_logps(
     layout, dtype = tokens.layout, tokens.advantages.dtype
     results = (logps, entropies)
     logps, entropies = (x.detach().reshape(-1)[layout.positions].to(dtype) for x in results)
-    evaluation = row_objective.evaluate(stats_of_logps(logps, entropies))
+    evaluation = row_loss.of_logps(logps, entropies)
     reads_entropies = evaluation.coefficients.d_entropy is not None and torch.is_grad_enabled()
     given_logps, given_entropies = results
     if reads_entropies and given_logps.requires_grad and not given_entropies.requires_grad:
@@ -710,7 +707,7 @@ def _loss_of_logps(
 
 
 def _loss_over_sets(
-    row_objective: PolicyObjective | CustomObjective,
+    row_loss: PolicyLoss | CustomLoss,
     tokens: Tokens,
     arguments: Mapping[str, Any],
     job: Job,
@@ -719,7 +716,7 @@ def _loss_over_sets(
 ) -> LossOutput:
     """The loss of log-probabilities over each token's kept set."""
     ids, on_missing_set = arguments["completion_ids"], arguments["on_missing_set"]
-    expected = expectation_of(row_objective, tokens) if on_missing_set == "full" else None
+    expected = expectation_of(row_loss, tokens) if on_missing_set == "full" else None
     scores, metrics = score_kept(
         job, tensors, arguments["run"], sets, ids, on_missing_set,
         lambda at: read_expected(expected, ids, at, job.accumulator_dtype, entropy=True),
@@ -727,7 +724,7 @@ def _loss_over_sets(
     )  # fmt: skip
     config, items = arguments["config"], arguments["num_items_in_batch"]
     logps, entropies = scores.logps, scores.entropies
-    out = _loss_of_logps(config, row_objective, tokens, logps, entropies, items, job.engine)
+    out = _loss_of_logps(config, row_loss, tokens, logps, entropies, items, job.engine)
     return replace(out, metrics=out.metrics.joined(metrics))
 
 

@@ -76,10 +76,10 @@ from grpo_kernels.base.choices import (
     TopKDivergenceName,
     choices,
 )
-from grpo_kernels.engine.autograd import scored
+from grpo_kernels.engine.autograd import run_scores
 from grpo_kernels.engine.kept import score_kept
 from grpo_kernels.engine.plan import Rows, Run, checked_on_all_ranks, dtype_and_memory, plan
-from grpo_kernels.engine.top_k import TopKLogps, TopKTeacher, check_listed
+from grpo_kernels.engine.topk import TopKLogps, TopKTeacher, check_topk
 from grpo_kernels.head import (
     Head,
     HeadLike,
@@ -156,7 +156,7 @@ def linear_logprob(
             - an `Expectation`, or its `coefficients`.
 
         topk_ids: (..., K) signed integers in any order, padded with -1: more ids to score at each
-            position in the same pass, such as a sampler's candidates
+            position in the same pass, such as a sampler's most likely ids
             (https://arxiv.org/abs/2609.20807). The call returns their log-probabilities as
             `topk_logps`. Not available with `kept_ids`. To get log-probabilities over a set S, pass
             S as `topk_ids` and take ``topk_logps - topk_logps.logsumexp(-1, keepdim=True)``.
@@ -223,15 +223,15 @@ def linear_logprob(
         if kept_ids is not None:
             sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
         if topk_ids is not None:
-            check_listed("topk_ids", topk_ids, hidden)
-            listed = topk_ids.detach().flatten(0, -2)[rows.positions]
-            rows = replace(rows, top_k=TopKLogps.of(listed, rows.ids)[0])
+            check_topk("topk_ids", topk_ids, hidden)
+            ids = topk_ids.detach().flatten(0, -2)[rows.positions]
+            rows = replace(rows, topk=TopKLogps.of(ids, rows.ids)[0])
         job, tensors, _ = plan(
             hidden, head, rows, run, memory, ranks, gradient if sets is None else None,
             entropy=bool(entropy), extras=tuple(extras),
         )  # fmt: skip
     if sets is None:
-        return scored(job, tensors, None, gradient, completion_ids.shape)
+        return run_scores(job, tensors, None, gradient, completion_ids.shape)
     return score_kept(
         job, tensors, run, sets, completion_ids, on_missing_set, expected_at, entropy=entropy
     )[0]
@@ -329,7 +329,7 @@ def linear_divergence(
             reference=second, prefix="teacher.", jsd_beta=jsd_beta, entropy=entropy,
         )  # fmt: skip
     has_ids = completion_ids is not None
-    return scored(job, tensors, reference, gradient, hidden.shape[:-1], has_ids=has_ids)
+    return run_scores(job, tensors, reference, gradient, hidden.shape[:-1], has_ids=has_ids)
 
 
 @takes_heads(within_module)
@@ -397,23 +397,23 @@ def topk_divergence(
     measured = (divergence, tail, log_prob_min_clamp, loss_max_clamp)
     with checked_on_all_ranks("topk_divergence", head.process_group, arguments) as ranks:
         hidden, head, _ = read_heads(hidden, head)
-        check_listed("teacher_ids", teacher_ids, hidden, teacher_logps)
+        check_topk("teacher_ids", teacher_ids, hidden, teacher_logps)
         dtype, memory = dtype_and_memory(hidden, head, run)
         rows = _read_rows(dtype, _no_ids(hidden), completion_mask, temperature)
         weights = divergence_weights("expected", expected, hidden, rows.positions, dtype)
         measure = _measure_of(*measured, dtype, teacher_logps.dtype)
-        listed, logps = (
+        ids, logps = (
             x.detach().flatten(0, -2)[rows.positions] for x in (teacher_ids, teacher_logps)
         )
         gradient = ExpectedGradient(coefficients=Coefficients(d_divergence=weights))
-        top_k = TopKTeacher.of(listed, logps, measure)
-        check_masses("teacher_logps", top_k.logps)
-        rows = replace(rows, top_k=top_k)
+        topk = TopKTeacher.of(ids, logps, measure)
+        check_masses("teacher_logps", topk.logps)
+        rows = replace(rows, topk=topk)
         job, tensors, _ = plan(
             hidden, head, rows, run, memory, ranks, gradient,
             names=("completion_ids", "teacher_ids"), entropy=False,
         )  # fmt: skip
-    return scored(job, tensors, None, gradient, hidden.shape[:-1], has_ids=False)
+    return run_scores(job, tensors, None, gradient, hidden.shape[:-1], has_ids=False)
 
 
 def _no_ids(hidden: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from grpo_kernels.objective.custom import (
     TokenInputs,
     with_loss,
 )
-from grpo_kernels.objective.policy import PolicyObjective
+from grpo_kernels.objective.policy import PolicyLoss
 from grpo_kernels.tokens import Layout, Tokens
 
 __all__ = ["check_token_level"]
@@ -79,7 +79,7 @@ def check_token_level(
         layout = Layout(part["index"], part["sequence"], part["position"], m, m, (m,))
         numbers = {x: part[x] for x in ("advantages", "old_per_token_logps", *OPTIONAL)}
         inputs = Tokens(layout, **numbers)
-        of_config = PolicyObjective(config, inputs, torch.ones_like(leaves[0]))
+        of_config = PolicyLoss(config, inputs, torch.ones_like(leaves[0]))
         losses = objective(
             with_loss(TokenInputs(**part), lambda: of_config.per_token_loss(*leaves, alone=True)[0])
         )

@@ -72,8 +72,8 @@ class Layout:
 class Tokens:
     """Per-token inputs of the loss; None where absent.
 
-    Every tensor is (n,), in the accumulator's dtype, and detached. The sampler's candidates are (n,
-    K), with -inf as padding.
+    Every tensor is (n,), in the accumulator's dtype, and detached. The sampler's K most likely
+    ids have (n, K) log-probabilities, with -inf as padding.
     """
 
     layout: Layout
@@ -95,8 +95,8 @@ class Tokens:
             **{name: x if x is None or name in whole else x[index] for name, x in values.items()}
         )
 
-    def without_candidates(self, which: Tensor) -> Tokens:
-        """Turn some of the sampler's candidates, (n, K) bool, into padding."""
+    def without_topk(self, which: Tensor) -> Tokens:
+        """Turn some of the sampler's K ids, (n, K) bool, into padding."""
         assert self.sampling_topk_logps is not None
         logps = self.sampling_topk_logps.masked_fill(which, -torch.inf)
         check_masses("sampling_topk_logps", logps)

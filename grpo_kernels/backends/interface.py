@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import warn_once
 
-# keys of `RowStats.extras` besides `EXTRAS`, from `engine.top_k`: the log-probabilities (n, K) of K
+# keys of `RowStats.extras` besides `EXTRAS`, from `engine.topk`: the log-probabilities (n, K) of K
 # more ids; the total probability (n,) of a teacher's ids
 TOPK_LOGPS, STUDENT_MASS = "topk_logps", "student_mass"
 # per-token results of a fused kernel, besides the statistics
@@ -173,7 +173,7 @@ class FusedLoss:
     surrogates exist only for that case: ``"linear"``, with the loss d_logp * logp, and
     ``"constant"``, which leaves the loss out because it is known too. The loss is NaN where the
     log-probability is not finite. Where the id is -1, d_logp is NaN as well.
-    `PolicyObjective.fused_loss` makes the record, which knows no vocabulary. The kernels know no
+    `PolicyLoss.fused_loss` makes the record, which knows no vocabulary. The kernels know no
     loss type, config or sequence.
     """
 
@@ -245,7 +245,7 @@ class RowBackend(Protocol):
     ) -> None:
         """``out = d loss / d (raw logits)``, from a row's coefficients.
 
-        d_logp is not None; d_topk is not read (`engine.top_k` adds its part).
+        d_logp is not None; d_topk is not read (`engine.topk` adds its part).
 
         `out` (n, V) may be the logits themselves or another tensor, including a 16-bit one; the
         backend may overwrite the logits in either case. A row has no target if its id is not among

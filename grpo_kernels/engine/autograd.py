@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import TOPK_LOGPS, Coefficients, RowBackend, RowStats
+from grpo_kernels.backends.interface import TOPK_LOGPS, Coefficients, RowBackend
 from grpo_kernels.base.checks import is_one, warn_once
 from grpo_kernels.base.tensors import map_tensors, scatter, spread
 from grpo_kernels.engine.passes import FirstPass, first_pass, second_pass
-from grpo_kernels.engine.plan import Job, Objective
+from grpo_kernels.engine.plan import Job, RowLoss
 from grpo_kernels.engine.remainder import check_remainder, ratio_at, split_off
 from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import HeadTensors
@@ -174,11 +174,11 @@ class LossWithGradient(torch.autograd.Function):
 class LinearScores(torch.autograd.Function):
     """Log-probabilities, entropies and divergences from a second head, all differentiable.
 
-    ``forward(ctx, job, first, expected, reference, *tensors)`` -> logps (N,), entropies (N,) or
-    None, divergences (N,) or None, and the extras. Among the extras, only the log-probabilities (N,
-    K) of more ids are differentiable. If the gradient for the `expected` coefficients is stored,
-    the backward scales it by s. A second pass then adds the gradient of the remainder, upstream - s
-    * expected, in the rows where the remainder exceeds rounding (`remainder.py`).
+    ``forward(ctx, job, first, reference, *tensors)`` -> logps (N,), entropies (N,) or None,
+    divergences (N,) or None, and the extras. Among the extras, only the log-probabilities (N, K) of
+    more ids are differentiable. If `first` has the gradient for expected coefficients, the backward
+    scales it by s. A second pass then adds the gradient of the remainder, upstream - s * expected,
+    in the rows where the remainder exceeds rounding (`remainder.py`).
     """
 
     @staticmethod
@@ -186,13 +186,12 @@ class LinearScores(torch.autograd.Function):
         ctx: Any,
         job: Job,
         first: FirstPass,
-        expected: Coefficients | None,
         reference: HeadTensors | None,
         *inputs: Any,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         tensors, stats = HeadTensors(*inputs), first.stats
-        needed = tensors, reference, first._replace(stats=stats.for_gradient()), expected
+        needed = tensors, reference, first._replace(stats=stats.for_gradient())
         _save(ctx, job, tensors, None if job.when == "never" else needed)
 
         def result(x: Tensor | None) -> Tensor | None:
@@ -219,45 +218,24 @@ class LinearScores(torch.autograd.Function):
         with ctx.job.gather():
             d_topk = dict(zip(ctx.extras, d_extras, strict=True)).get(TOPK_LOGPS)
             upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk)
-            tensors, reference, first, expected = _saved(ctx)
-            grads = _gradient(
-                ctx.job, ctx.shapes_and_dtypes, tensors, reference, first, expected, upstream
-            )
-            return None, None, None, None, *grads
+            tensors, reference, first = _saved(ctx)
+            shapes_and_dtypes = ctx.shapes_and_dtypes
+            grads = _gradient(ctx.job, shapes_and_dtypes, tensors, reference, first, upstream)
+            return None, None, None, *grads
 
 
-def scored(
+def run_scores(
     job: Job,
     tensors: HeadTensors,
     reference: HeadTensors | None,
-    objective: Objective,
+    row_loss: RowLoss,
     shape: torch.Size,
     *,
     has_ids: bool = True,
 ) -> Scores:
     """Run one forward; return the results in the shape of the positions."""
-    n = len(job.rows)
-    answers: dict[str, Tensor] = {}  # kept, since a caller's function may answer differently later
-
-    def noted(rows: Tensor, stats: RowStats) -> Coefficients:
-        coefficients = objective.coefficients_at(rows, stats)
-        for name, x in coefficients._asdict().items():
-            if x is not None:
-                answers.setdefault(name, x.new_zeros(n))[rows] = x
-        return coefficients
-
-    first, expected = first_pass(job, tensors, reference, objective, noted), None
-    if job.when == "now":
-        expected = Coefficients(**answers)
-        # a fused kernel knows the coefficients and never calls `noted`
-        if job.fuses and objective.fused_loss() is not None:
-            every = torch.arange(n, device=job.rows.positions.device)
-            expected = objective.coefficients_at(every, first.stats)
-        if job.d_result(expected) is None:
-            expected = job.with_d_result(first.stats.logps.new_zeros(n), expected)
-    logps, entropies, divergence, *extras = LinearScores.apply(
-        job, first, expected, reference, *tensors
-    )
+    first = first_pass(job, tensors, reference, row_loss, keeps_coefficients=True)
+    logps, entropies, divergence, *extras = LinearScores.apply(job, first, reference, *tensors)
     results = {
         "logps": logps if has_ids else None,
         "entropies": entropies,
@@ -293,7 +271,6 @@ def _gradient(
     tensors: HeadTensors,
     reference: HeadTensors | None,
     first: FirstPass,
-    expected: Coefficients | None,
     upstream: Coefficients,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the head's tensors; `upstream` holds the gradient (N,) of each result."""
@@ -317,8 +294,8 @@ def _gradient(
         complete = alone and live_rows.shape[0] == len(rows)  # then no check waits for the device
         any_left = not complete and check_remainder(remainder, upstream)[0]
     else:
-        assert expected is not None
-        factor, remainder = split_off(upstream, expected)
+        assert first.coefficients is not None
+        factor, remainder = split_off(upstream, first.coefficients)
         any_left, far = check_remainder(remainder, upstream)
         if far:  # both parts are far larger than their sum, which would lose precision
             warn_once(WRONG_EXPECTATION)

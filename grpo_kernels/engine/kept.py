@@ -27,8 +27,8 @@ from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.checks import HIGHEST_LOGP
 from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.base.tensors import scatter, take
-from grpo_kernels.engine.autograd import first_order, scored
-from grpo_kernels.engine.plan import Job, Objective, Run, choose_engine, in_range
+from grpo_kernels.engine.autograd import first_order, run_scores
+from grpo_kernels.engine.plan import Job, RowLoss, Run, choose_engine, in_range
 from grpo_kernels.head import HeadTensors
 from grpo_kernels.kept_ids import KeptIds
 from grpo_kernels.results import Scores
@@ -97,7 +97,7 @@ def score_kept(
     kept_ids: KeptIds,
     ids: Tensor,
     on_missing_set: OnMissingSet,
-    objective_at: Callable[[Tensor], Objective],
+    row_loss_at: Callable[[Tensor], RowLoss],
     *,
     entropy: bool | str = True,
     others: Mapping[str, Tensor | None] | None = None,
@@ -106,7 +106,7 @@ def score_kept(
 
     Args:
         job: planned for the torch backend, without a check that its ids are in range.
-        objective_at: function from positions (m,) that are scored over the whole vocabulary to
+        row_loss_at: function from positions (m,) that are scored over the whole vocabulary to
             their objective.
         entropy: True for the sets, "full" for the whole vocabulary, False for none.
         others: other policies' log-probabilities, (...) each, which must be over the same sets.
@@ -125,13 +125,13 @@ def score_kept(
         vocab = rows_here if job.shard is None else job.shard.vocab
         rows = job.rows if in_full else take(job.rows, survey.without.nonzero()[:, 0])
         rows = in_range(rows, ("completion_ids", ""), vocab, job.shard_start)
-        objective = objective_at(rows.positions)
+        row_loss = row_loss_at(rows.positions)
         whole_vocab = replace(
             job,
             rows=rows,
             backend=choose_backend(run.backend, ids.device, job.operand_dtype)[0],
             engine=choose_engine(
-                run.engine, objective, rows, job.needs_grad, job.memory, has_reference=False
+                run.engine, row_loss, rows, job.needs_grad, job.memory, has_reference=False
             ),
             entropy=bool(entropy),
         )
@@ -139,7 +139,7 @@ def score_kept(
     logps, entropies = logps.view(shape), None if entropies is None else entropies.view(shape)
     if whole_vocab is not None:
         without = scatter(survey.without, job.rows.positions, shape.numel()).view(shape)
-        full = scored(whole_vocab, tensors, None, objective, shape)
+        full = run_scores(whole_vocab, tensors, None, row_loss, shape)
         logps = torch.where(without, full.logps, logps)
         if entropies is not None:
             entropies = torch.where(without, full.entropies, entropies)

@@ -6,7 +6,6 @@ on the same logits. The second pass projects again the rows with a coefficient o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import Coefficients, FusedLoss, RowStats
 from grpo_kernels.base.tensors import is_nonzero, take
-from grpo_kernels.engine.plan import Job, Objective
+from grpo_kernels.engine.plan import Job, RowLoss
 from grpo_kernels.engine.slices import sweep_slices
 from grpo_kernels.engine.sweep import (
     Index,
@@ -36,11 +35,13 @@ class FirstPass(NamedTuple):
 
     `grads` is the gradient from the rows `live_rows` (m,), in the accumulator's dtype: of the loss
     in one_pass, and of the sum of the rows' results in frozen. It is None if it is computed later.
+    `coefficients` (n,), if asked for, are those of the gradient in one_pass.
     """
 
     stats: RowStats
     grads: HeadTensors | None = None
     live_rows: Tensor | None = None
+    coefficients: Coefficients | None = None
 
     @property
     def entropies(self) -> Tensor:
@@ -52,32 +53,36 @@ def first_pass(
     job: Job,
     tensors: HeadTensors,
     reference: HeadTensors | None,
-    objective: Objective,
-    coefficients_at: Callable[[Tensor, RowStats], Coefficients] | None = None,
+    row_loss: RowLoss,
+    *,
+    keeps_coefficients: bool = False,
 ) -> FirstPass:
     """Compute the statistics of all rows and, if due now, the gradient of the live rows.
 
-    Waits for the device once, to count the live rows, unless all rows are live. `coefficients_at`
-    replaces the objective's function.
+    Waits for the device once, to count the live rows, unless all rows are live. With
+    `keeps_coefficients`, the result has the coefficients that one_pass used.
     """
-    coefficients_at = coefficients_at or objective.coefficients_at
     with torch.no_grad():
         tensors, reference = job.converted(tensors, reference)
         if job.when in ("never", "later"):
             return FirstPass(sweep(job, tensors, reference, stats_work(job))[0])
-        n, live = len(job.rows), objective.live
-        if live is None:
-            live_rows = torch.arange(n, device=job.rows.positions.device)
-        else:
-            live_rows = indices_of(live)
+        n, live = len(job.rows), row_loss.live
+        every = torch.arange(n, device=job.rows.positions.device)
+        live_rows = every if live is None else indices_of(live)
         # an empty batch needs no kernel: its loss is 0
         fuses = n > 0 and job.when == "now" and job.fuses
-        fused_loss = objective.fused_loss() if fuses else None
+        fused_loss = row_loss.fused_loss() if fuses else None
+        kept: dict[str, Tensor] = {}
 
         def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
             if job.when == "unit":
                 return job.with_d_result(torch.ones_like(stats.logps))
-            return coefficients_at(live_rows[at], stats)
+            coefficients = row_loss.coefficients_at(live_rows[at], stats)
+            if keeps_coefficients:  # a user's function may answer differently later
+                for name, x in coefficients._asdict().items():
+                    if x is not None:
+                        kept.setdefault(name, x.new_zeros(n))[live_rows[at]] = x
+            return coefficients
 
         # the rows with gradient; in fp16, d logits need a factor that depends on all coefficients
         # of a chunk, so the kernel computes only statistics and loss
@@ -87,17 +92,24 @@ def first_pass(
         if fused_loss is None or job.products(tensors.weight).scales_gradient:
             work = gradient_work(part, tensors, coefficients_of, work)
         stats, grads = sweep(part, tensors, reference, work, job.needs_grad)
-        if not is_part:
-            return FirstPass(stats, grads, live_rows)
 
-        # the rows without
-        assert live is not None
-        others = indices_of_false(live, n - live_rows.shape[0])
-        part = job.at(others)
-        work = _value_work(part, take(fused_loss, others))
-        parts = [stats] if len(live_rows) else []
-        stats = RowStats.concatenate([*parts, sweep(part, tensors, reference, work)[0]])
-        return FirstPass(take(stats, torch.cat([live_rows, others]).argsort()), grads, live_rows)
+        if is_part:  # the rows without
+            assert live is not None
+            others = indices_of_false(live, n - live_rows.shape[0])
+            part = job.at(others)
+            work = _value_work(part, take(fused_loss, others))
+            parts = [stats] if len(live_rows) else []
+            stats = RowStats.concatenate([*parts, sweep(part, tensors, reference, work)[0]])
+            stats = take(stats, torch.cat([live_rows, others]).argsort())
+        if not keeps_coefficients or job.when == "unit":
+            return FirstPass(stats, grads, live_rows)
+        if fused_loss is None:
+            coefficients = Coefficients(**kept)
+        else:
+            coefficients = row_loss.coefficients_at(every, stats)
+        if job.d_result(coefficients) is None:
+            coefficients = job.with_d_result(torch.zeros_like(stats.logps), coefficients)
+        return FirstPass(stats, grads, live_rows, coefficients)
 
 
 def _value_work(job: Job, fused_loss: FusedLoss | None) -> RowWork:

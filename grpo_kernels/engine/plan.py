@@ -54,7 +54,7 @@ from grpo_kernels.base.choices import BackendName, EngineName, choices
 from grpo_kernels.base.tensors import map_tensors, take
 from grpo_kernels.engine.gemm import Products
 from grpo_kernels.engine.ranks import Ranks, Shard, widest_part
-from grpo_kernels.engine.top_k import TopKLogps, TopKTeacher
+from grpo_kernels.engine.topk import TopKLogps, TopKTeacher
 from grpo_kernels.engine.workspace import (
     AMPLE,
     Memory,
@@ -146,7 +146,7 @@ def check_run(run: Any) -> None:
         raise TypeError(f"run: expected a Run, got {type(run).__name__}")
 
 
-class Objective(Protocol):
+class RowLoss(Protocol):
     """The gradient that a call's rows will get, as far as it is known before the backward.
 
     It comes from a built-in or custom loss, or from what the caller expects.
@@ -174,7 +174,7 @@ class Objective(Protocol):
         """The coefficients of the rows at `index` (m,), from their statistics."""
 
     def fused_loss(self) -> FusedLoss | None:
-        """This objective as a loss that one kernel computes; None if no kernel can."""
+        """This loss in the form that one kernel computes; None if no kernel can."""
 
 
 @dataclass(frozen=True)
@@ -187,14 +187,14 @@ class Rows:
             shard's ids are out of range.
         inv_temperature: a number, or (n, 1).
         invalid: (n,) bool, rows whose log-probability is NaN; None if there are none.
-        top_k: K more ids of each row, to score, or with a teacher's log-probabilities.
+        topk: K more ids of each row, to score, or with a teacher's log-probabilities.
     """
 
     positions: Tensor
     ids: Tensor
     inv_temperature: float | Tensor = 1.0
     invalid: Tensor | None = None
-    top_k: TopKTeacher | TopKLogps | None = None
+    topk: TopKTeacher | TopKLogps | None = None
 
     def __len__(self) -> int:
         return self.positions.shape[0]
@@ -259,10 +259,10 @@ class Job:
         """True if the backend has one kernel for a whole loss, and can use it here.
 
         torch has none, and Triton has none with a reference. The ranks of a sharded head must
-        combine statistics before the loss is known. `Objective.fused_loss` is None for losses that
+        combine statistics before the loss is known. `RowLoss.fused_loss` is None for losses that
         no kernel computes.
         """
-        if self.shard is not None or self.rows.top_k is not None:
+        if self.shard is not None or self.rows.topk is not None:
             return False
         if not isinstance(self.backend, FusedRowBackend):
             return False
@@ -274,7 +274,7 @@ class Job:
 
         A loss with a reference depends on both, so this says nothing about it.
         """
-        return self.reference_dtype is not None or isinstance(self.rows.top_k, TopKTeacher)
+        return self.reference_dtype is not None or isinstance(self.rows.topk, TopKTeacher)
 
     def d_result(self, coefficients: Coefficients) -> Tensor | None:
         """d loss / d result, (n,) or None."""
@@ -373,7 +373,7 @@ def plan(
     run: Run | None,
     memory: Memory,
     ranks: Ranks | None,
-    objective: Objective | None,
+    row_loss: RowLoss | None,
     *,
     reference: Reference | None = None,
     prefix: str = "reference.",
@@ -389,7 +389,7 @@ def plan(
             argument names `names`.
         memory: from `dtype_and_memory`.
         ranks: the ranks of a sharded head, which compare their calls here.
-        objective: the gradient that the engine must give. None, for kept sets: torch does the row
+        row_loss: the gradient that the engine must give. None, for kept sets: torch does the row
             work, no engine is chosen, and ids are neither checked nor counted from this rank's
             first row.
         prefix: first part of the names of the second head's tensors in errors.
@@ -405,7 +405,7 @@ def plan(
         name = f"{prefix}head.weight"
         _warn_if_promoted(f"{prefix}hidden", states, name, other.weight, reference_dtype)
         reference_transform = _transform(other, reference_dtype)
-    backend = choose_backend("torch" if objective is None else run.backend, hidden.device, dtype)[0]
+    backend = choose_backend("torch" if row_loss is None else run.backend, hidden.device, dtype)[0]
 
     shard, vocab = None, head.weight.shape[0]
     if ranks is not None:
@@ -430,11 +430,11 @@ def plan(
             widest, needs_grad, memory, heads=1 if reference is None else 2
         )
     engine = "kept_sets"  # its own loop, not one of `ENGINES`
-    if objective is not None:
+    if row_loss is not None:
         rows = in_range(rows, names, vocab, 0 if shard is None else shard.start)
         has_reference = reference is not None
         engine = choose_engine(
-            run.engine, objective, rows, needs_grad, memory, has_reference=has_reference
+            run.engine, row_loss, rows, needs_grad, memory, has_reference=has_reference
         )
     job = Job(
         rows=rows,
@@ -461,7 +461,7 @@ def plan(
 
 def choose_engine(
     name: str,
-    objective: Objective,
+    row_loss: RowLoss,
     rows: Rows,
     needs_grad: HeadTensors,
     memory: Memory,
@@ -473,8 +473,8 @@ def choose_engine(
     Raises:
         ValueError: the engine `name` cannot give this gradient.
     """
-    known = objective.known
-    if objective.is_expected and device_of(rows.positions.device).is_capturing():
+    known = row_loss.known
+    if row_loss.is_expected and device_of(rows.positions.device).is_capturing():
         known = "all_rows"  # in a CUDA graph, the comparison may not wait for the device
     head_trains, no_gradient = any(needs_grad[1:]), not any(needs_grad)
     if name == "auto" and memory.tight and head_trains:
@@ -483,9 +483,9 @@ def choose_engine(
         "score": lambda: no_gradient,
         "frozen": lambda: (
             not head_trains
-            and not isinstance(rows.top_k, TopKLogps)
+            and not isinstance(rows.topk, TopKLogps)
             # without a gradient, this does not evaluate a user's function
-            and ((no_gradient and not has_reference) or objective.one_coefficient)
+            and ((no_gradient and not has_reference) or row_loss.one_coefficient)
         ),
         "one_pass": lambda: known == "own_row",
         "two_pass": lambda: True,
@@ -515,27 +515,27 @@ def in_range(rows: Rows, names: tuple[str, str], vocab: int, shard_start: int) -
     Raises:
         ValueError: an id is out of range, on a CPU.
     """
-    ids, top_k = rows.ids, rows.top_k
+    ids, topk = rows.ids, rows.topk
     invalid = check_counted_ids(names[0], ids, vocab)
     if invalid is not None:
         ids = ids.masked_fill(invalid, 0)
-    if top_k is not None:
-        outside = (top_k.ids < -1) | (top_k.ids >= vocab)
-        if isinstance(top_k, TopKTeacher) and ids.device.type != "cpu":
+    if topk is not None:
+        outside = (topk.ids < -1) | (topk.ids >= vocab)
+        if isinstance(topk, TopKTeacher) and ids.device.type != "cpu":
             none = outside.any(dim=1, keepdim=True)
-            top_k = replace(top_k, logps=top_k.logps.masked_fill(none, torch.nan))
+            topk = replace(topk, logps=topk.logps.masked_fill(none, torch.nan))
         elif ids.device.type != "cpu":
             none = outside.any(dim=1)
             invalid = none if invalid is None else invalid | none
         elif bool(outside.any()):
-            bad = top_k.ids[outside][0].item()
+            bad = topk.ids[outside][0].item()
             raise ValueError(
                 f"{names[1]}: expected ids in [0, V) = [0, {vocab}), or -1 for padding, where the "
                 f"mask counts, got {bad}"
             )
-        top_k = replace(top_k, ids=top_k.ids - shard_start)
+        topk = replace(topk, ids=topk.ids - shard_start)
     ids = ids - shard_start if shard_start else ids
-    return replace(rows, ids=ids, invalid=invalid, top_k=top_k)
+    return replace(rows, ids=ids, invalid=invalid, topk=topk)
 
 
 def _transform(head: Head, dtype: torch.dtype) -> LogitTransform:

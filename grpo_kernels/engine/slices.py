@@ -151,7 +151,7 @@ def plan_slices(
     factors = job.all_products(tensors)
     dtype = factors[0].d_logits_dtype
     logit_bytes = size + (0 if dtype == job.accumulator_dtype else dtype.itemsize)
-    row_bytes = 0 if rows.top_k is None else rows.top_k.row_bytes()
+    row_bytes = 0 if rows.topk is None else rows.topk.row_bytes()
     column_bytes = padding_bytes = 0
     triples = zip(factors, tensors.factors(), job.needs_grad.factors(), strict=False)
     for p, (x, matrix), (_, wanted) in triples:

@@ -38,7 +38,7 @@ from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.gemm import Products
 from grpo_kernels.engine.plan import Job, Rows
 from grpo_kernels.engine.ranks import widest_part
-from grpo_kernels.engine.top_k import TopKLogps
+from grpo_kernels.engine.topk import TopKLogps
 from grpo_kernels.engine.workspace import Group, device_of, divide
 from grpo_kernels.head import HeadTensors
 
@@ -113,15 +113,15 @@ def statistics(job: Job, chunk: Chunk, rows: Rows) -> RowStats:
         stats = replace(stats, divergence=DivergenceStats(value, sum_k, *of_reference))
     if rows.invalid is not None:
         stats.logps.masked_fill_(rows.invalid, torch.nan)
-    return stats if rows.top_k is None else rows.top_k.completed(stats, job.shard)
+    return stats if rows.topk is None else rows.topk.completed(stats, job.shard)
 
 
 def write_gradient(
     job: Job, chunk: Chunk, rows: Rows, stats: RowStats, coefficients: Coefficients, out: Tensor
 ) -> None:
     """Write ``out = d loss / d (raw logits)``, (n, V), of rows with these statistics."""
-    if rows.top_k is not None:
-        rows.top_k.grad(job.backend, chunk, stats, coefficients, out)
+    if rows.topk is not None:
+        rows.topk.grad(job.backend, chunk, stats, coefficients, out)
         return
     job.backend.grad(chunk, stats, coefficients, out)
 
@@ -175,9 +175,9 @@ def _no_stats(job: Job, like: Tensor) -> RowStats:
     """The statistics of no rows, on the device of `like`."""
     none = like.new_empty(0, dtype=job.accumulator_dtype)
     extras = {x: none.to(statistic_dtype(x, none.dtype)) for x in job.extras}
-    if isinstance(job.rows.top_k, TopKLogps):
-        extras[TOPK_LOGPS] = none.new_empty(0, job.rows.top_k.given)
-    elif job.rows.top_k is not None:
+    if isinstance(job.rows.topk, TopKLogps):
+        extras[TOPK_LOGPS] = none.new_empty(0, job.rows.topk.given)
+    elif job.rows.topk is not None:
         extras[STUDENT_MASS] = none
     divergence = DivergenceStats(*[none] * 4) if job.result_is_divergence else None
     return RowStats(none, none, none, none if job.entropy else None, extras, {}, divergence)
@@ -236,8 +236,8 @@ def _costs(
     row_bytes = width * job.accumulator_dtype.itemsize
     separate = needs_grad is not None and products.d_logits_dtype != job.accumulator_dtype
     chunk_row_bytes, slice_bytes = row_bytes, products.slice_bytes
-    if job.rows.top_k is not None:
-        chunk_row_bytes += job.rows.top_k.row_bytes()
+    if job.rows.topk is not None:
+        chunk_row_bytes += job.rows.topk.row_bytes()
     if reference is not None:
         weight = reference.weight if whole else widest_part(reference.weight, job.shard)
         other = job.products(weight, job.reference_dtype)
@@ -359,8 +359,8 @@ class Projection:
             )
             job.backend.prepare_(reference_logits, its_transform)
             reference = ReferenceLogits(reference_logits, its_transform, job.jsd_beta)
-        if rows.top_k is not None:
-            rows = replace(rows, top_k=rows.top_k.gathered(logits, transform, self.first_id))
+        if rows.topk is not None:
+            rows = replace(rows, topk=rows.topk.gathered(logits, transform, self.first_id))
         job.backend.prepare_(logits, transform)
         return Chunk(logits, rows.ids, transform, self.first_id, reference), rows
 

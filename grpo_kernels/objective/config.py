@@ -513,7 +513,7 @@ def check_terms(
 ) -> None:
     """Require the reference that the KL term reads and no other; warn of an unread one."""
     check_objective(config, objective)
-    # an objective may not read it: `PolicyObjective.per_token_loss` checks if it does
+    # an objective may not read it: `PolicyLoss.per_token_loss` checks if it does
     if config.estimates_kl and ref_per_token_logps is None and objective is None:
         hint = "completion_logprobs or linear_logprob compute it"
         if has_reference:
@@ -553,9 +553,9 @@ def check_sampling(
 
 
 def check_centering(config: LossConfig, objective: Any, inputs: Mapping[str, Any]) -> None:
-    """If the call has a sampler's candidates, require a loss whose score they can center.
+    """If the call has a sampler's top-K ids, require a loss whose score they can center.
 
-    That is a policy term -A w logp, where w is a constant known for every candidate. `inputs` are
+    That is a policy term -A w logp, where w is a constant known for every id. `inputs` are
     the call's arguments by name.
     """
     given = [inputs["sampling_topk_ids"] is not None, inputs["sampling_topk_logps"] is not None]

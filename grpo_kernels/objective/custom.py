@@ -33,7 +33,7 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Coefficients, RowStats
 from grpo_kernels.base.checks import no_attribute
 from grpo_kernels.objective.config import check_loss_is_read, warn_of_loss
-from grpo_kernels.objective.policy import Evaluation, MetricInputs, PolicyObjective, stats_of_logps
+from grpo_kernels.objective.policy import Evaluation, MetricInputs, PolicyLoss
 from grpo_kernels.tokens import Tokens
 
 OPTIONAL = ("ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
@@ -161,8 +161,8 @@ def _declared(function: Any, name: str, default: bool) -> bool:
     return bool(getattr(function, name, default))
 
 
-class CustomObjective:
-    """An objective that calls a user's function, used instead of `PolicyObjective`."""
+class CustomLoss:
+    """A loss that calls a user's function, used instead of `PolicyLoss`."""
 
     is_expected = False
     live = None  # any token may have a gradient
@@ -171,7 +171,7 @@ class CustomObjective:
         self,
         function: PerTokenLoss,
         tokens: Tokens,
-        of_config: PolicyObjective,
+        of_config: PolicyLoss,
         chosen: Tensor | None = None,
     ) -> None:
         """Take `tokens`, and the config's loss of them.
@@ -193,7 +193,7 @@ class CustomObjective:
         if not _declared(self.function, "uses_entropies", True):
             return False
         nothing = torch.zeros_like(self.tokens.advantages)
-        return self.evaluate(stats_of_logps(nothing, nothing)).coefficients.d_entropy is not None
+        return self.of_logps(nothing, nothing).coefficients.d_entropy is not None
 
     @property
     def one_coefficient(self) -> bool:
@@ -203,22 +203,24 @@ class CustomObjective:
         """Compute the coefficients of the tokens at `index` (m,) from these tokens alone."""
         chosen = index if self._chosen is None else self._chosen[index]
         some = self.tokens.at(index), self.of_config.at(index), chosen
-        return CustomObjective(self.function, *some).evaluate(stats).coefficients
+        return CustomLoss(self.function, *some).evaluate(stats).coefficients
 
     def fused_loss(self) -> None:
         """None: a row kernel cannot call the user's function."""
         return None
 
     def evaluate(self, stats: RowStats) -> Evaluation:
-        """Compute the loss and its gradient, by autograd, from per-token numbers (n,).
+        """Compute the loss and its gradient from the statistics of all tokens."""
+        assert stats.entropies is not None
+        return self.of_logps(stats.logps, stats.entropies)
 
-        The numbers are log-probabilities and entropies.
+    def of_logps(self, logps: Tensor, entropies: Tensor) -> Evaluation:
+        """Compute the loss and its gradient, by autograd, from numbers of all tokens, (n,).
 
         Raises:
             ValueError: the function does not return a per-token loss.
         """
-        logps, entropies, weights = stats.logps, stats.entropies, self.of_config.token_weights
-        assert entropies is not None
+        weights = self.of_config.token_weights
         if torch.is_inference_mode_enabled():  # no gradient can follow
             per_token, metric_inputs = self._call(logps, entropies)
             loss = (weights * per_token).sum()

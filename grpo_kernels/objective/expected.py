@@ -14,8 +14,8 @@ from grpo_kernels.backends.interface import Coefficients, FusedLoss, RowStats
 from grpo_kernels.base.checks import check_shape, check_tensor, hints_names
 from grpo_kernels.base.tensors import take
 from grpo_kernels.objective.config import LossConfig
-from grpo_kernels.objective.custom import CustomObjective
-from grpo_kernels.objective.policy import PolicyObjective, stats_of_logps
+from grpo_kernels.objective.custom import CustomLoss
+from grpo_kernels.objective.policy import PolicyLoss
 from grpo_kernels.tokens import Tokens
 
 
@@ -48,23 +48,24 @@ class Expectation:
             raise TypeError(f"coefficients: expected a function or None, got {got}")
 
 
-def expectation_of(objective: PolicyObjective | CustomObjective, tokens: Tokens) -> Expectation:
+def expectation_of(row_loss: PolicyLoss | CustomLoss, tokens: Tokens) -> Expectation:
     """Make the `Expectation` of a loss of `tokens`, for ids of the batch's shape."""
     layout, dtype = tokens.layout, tokens.advantages.dtype
     row = layout.positions.new_zeros(math.prod(layout.shape))
     row[layout.positions] = torch.arange(len(tokens), device=row.device)
-    live = objective.live
+    live = row_loss.live
     live = torch.ones_like(layout.positions, dtype=torch.bool) if live is None else live
 
     def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Coefficients:
-        entropies = logps if entropies is None else entropies
-        stats = stats_of_logps(logps.to(dtype), entropies.to(dtype))
-        return objective.coefficients_at(row[index], stats)
+        logps = logps.to(dtype)
+        entropies = logps if entropies is None else entropies.to(dtype)
+        stats = RowStats(logps, logps, logps, entropies)  # a loss reads no maximum and no sum
+        return row_loss.coefficients_at(row[index], stats)
 
     return Expectation(
-        None if objective.known == "all_rows" else coefficients,
+        None if row_loss.known == "all_rows" else coefficients,
         live=layout.scatter(live),
-        has_entropy_gradient=objective.has_entropy_gradient,
+        has_entropy_gradient=row_loss.has_entropy_gradient,
     )
 
 

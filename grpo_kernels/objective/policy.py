@@ -35,12 +35,12 @@ the sampler could not score the token (NaN)::
 Truncated importance sampling: https://fengyao.notion.site/off-policy-rl.
 
 **Score centering** (https://arxiv.org/abs/2609.20807). With the sampler's probabilities q_v of its
-K most likely ids, the head H, the term ``A_t sum_H sg[c_v] log p_v`` is added to l_t, outside is_t.
+K most likely ids, the term ``A_t sum_K sg[c_v] log p_v`` is added to l_t, outside is_t.
 With f the rule above from the ratio p_v / q_v to the importance sampling ratio, or 1 without one::
 
-    c_v = q_v f(p_v / q_v) - rho f(1 / rho) p_v        rho = (1 - sum_H q_v) / (1 - sum_H p_v)
+    c_v = q_v f(p_v / q_v) - rho f(1 / rho) p_v        rho = (1 - sum_K q_v) / (1 - sum_K p_v)
 
-The ids outside H count as ones that the sampler draws in proportion to p. Then the expectation of a
+The other ids count as ones that the sampler draws in proportion to p. Then the expectation of a
 token's policy gradient over the sampler's tokens is 0 whatever A is. As in the paper's appendix
 A.3, numerator and denominator of rho are at least 1e-6.
 """
@@ -69,11 +69,6 @@ from grpo_kernels.tokens import Tokens
 
 LEAST_TAIL = 1e-6
 CENTERED_ROWS = 2048  # at a time, in double precision
-
-
-def stats_of_logps(logps: Tensor, entropies: Tensor) -> RowStats:
-    """Log-probabilities and entropies (n,) in the record that a loss reads."""
-    return RowStats(logps, logps, logps, entropies)
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ class Evaluation:
         return functools.reduce(torch.logical_or, given)
 
 
-class PolicyObjective:
+class PolicyLoss:
     """The built-in losses.
 
     `evaluate` computes the loss below and its gradient, the `Coefficients` of each token. The code
@@ -148,7 +143,7 @@ class PolicyObjective:
     Attributes:
         on_policy: True without old log-probabilities: R is 0, and the policy term's gradient is
             known unless `lacks_sampling_ratio`.
-        is_centered: True with a sampler's candidates.
+        is_centered: True with a sampler's K most likely ids (score centering).
         lacks_sampling_ratio: True if the importance sampling ratio must be computed from this
             call's log-probabilities.
         known: when a token's gradient is known: with the token's own numbers, or before
@@ -180,9 +175,7 @@ class PolicyObjective:
             only_policy = replace(config, beta=0.0, entropy_coef=0.0)
         nothing = torch.zeros_like(self.tokens.advantages)
         tokens = replace(self.tokens, sampling_topk_logps=None)
-        return PolicyObjective(only_policy, tokens, self.token_weights).evaluate(
-            stats_of_logps(nothing, nothing)
-        )
+        return PolicyLoss(only_policy, tokens, self.token_weights).of_logps(nothing, nothing)
 
     @property
     def one_coefficient(self) -> bool:
@@ -231,9 +224,9 @@ class PolicyObjective:
             d_topk = self.at(index)._centering(stats.extras[TOPK_LOGPS], logps, None)[1]
         return Coefficients(d_logp, d_entropy, self._d_divergence(index), d_topk)
 
-    def at(self, index: Tensor) -> PolicyObjective:
+    def at(self, index: Tensor) -> PolicyLoss:
         """The loss of the tokens at `index` (m,), with the ratios that they have here."""
-        return PolicyObjective(self.config, self.tokens.at(index), self.token_weights[index])
+        return PolicyLoss(self.config, self.tokens.at(index), self.token_weights[index])
 
     def _d_divergence(self, index: Tensor | slice = slice(None)) -> Tensor | None:
         if not self.config.needs_reference_head:
@@ -271,32 +264,56 @@ class PolicyObjective:
         )
 
     def evaluate(self, stats: RowStats) -> Evaluation:
-        """Compute the loss and its gradient from the statistics of all tokens.
-
-        The statistics hold either the terms that a row kernel computed for `fused_loss`, or
-        log-probabilities, entropies, divergences (with a second head) and the log-probabilities (n,
-        K) of a sampler's candidates.
-        """
-        logps, entropies = stats.logps, cast(Tensor, stats.entropies)
-        entropy_mask = d_topk = None
-        if stats.loss_terms:
+        """Compute the loss and its gradient from the statistics of all tokens."""
+        entropies = cast(Tensor, stats.entropies)
+        if stats.loss_terms:  # a row kernel has computed `fused_loss`; no mask depends on entropies
             policy_loss, d_logp, metric_inputs = self._of_kernel(stats.loss_terms)
-        else:
-            divergences = None if stats.divergence is None else stats.divergence.value
-            entropy_mask = _entropy_mask(self.config, entropies)
-            per_token, d_logp, metric_inputs = self._per_token(logps, entropy_mask, divergences)
-            if self.is_centered:
-                centering, d_topk = self._centering(stats.extras[TOPK_LOGPS], logps, entropy_mask)
-                per_token = per_token + centering
-            policy_loss = (self.token_weights * per_token).sum()
+            return self._with_entropies(
+                policy_loss, Coefficients(d_logp), entropies, None, metric_inputs
+            )
+        divergences = None if stats.divergence is None else stats.divergence.value
+        return self.of_logps(stats.logps, entropies, divergences, stats.extras.get(TOPK_LOGPS))
+
+    def of_logps(
+        self,
+        logps: Tensor,
+        entropies: Tensor,
+        divergences: Tensor | None = None,
+        topk_logps: Tensor | None = None,
+    ) -> Evaluation:
+        """Compute the loss and its gradient from numbers of all tokens, (n,).
+
+        Pass `divergences` with a second head, and `topk_logps` (n, K) if the score is centered.
+        """
+        entropy_mask, d_topk = _entropy_mask(self.config, entropies), None
+        per_token, d_logp, metric_inputs = self._per_token(logps, entropy_mask, divergences)
+        if topk_logps is not None:
+            centering, d_topk = self._centering(topk_logps, logps, entropy_mask)
+            per_token = per_token + centering
+        policy_loss = (self.token_weights * per_token).sum()
+        return self._with_entropies(
+            policy_loss, Coefficients(d_logp, d_topk=d_topk), entropies, entropy_mask, metric_inputs
+        )
+
+    def _with_entropies(
+        self,
+        policy_loss: Tensor,
+        coefficients: Coefficients,
+        entropies: Tensor,
+        entropy_mask: Tensor | None,
+        metric_inputs: MetricInputs,
+    ) -> Evaluation:
+        """Add the entropy bonus, and the coefficient of a divergence."""
         loss, d_entropy = policy_loss, None
         if self.has_entropy_gradient:  # the bonus is the mean entropy of the tokens in the mask
             mask = torch.ones_like(entropies) if entropy_mask is None else entropy_mask
             counts = mask.to(entropies.dtype)
             shares = self.config.entropy_coef * counts / counts.sum().clamp(min=1.0)
             loss, d_entropy = policy_loss - times(entropies, shares).sum(), -shares
-        d_divergence = self._d_divergence()  # beta w, known beforehand
-        coefficients = Coefficients(d_logp, d_entropy, d_divergence, d_topk)
+        coefficients = coefficients._replace(
+            d_entropy=d_entropy,
+            d_divergence=self._d_divergence(),  # beta w, known beforehand
+        )
         return Evaluation(loss, coefficients, policy_loss, metric_inputs)
 
     def per_token_loss(
@@ -344,7 +361,7 @@ class PolicyObjective:
     def _centering(
         self, topk_logps: Tensor, logps: Tensor, entropy_mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """A_t sum_H c_v log p_v (n,), and d loss / d log p_v (n, K)."""
+        """A_t sum_K c_v log p_v (n,), and d loss / d log p_v (n, K)."""
         factor = self.tokens.advantages
         for mask in (_off_policy_mask(self.config, self.tokens, logps), entropy_mask):
             factor = factor if mask is None else torch.where(mask, factor, 0.0)
@@ -368,7 +385,7 @@ class PolicyObjective:
         config, tokens, weights = self.config, self.tokens, self.token_weights
         loss_type, constants = self.loss_type, self._constants
         if self.lacks_sampling_ratio:
-            complete = PolicyObjective(config, _with_sampling_ratio(config, tokens, logps), weights)
+            complete = PolicyLoss(config, _with_sampling_ratio(config, tokens, logps), weights)
             return complete._per_token(logps, entropy_mask, divergences)
         old = tokens.old_per_token_logps
         token_log_ratio = (
@@ -481,7 +498,7 @@ def _couples_tokens(config: LossConfig, *, on_policy: bool, sampled: bool) -> bo
 
 
 class _LossOfTokens(torch.autograd.Function):
-    """``forward(ctx, logps, loss, objective, mask)`` -> `loss` (n,), with its gradient in logps.
+    """``forward(ctx, logps, loss, policy_loss, mask)`` -> `loss` (n,), with its gradient in logps.
 
     That gradient is a_t with the upstream gradient as the weights. It cannot be differentiated
     again.
@@ -492,10 +509,10 @@ class _LossOfTokens(torch.autograd.Function):
         ctx: Any,
         logps: Tensor,
         loss: Tensor,
-        objective: PolicyObjective,
+        policy_loss: PolicyLoss,
         mask: Tensor | None,
     ) -> Tensor:
-        ctx.objective, ctx.entropy_mask = objective, mask
+        ctx.policy_loss, ctx.entropy_mask = policy_loss, mask
         ctx.save_for_backward(logps)
         return loss.clone()
 
@@ -505,7 +522,8 @@ class _LossOfTokens(torch.autograd.Function):
             raise RuntimeError(
                 "tokens.loss: expected to be differentiated once, got create_graph=True"
             )
-        weighted = PolicyObjective(ctx.objective.config, ctx.objective.tokens, upstream)
+        own = ctx.policy_loss
+        weighted = PolicyLoss(own.config, own.tokens, upstream)
         d_logps = weighted._per_token(ctx.saved_tensors[0], ctx.entropy_mask, None)[1]
         return d_logps, None, None, None
 
@@ -551,7 +569,7 @@ def bounded_ratio(config: LossConfig, log_ratio: Tensor) -> Tensor:
 
 
 def _centering_weights(config: LossConfig, logp: Tensor, logq: Tensor) -> Tensor:
-    """c (n, K) of candidates, from the policy's and the sampler's log-probabilities.
+    """c (n, K) of the K ids, from the policy's and the sampler's log-probabilities.
 
     c is 0 where the sampler's log-probability is -inf.
     """

@@ -28,7 +28,7 @@ from grpo_kernels.module import check_module
 from grpo_kernels.patching import Patches, function_of
 from grpo_kernels.scores import topk_divergence
 from grpo_kernels.verl.engine import BACKEND, MARK, OPTIONS, Changes, found_in
-from grpo_kernels.verl.rows import HeadTask, scored
+from grpo_kernels.verl.rows import HeadTask, score_rows
 
 # parameters of verl's patch_forward_with_backends
 PARAMETERS = ("model", "use_fused_kernels", "fused_kernels_backend")
@@ -142,7 +142,9 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
         names = ("past_key_values", "hidden_states", "attentions")
         results = {name: getattr(outputs, name, None) for name in names}
         if not task.only_teacher:
-            results["log_probs"], results["entropy"] = scored(hidden, head, ids, task, temperature)
+            results["log_probs"], results["entropy"] = score_rows(
+                hidden, head, ids, task, temperature
+            )
         if task.teacher is None:
             return output(**results)
         distilled = _distilled(hidden, head, task, task.teacher, temperature)

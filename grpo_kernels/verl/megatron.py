@@ -30,7 +30,7 @@ from torch import Tensor
 from grpo_kernels.head import Head
 from grpo_kernels.patching import during, function_of
 from grpo_kernels.verl.engine import BACKEND, OPTIONS, Changes, found_in, options_of
-from grpo_kernels.verl.rows import HeadTask, Layout, flag, head_task, scored
+from grpo_kernels.verl.rows import HeadTask, Reorder, flag, head_task, score_rows
 
 MARK = "_grpo_kernels_score"  # attribute of a head's weight that holds the function to call
 # parameters of verl's preprocess_thd_engine, of the forward of its head, and of forward_step
@@ -41,9 +41,9 @@ DIVIDE = (
 PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
 STEP = ("self", "batch_iter", "model", "logits_processor_func", "postprocess_micro_batch_func")
 
-# Within a step: `head_task` of the micro-batch, still without the layout; and, once the labels are
-# divided, the result of that function.
-_task_in: ContextVar[Callable[[Layout], HeadTask] | None] = ContextVar("task_in", default=None)
+# Within a step: `head_task` of the micro-batch, still without the order of the rows; and, once the
+# labels are divided, the result of that function.
+_task_in: ContextVar[Callable[[Reorder], HeadTask] | None] = ContextVar("task_in", default=None)
 _task: ContextVar[HeadTask] = ContextVar("task")
 
 
@@ -73,12 +73,12 @@ def forward_changes(module: ModuleType) -> Changes:
         task_in = _task_in.get()
         if need_roll and task_in is not None:  # then `input_ids` are the labels
 
-            def layout(numbers: Tensor) -> Tensor:
+            def reorder(numbers: Tensor) -> Tensor:
                 nested = torch.nested.nested_tensor_from_jagged(numbers, input_ids.offsets())
                 divided: Tensor = divide(nested, *args, **options)[0]
                 return divided.reshape(-1)
 
-            _task.set(task_in(layout))
+            _task.set(task_in(reorder))
         return divide(input_ids, *args, need_roll=need_roll, **options)
 
     yield module, "preprocess_thd_engine", preprocess_thd_engine
@@ -179,7 +179,7 @@ def _score(
         hidden = hidden.view_as(hidden)  # the hook must not stay on the caller's tensor
         hidden.register_hook(lambda d_hidden: d_hidden / ranks)
     tokens = vocab_size if vocab_size < ranks * weight.size(0) else None
-    return scored(
+    return score_rows(
         hidden.reshape(-1, hidden.size(-1)),
         Head(weight, process_group=process_group, vocab_size=tokens),
         labels.reshape(-1),

@@ -31,8 +31,8 @@ LOSSES = {
 FIELDS = {"response_mask", "old_log_probs", "advantages", "rollout_is_weights", "ref_log_prob"}
 CONSTANTS = ("dp_size", "batch_num_tokens", "global_batch_size")
 
-# lays out (N,), in verl's packed order, as the engine lays out a call's ids; padding is 0
-Layout = Callable[[Tensor], Tensor]
+# turns (N,) in verl's packed order into the order of a call's ids; padding is 0
+Reorder = Callable[[Tensor], Tensor]
 
 
 class HeadTask:
@@ -124,7 +124,7 @@ def flag(data: Any, name: str, default: Any = False) -> Any:
     return tensordict_utils.get_non_tensor_data(data=data, key=name, default=default)
 
 
-def head_task(data: Any, loss_function: Any, dp_group: Any, layout: Layout) -> HeadTask:
+def head_task(data: Any, loss_function: Any, dp_group: Any, reorder: Reorder) -> HeadTask:
     """Find what `loss_function` reads from the head in micro-batch `data`; None: what verl reads.
 
     All rows count for an unknown loss, or if log-probabilities are returned to the caller.
@@ -134,7 +134,7 @@ def head_task(data: Any, loss_function: Any, dp_group: Any, layout: Layout) -> H
     if flag(data, "return_model_output") or (loss_function is not None and not name):
         return task
     packed = data["input_ids"].values()
-    numbers = layout(torch.arange(1, len(packed) + 1, device=packed.device))
+    numbers = reorder(torch.arange(1, len(packed) + 1, device=packed.device))
 
     def in_call(x: Tensor) -> Tensor:
         return F.pad(x, (1, 0))[numbers]
@@ -191,7 +191,7 @@ def joined(sequences: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def scored(
+def score_rows(
     hidden: Tensor, head: Any, ids: Tensor, task: HeadTask, temperature: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of `ids`, and entropies if they are read."""

@@ -141,12 +141,12 @@ class TopKLogps(TopK):
         return self.place.shape[1] - 1
 
     @staticmethod
-    def of(listed: Tensor, own: Tensor) -> tuple[TopKLogps, Tensor]:
+    def of(given: Tensor, own: Tensor) -> tuple[TopKLogps, Tensor]:
         """Make the record from ids (n, K'), -1 where padded, and each row's own id (n,).
 
         Also returns (n, K') bool, True for a given id that is padding or repeats an earlier one.
         """
-        ids, order, repeats = _sorted(torch.cat([listed, own[:, None]], dim=1))
+        ids, order, repeats = _sorted(torch.cat([given, own[:, None]], dim=1))
         columns = torch.arange(ids.shape[1], device=ids.device, dtype=torch.int32)
         first = torch.where(repeats, 0, columns).cummax(dim=1).values  # of equal ids
         place = torch.empty_like(first).scatter_(1, order, first)
@@ -208,14 +208,14 @@ class TopKTeacher(TopK):
     loss_max_clamp: float | None = None
 
     @staticmethod
-    def of(listed: Tensor, logps: Tensor, measure: dict[str, Any]) -> TopKTeacher:
+    def of(given: Tensor, logps: Tensor, measure: dict[str, Any]) -> TopKTeacher:
         """Make the record from ids (n, K), -1 where padded, and their log-probabilities.
 
         `measure` holds the other fields. Padding and repeated ids get the log-probability -inf.
         """
         logps = logps.double()
         # an entry of -inf counts as padding, so that it does not hide a later entry of the same id
-        ids, order, repeats = _sorted(torch.where(logps == -torch.inf, -1, listed))
+        ids, order, repeats = _sorted(torch.where(logps == -torch.inf, -1, given))
         padding = repeats | (ids == -1)
         logps = logps.gather(1, order).masked_fill(padding, -torch.inf)
         return TopKTeacher(ids, padding, logps, **measure)
@@ -282,7 +282,7 @@ class TopKTeacher(TopK):
         return d_z
 
 
-def check_listed(name: str, ids: Any, hidden: Tensor, logps: Any = None) -> None:
+def check_topk(name: str, ids: Any, hidden: Tensor, logps: Any = None) -> None:
     """Check ids (..., K), and their log-probabilities if given, against hidden states (..., H).
 
     `name` is the argument of the ids, ``*_ids``; errors call the log-probabilities ``*_logps``.
