@@ -160,7 +160,7 @@ class LossOutput:
         loss: a 0-d tensor, attached to the graph, in fp32 (fp64 for fp64 inputs).
         logps: (B, T) or (N,) log-probabilities in the dtype of `loss`, 0 where masked. They have no
             gradient: a backward through them raises, so detach them where they are constants.
-        entropies: entropies in the shape and dtype of `logps`, like these without gradient.
+        entropies: entropies in the shape and dtype of `logps`, also without gradient.
         metrics: `Metrics`, a mapping from names to means; ``metrics.pairs`` maps names to (sum,
             count).
         engine: name of the engine that ran the call: an `EngineName`, ``"kept_sets"`` with

@@ -56,8 +56,8 @@ class TokenInputs:
             log-probabilities, held constant.
         ref_per_token_logps, sampling_per_token_logps, importance_sampling_ratio: the caller's
             values, or None.
-        index: int64, the token's index in the caller's flattened batch, (B * T positions, or N if
-            packed). ``extra.flatten()[tokens.index]`` reads a tensor shaped like the ids.
+        index: int64, the token's index in the caller's flattened batch, which has B * T positions
+            (packed: N). ``extra.flatten()[tokens.index]`` reads a tensor shaped like the ids.
         sequence: int64, the index of the token's sequence, in [0, B): ``bonus[tokens.sequence]``
             reads a tensor (B,).
         position: int64, the token's index in its sequence, which is the column in a padded batch:

@@ -27,10 +27,14 @@ class Expectation:
     Args:
         coefficients: a function, called as ``coefficients(index, logps, entropies)`` for n tokens
             at a time. `index` (n,) int64 holds the positions of the tokens in the flattened ids;
-            `logps` is (n,); `entropies` is (n,) or None. The function returns a = d loss / d logp;
-            or (a, b) with b = d loss / d entropy; or, in a call with divergences, (a, b, c) with c
-            = d loss / d divergence; each is (n,). Pass None if a token's gradient depends on other
-            tokens; the call then uses only `live`.
+            `logps` is (n,); `entropies` is (n,) or None. Pass None instead of a function if a
+            token's gradient depends on other tokens; the call then uses only `live`. The function
+            returns one of the following, each tensor (n,):
+
+            - a = d loss / d logp;
+            - (a, b) with b = d loss / d entropy;
+            - (a, b, c) with c = d loss / d divergence, in a call with divergences.
+
         live: bool, shaped like the ids. Where it is False, all coefficients are certainly 0, and
             no gradient is computed. None: True everywhere.
         has_entropy_gradient: False if b is always None.

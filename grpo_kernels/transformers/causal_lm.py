@@ -113,11 +113,11 @@ def causal_lm_loss(
         router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts. The call
             adds this loss if the model computes it (``output_router_logits=True`` in its config or
             here). None: the config's weight.
-        zero_advantage: what to do with sequences in which no token has a gradient (advantage 0
-            without KL term and entropy bonus, or fully masked). ``"score"``: run them without
-            an autograd graph, for the metrics; ``"skip"``: do not run them, and leave them out of
-            the metrics; ``"train"``: run them like all others. With a custom loss (`objective`),
-            all sequences train.
+        zero_advantage: what to do with sequences without a gradient: fully masked ones and, if the
+            loss has no KL term and no entropy bonus, those with advantage 0. ``"score"``: run them
+            without an autograd graph, for the metrics; ``"skip"``: do not run them, and leave them
+            out of the metrics; ``"train"``: run them like all others. With a custom loss
+            (`objective`), all sequences train.
         layout: arrangement of the batch below the head. ``"tree"``: each distinct prefix runs once,
             including a prompt that several completions share, and padding does not run. ``"trim"``:
             one row per sequence, without the columns of padding on the left and right.
@@ -270,9 +270,8 @@ def completion_logprobs(
         model: a causal language model of transformers, which PEFT, DDP, FSDP2 or accelerate may
             wrap.
         input_ids: (B, L), prompt and completion.
-        attention_mask: (B, L), or None if no padding comes before a counted token. If you pass None
-            despite such padding, the call warns, provided that the model's config has a
-            ``pad_token_id``.
+        attention_mask: (B, L), or None if no padding comes before a counted token. If such padding
+            exists, the call warns; it recognizes padding by the config's ``pad_token_id``.
         completion_mask: (B, T) for the last T <= L columns of `input_ids`, nonzero where a token
             counts. T may be the length of the longest completion, as in TRL, or L, with completions
             in any columns. Column t - 1 predicts the token in column t, so column 0 of `input_ids`
