@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,21 +35,15 @@ from tests.support.training_step import (
     positions_left_to_the_model,
     reader,
     said_by,
-    swept,
 )
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("forget_warnings")]
 
 
-ATTENTION = itertools.cycle(("sdpa", "eager"))
-
-
-@pytest.mark.parametrize(("kind", "attention"), [swept(kind, next(ATTENTION)) for kind in FAMILIES])
-def test_families(kind: str, attention: str, forget_warnings: Callable[[], None]) -> None:
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families(kind: str, forget_warnings: Callable[[], None]) -> None:
     """In fp32 and bf16; whatever is asked, loss and gradients are the padded ones."""
     model, given, narrow = family(kind), batch(), family(kind, torch.bfloat16)
-    if model.config._attn_implementation == "sdpa":  # else it has eager attention alone
-        model.set_attn_implementation(attention)
     first = [*MODES].index(FAMILIES[kind])
     for i, (mode, options) in enumerate(MODES.items()):
         exact = i >= first

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
@@ -27,18 +26,14 @@ from tests.support.case_builder import seeded
 PADDED: dict[str, Any] = {"zero_advantage": "train", "layout": "padded"}
 MODES: dict[str, dict[str, Any]] = {mode: {"layout": mode} for mode in ("tree", "trim", "padded")}
 SCORED = ("input_ids", "attention_mask", "completion_mask")
-# The best layout of each family; the later ones of `MODES` are exact, too.
-FAMILIES = {kind: OUTCOME[kind].layout for kind in tiny.TEXT}
+# One family of each kind of attention, position and state (test_all_architectures.py has all), and
+# its best layout; the later ones of `MODES` are exact, too.
+NAMES = ("llama", "mistral", "qwen3_moe", "gemma2", "gpt_oss", "minicpm3", "opt", "bert", "bloom")
+NAMES += ("falcon_h1", "gptj", "recurrent_gemma")
+FAMILIES = {kind: OUTCOME[kind].layout for kind in NAMES}
 if hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS"):  # from transformers 5.24 on
     FAMILIES["gptj"] = "tree"
-# What `make test` runs of them: each kind of attention, position, state; `make test-slow` the rest
-QUICK = ("llama", "mistral", "qwen3_moe", "gemma2", "gpt_oss", "minicpm3", "opt", "bert", "bloom")
-QUICK += ("falcon_h1", "gptj", "recurrent_gemma")
 WIDE = {"mistral": 64, "gpt_oss": 64}  # a sliding window longer than the sequences
-
-
-def swept(*case: Any) -> Any:
-    return pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow)
 
 
 def family(kind: str, dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
@@ -113,9 +108,11 @@ def assert_right(
     *words: str,
     modes: Iterable[dict[str, Any]] = ({},),
     quiet: bool = False,
+    padded: dict[str, Any] | None = None,
 ) -> Any:
-    """Each mode's loss and gradients are the padded ones. One warning has the `words`."""
-    want, gradients = loss_of(model, given, **PADDED)
+    """Each mode's loss and gradients are those of the `padded` batch (None: `given`) in its padded
+    layout. One warning has the `words`."""
+    want, gradients = loss_of(model, given if padded is None else padded, **PADDED)
     found: list[Any] = []
     said = said_by(lambda: found.extend(loss_of(model, given, **options) for options in modes))
     for out, got in found:
