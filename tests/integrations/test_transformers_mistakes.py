@@ -98,12 +98,10 @@ def test_logits_that_are_cut_off_before_the_completion() -> None:
     assert call(logits_to_keep=6).logps.shape == (3, 5)
 
 
-T5 = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-T5 |= {"decoder_start_token_id": 0}
-
-
 def test_encoder_decoder_models_are_refused_by_name() -> None:
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5))
+    sizes = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1}
+    config = transformers.T5Config(num_heads=2, decoder_start_token_id=0, **sizes)
+    model = transformers.T5ForConditionalGeneration(config)
     for function in (call, describe_head):
         with pytest.raises(TypeError, match=r"^model: .* an encoder-decoder model"):
             function(model)
@@ -119,10 +117,7 @@ def test_encoder_decoder_models_are_refused_by_name() -> None:
         # ... and they are counted from it where the model takes them
         ({"attention_mask": WITH_A_HOLE}, None),
         ({"attention_mask": WITH_A_HOLE, **OWN_POSITIONS}, "attention_mask: it has zeros between"),
-        (
-            {"completion_mask": ATTENTION},
-            "it counts a token whose previous column has attention_mas",
-        ),
+        ({"completion_mask": ATTENTION}, "it counts a token whose previous column has attention"),
     ],
 )
 def test_a_mask_that_is_likely_not_meant_warns_once(changes: Any, said: str | None) -> None:
