@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.emulator import instructions
-from tests.emulator.memory import Global, Shared
+from tests.emulator.memory import WARP, Global, Shared, Who
 from tests.emulator.ptx import TYPES, UNSIGNED, Fault, Instruction, Kernel, Values, constant
-from tests.emulator.races import WARP, Who
 
 # in a register that nobody wrote: a NaN, or an address that leads nowhere
 ANYTHING = 0x7FC0DEAD_7FC0DEAD

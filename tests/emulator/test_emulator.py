@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from tests.emulator.lanes import Lanes
-from tests.emulator.memory import Global, marked
+from tests.emulator.memory import WARP, Global, marked
 from tests.emulator.ptx import Fault, UnknownInstruction, parse
-from tests.emulator.races import WARP
 
 TEXT = """
 .file 1 "/somewhere/steps.py"
