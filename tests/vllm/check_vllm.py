@@ -5,11 +5,10 @@ Each engine runs in a fresh process: what it samples depends on the prefixes tha
 from __future__ import annotations
 
 import functools
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,19 +19,19 @@ from trl.trainer.utils import _ChunkedLogProbFunction
 
 from grpo_kernels import Head, KeptIds, linear_logprob
 from grpo_kernels.transformers import completion_logprobs, head_inputs
+from tests.vllm import engine, training
 from tests.vllm.engine import CASES
 
-ROOT = Path(__file__).parents[2]
 FP32, BF16 = os.environ["REAL_MODEL"], os.environ["REAL_MODEL_BF16"]
 # of the engine's log-probability: torch's fp32 log-softmax over V 49,152 is 1.5e-5 off by itself
 NEAR = 2e-4
 Samples = list[dict[str, Any]]
 
 
-def run(module: str, *arguments: str, save: Path) -> None:
-    command = [sys.executable, "-m", f"tests.vllm.{module}", *arguments, "--save", str(save)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+def fresh(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What `function` returns in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args, **options).result()
 
 
 def batch(samples: Samples) -> dict[str, Tensor]:
@@ -57,11 +56,8 @@ def of_engine(samples: Samples) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def sampled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Samples]:
-    save = tmp_path_factory.mktemp("engine") / "fp32.pt"
-    run("engine", "--model", FP32, "--dtype", "float32", "--cases", *CASES, save=save)
-    found: dict[str, Samples] = torch.load(save)
-    return found
+def sampled() -> Any:
+    return fresh(engine.sample, FP32, "float32", [*CASES])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -104,13 +100,10 @@ def scorers(model: Any, samples: Samples, temperature: float) -> dict[str, Tenso
 
 
 @pytest.mark.parametrize("head", [None, "float32"])
-def test_in_bf16_ours_are_as_near_to_the_engines_as_trls_or_nearer(head, tmp_path):
+def test_in_bf16_ours_are_as_near_to_the_engines_as_trls_or_nearer(head):
     """The table of docs/samplers.md; most of the gap is that of the hidden states."""
-    more = [] if head is None else ["--head", head]
-    save = tmp_path / "bf16.pt"
     cases = ["temperature 1", "temperature 0.7"]
-    run("engine", "--model", BF16, "--dtype", "bfloat16", *more, "--cases", *cases, save=save)
-    sampled = torch.load(save)
+    sampled = fresh(engine.sample, BF16, "bfloat16", cases, head)
     model = AutoModelForCausalLM.from_pretrained(BF16, dtype=torch.bfloat16)
     for name in cases:
         gaps = {}
@@ -124,10 +117,8 @@ def test_in_bf16_ours_are_as_near_to_the_engines_as_trls_or_nearer(head, tmp_pat
         assert gaps["ours"] < 1.05 * gaps["TRL"]  # 0.84 to 1.01 of it
 
 
-def trained(kind: str, folder: Path, *options: str) -> dict[str, Any]:
-    save = folder / f"{kind}{''.join(options)}.json"
-    run("training", kind, "--model", FP32, *options, save=save)
-    found: dict[str, Any] = json.loads(save.read_text())
+def trained(kind: str, **options: bool) -> Any:
+    found = fresh(training.train, kind, FP32, **options)
     for log in found["logs"]:
         wanted = ("loss", "grad_norm", "ratio/mean", "kept")
         shown = {k: round(x, 5) for k, x in log.items() if any(name in k for name in wanted)}
@@ -138,8 +129,8 @@ def trained(kind: str, folder: Path, *options: str) -> dict[str, Any]:
 RATIO = "sampling/importance_sampling_ratio/mean"
 
 
-def test_trl_with_a_colocated_engine_trains_alike_and_scores_less(tmp_path: Path) -> None:
-    stock, ours = trained("stock", tmp_path), trained("ours", tmp_path)
+def test_trl_with_a_colocated_engine_trains_alike_and_scores_less() -> None:
+    stock, ours = trained("stock"), trained("ours")
     for theirs, mine in zip(stock["logs"], ours["logs"], strict=True):
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
         assert mine[RATIO] == pytest.approx(theirs[RATIO], rel=1e-3)
@@ -147,10 +138,9 @@ def test_trl_with_a_colocated_engine_trains_alike_and_scores_less(tmp_path: Path
     assert ours["scored"] == 0
 
 
-def test_with_truncation_the_sets_keep_the_ratio_at_one(tmp_path: Path) -> None:
+def test_with_truncation_the_sets_keep_the_ratio_at_one() -> None:
     """Stock TRL multiplies the loss by a ratio far below 1."""
-    stock = trained("stock", tmp_path, "--truncated")
-    ours = trained("ours", tmp_path, "--truncated", "--sets")
+    stock, ours = trained("stock", truncated=True), trained("ours", truncated=True, sets=True)
     assert all(log[RATIO] < 0.7 for log in stock["logs"])
     assert all(log[RATIO] == pytest.approx(1.0, abs=2e-3) for log in ours["logs"])
     assert all(1 < log["kept/size"] <= 50 and log["kept/without_set"] == 0 for log in ours["logs"])

@@ -1,13 +1,10 @@
-"""``python -m tests.vllm.engine``: samples of a vLLM engine, with its log-probabilities, into a
-file."""
+"""Samples of a vLLM engine, with its log-probabilities."""
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from vllm import LLM, SamplingParams
 
 KEPT = 50  # most ids of a set, and log-probabilities that are asked for
@@ -36,30 +33,21 @@ def read(sample: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add = parser.add_argument
-    add("--model", required=True, help="folder of the model")
-    add("--dtype", required=True, choices=["float32", "bfloat16"])
-    add("--head", choices=["float32"], help="precision of the head, if it is another")
-    add("--cases", nargs="+", choices=CASES, required=True)
-    add("--save", type=Path, required=True)
-    options = parser.parse_args()
-    more = {} if options.head is None else {"hf_overrides": {"head_dtype": options.head}}
+def sample(
+    model: str, dtype: str, cases: Sequence[str], head: str | None = None
+) -> dict[str, list[dict[str, Any]]]:
+    """Samples of each of the `cases`; `head` is the precision of the head, if it is another."""
+    more = {} if head is None else {"hf_overrides": {"head_dtype": head}}
     engine = LLM(
-        model=options.model, dtype=options.dtype, enforce_eager=True, max_model_len=512, seed=1,
+        model=model, dtype=dtype, enforce_eager=True, max_model_len=512, seed=1,
         max_logprobs=KEPT, logprobs_mode="processed_logprobs", **more,
     )  # fmt: skip
     found = {}
-    for name in options.cases:
+    for name in cases:
         params = SamplingParams(n=2, max_tokens=64, logprobs=KEPT, **CASES[name])
         found[name] = [
-            {"prompt": [*request.prompt_token_ids], **read(sample)}
+            {"prompt": [*request.prompt_token_ids], **read(output)}
             for request in engine.chat(CHATS, params, use_tqdm=False)
-            for sample in request.outputs
+            for output in request.outputs
         ]
-    torch.save(found, options.save)
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -1,13 +1,9 @@
-"""``python -m tests.vllm.training``: two steps of TRL's trainer, stock or ours, with a colocated
-vLLM, on a CPU."""
+"""Two steps of TRL's trainer, stock or ours, with a colocated vLLM, on a CPU."""
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,36 +65,24 @@ def counted(trainer: Any) -> list[bool]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add = parser.add_argument
-    add("kind", choices=["stock", "ours"])
-    add("--model", required=True)
-    add("--save", type=Path, required=True)
-    add("--truncated", action="store_true", help="top-p and top-k")
-    add("--sets", action="store_true", help="hand over the sets, to ours")
-    options = parser.parse_args()
+def train(kind: str, model: str, *, truncated: bool = False, sets: bool = False) -> dict[str, Any]:
+    """What TRL's trainer logs in two steps, and how often it scores; `kind` is stock or ours. The
+    sampler truncates by top-p and top-k, or hands over its `sets`, to ours."""
     as_on_a_cpu()
-    base: Any = GRPOTrainer if options.kind == "stock" else FusedGRPOTrainer
-    sets: dict[str, Any] = {"rollout_func": rollout, "on_missing_set": "error"}
-    more = sets if options.sets else {}
+    base: Any = GRPOTrainer if kind == "stock" else FusedGRPOTrainer
+    more: dict[str, Any] = {"rollout_func": rollout, "on_missing_set": "error"} if sets else {}
     with tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
             output_dir=folder, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=256,
             vllm_gpu_memory_utilization=0.3, per_device_train_batch_size=4, num_generations=4,
             max_completion_length=24, max_steps=2, logging_steps=1, report_to="none",
             save_strategy="no", learning_rate=1e-5, bf16=False, use_cpu=True,
-            gradient_checkpointing=False, seed=3, disable_tqdm=True, **(TRUNCATED if
-            options.truncated else {}),
+            gradient_checkpointing=False, seed=3, disable_tqdm=True,
+            **(TRUNCATED if truncated else {}),
         )  # fmt: skip
         given = {"reward_funcs": reward, "train_dataset": Dataset.from_dict({"prompt": CHATS})}
-        trainer = base(model=options.model, args=args, **given, **more)
+        trainer = base(model=model, args=args, **given, **more)
         scored = counted(trainer)
         trainer.train()
     logs = [x for x in trainer.state.log_history if "loss" in x]
-    found = {"logs": logs, "scored": sum(scored), "losses": len(scored) - sum(scored)}
-    options.save.write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return {"logs": logs, "scored": sum(scored), "losses": len(scored) - sum(scored)}
