@@ -36,7 +36,7 @@ PEER_SECONDS = 8.0  # of a peer's rounds with its anchors; building and checking
 PROFILED = ("main", "frozen")  # a missed goal has to be explained
 PYTEST = (sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider")
 SMOKE = "tests/gpu/test_gpu_smoke.py"
-ALONE = ("tests/gpu/test_gpu_memory.py", "tests/gpu/test_gpu_sizes.py")  # they want much memory
+ALONE = ("tests/gpu/test_gpu_sizes.py",)  # its tests want much memory
 MOST_WORKERS = 12
 ONE_TEST_SECONDS = 150
 # What each tool watches.

@@ -1,8 +1,15 @@
-"""Where offsets overflow and grids end: 2^31 logits and numbers, 65,535 rows, 300,000 columns."""
+"""Where offsets overflow and grids end: 2^31 logits and numbers, 65,535 rows, 300,000 columns. And
+memory: the documented budget holds, and nothing leaks.
+
+These tests want much memory and look at the whole device's, so nothing else should run on it at the
+same time.
+"""
 
 from __future__ import annotations
 
+import gc
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +19,12 @@ from grpo_kernels import Run, grpo_loss, linear_logprob
 from grpo_kernels.backends import LogitTransform, choose_backend
 from grpo_kernels.backends.interface import Chunk, Coefficients, FusedLoss, RowStats
 from grpo_kernels.base.tensors import take
+from tests.support.measure import AllocationWatcher
 from tests.support.on_device import leaves, relative, same_bits, truth
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("as_in_use")]
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 BF16_GRADIENT = 6e-3  # of d logits rounded to bf16 once, and of the result
 
 
@@ -26,9 +34,7 @@ def needs(device: torch.device, gigabytes: float) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["stats", "grad", "fused"])
-def test_row_kernels_beyond_2_to_the_31_logits(
-    device: torch.device, kernel: str, as_in_use: None
-) -> None:
+def test_row_kernels_beyond_2_to_the_31_logits(device: torch.device, kernel: str) -> None:
     """Rows on both sides of the element 2^31 have the bits that they have in a small tensor."""
     n, v = (14_200, 151_936) if device.type == "cuda" else (9, 70)
     needs(device, 30)
@@ -63,7 +69,7 @@ def test_row_kernels_beyond_2_to_the_31_logits(
 @pytest.mark.parametrize("workspace", [None, 14 * GIB], ids=["in chunks", "at once"])
 @pytest.mark.parametrize("engine", ["one_pass", "lean"])
 def test_more_than_2_to_the_31_logits(
-    device: torch.device, engine: str, workspace: int | None, backend: str, as_in_use: None
+    device: torch.device, engine: str, workspace: int | None, backend: str
 ) -> None:
     """16,384 tokens and 151,936 columns, against the same tokens in eight calls."""
     n, h, v = (16_384, 64, 151_936) if device.type == "cuda" else (128, 16, 130)
@@ -99,7 +105,7 @@ def test_more_than_2_to_the_31_logits(
     ids=["rows", "columns", "odd"],
 )
 def test_many_rows_and_many_columns(
-    device: torch.device, n: int, h: int, v: int, engine: str, backend: str, as_in_use: None
+    device: torch.device, n: int, h: int, v: int, engine: str, backend: str
 ) -> None:
     if device.type == "cpu":
         n, h, v = min(n, 24), 16, min(v, 101)
@@ -125,3 +131,104 @@ def test_scaling_beyond_2_to_the_31_numbers(gpu: torch.device) -> None:
     choose_backend("triton", gpu)[0].scale(x, torch.tensor(0.5, device=gpu), out)
     for part in (slice(0, 5000), slice(2**31 - 5000, n)):
         assert same_bits(out[part], (x[part] * 0.5).bfloat16())
+
+
+VECTORS = 60  # per-token numbers, of 8 bytes
+ROUNDING = 16 * MIB  # of the allocator, whose blocks are larger than what is asked for
+
+
+def step(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, **options: Any) -> str:
+    """One step; the engine that served. Gradients are in the leaves."""
+    h = hidden.shape[-1]
+    advantages = torch.ones(len(ids) // 8, device=ids.device)
+    given = hidden.view(-1, 8, h), weight, ids.view(-1, 8), None, advantages
+    out = grpo_loss(*given, run=Run(**options))
+    out.loss.backward()
+    return out.engine
+
+
+def clear(*tensors: torch.Tensor) -> None:
+    for x in tensors:
+        x.grad = None
+    gc.collect()
+    if tensors[0].is_cuda:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def peak_of(run: Any, device: torch.device) -> int:
+    """The most bytes alive at once of what `run` made."""
+    if device.type != "cuda":
+        with AllocationWatcher() as watch:
+            run()
+        return watch.peak
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_allocated()) - before
+
+
+@pytest.mark.parametrize("workspace", [256 * MIB, None], ids=["256 MiB", "default"])
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean", "frozen"])
+def test_the_peak_is_within_the_documented_budget(
+    device: torch.device, engine: str, workspace: int | None, backend: str
+) -> None:
+    """The workspace, the gradients, and d hidden and d weight in fp32 where stored."""
+    n, h, v = (8192, 1024, 151_936) if device.type == "cuda" else (64, 16, 300)
+    if device.type == "cpu":
+        workspace = 2**17 if workspace else None
+    hidden, weight, ids = leaves(device, n, h, v, torch.bfloat16)
+    weight.requires_grad_(engine != "frozen")
+    options = {"engine": engine, "backend": backend, "workspace_bytes": workspace}
+    step(hidden, weight, ids, **options)
+    clear(hidden, weight)
+    if workspace is None:  # the largest that a call takes by itself
+        workspace = (3 * 1024 if device.type == "cuda" else 512) * MIB
+    d_hidden, d_weight = 4 * n * h, 4 * v * h
+    stored = d_hidden + (d_weight if engine in ("one_pass", "two_pass") else 0)
+    returned = 2 * n * h + (2 * v * h if engine != "frozen" else 0)
+    rounding = ROUNDING
+    # Triton's interpreter keeps what it was launched with last until it is collected
+    if device.type == "cpu":
+        rounding = 4 * n * v if backend == "triton" else 0
+    limit = workspace + stored + returned + 2 * n * h + VECTORS * 8 * n + rounding
+    peak = peak_of(lambda: step(hidden, weight, ids, **options), device)
+    assert peak <= limit, f"{peak / MIB:.0f} MiB, allowed {limit / MIB:.0f}"
+    clear(hidden, weight)
+
+
+@pytest.mark.parametrize("engine", ["one_pass", "lean"])
+def test_a_hundred_steps_leave_nothing_behind(gpu: torch.device, engine: str, backend: str) -> None:
+    hidden, weight, ids = leaves(gpu, 1024, 512, 32_003, torch.bfloat16)
+    levels = []
+    for _ in range(100):
+        step(hidden, weight, ids, engine=engine, backend=backend)
+        hidden.grad = weight.grad = None
+        levels.append((torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
+    assert len(set(levels[3:])) == 1, levels[:5] + levels[-5:]
+
+
+def test_lean_is_chosen_where_memory_is_short(gpu: torch.device, backend: str) -> None:
+    """Something else holds nearly all of the device: no accumulator for d weight would fit."""
+    n, h, v, workspace = 512, 1024, 151_936, 128 * MIB
+    hidden, weight, ids = leaves(gpu, n, h, v, torch.bfloat16)
+    options = {"backend": backend, "workspace_bytes": workspace}
+    assert step(hidden, weight, ids, **options) == "one_pass"
+    want = (hidden.grad, weight.grad)
+    hidden.grad = weight.grad = None
+    clear(hidden, weight)
+    ballast = []
+    try:
+        # the gradient and the workspace, but no accumulator of 4 V H
+        keep = 2 * v * h + workspace + 256 * MIB
+        free, _ = torch.cuda.mem_get_info()
+        ballast.append(torch.empty(max(0, free - keep) // MIB * MIB, dtype=torch.uint8, device=gpu))
+        assert step(hidden, weight, ids, **options) == "lean"
+        found = (hidden.grad, weight.grad)
+    finally:
+        ballast.clear()
+        torch.cuda.empty_cache()
+    for got, right in zip(found, want, strict=True):
+        assert float((got.float() - right.float()).norm() / right.float().norm()) < 6e-3
