@@ -15,9 +15,9 @@ from trl.experimental.gmpo import GMPOConfig
 
 from benchmarks import parity, tiny_run
 from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin
-from tests.support.trl_all_logits import Checked
 from tests.support.trl_training import (
     EVALUATED,
+    Checked,
     Curious,
     FusedGMPOTrainer,
     Half,

@@ -14,8 +14,7 @@ import trl
 
 from grpo_kernels.trl import FusedGRPOTrainer
 from tests.support import trl_training
-from tests.support.trl_all_logits import AllLogits, Checked
-from tests.support.trl_training import Run, Written, mixed
+from tests.support.trl_training import AllLogits, Checked, Run, Written, mixed
 
 pytestmark = pytest.mark.unit
 

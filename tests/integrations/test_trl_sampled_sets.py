@@ -15,8 +15,7 @@ from trl import GRPOTrainer
 from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin
 from tests.support import trl_training
 from tests.support.case_builder import seeded
-from tests.support.trl_all_logits import AllLogits
-from tests.support.trl_training import Curious, Run, mixed, sums
+from tests.support.trl_training import AllLogits, Curious, Run, mixed, sums
 
 pytestmark = pytest.mark.unit
 

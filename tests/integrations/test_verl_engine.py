@@ -17,6 +17,10 @@ import transformers.integrations.flash_attention as flash_integration
 
 pytest.importorskip("verl")
 
+from types import SimpleNamespace
+
+import pytest
+
 from grpo_kernels.verl import rows
 from tests.support import verl_engine, verl_peer
 from tests.support.flash_attention import flash_attention, set_attention
@@ -374,3 +378,55 @@ def test_ulysses_runs_as_given_and_says_so() -> None:
         )
     verl_module("utils.ulysses").set_ulysses_sequence_parallel_group(None)
     assert ours.products.tokens == tokens_of(data)
+
+
+# Distillation from a teacher's top-k log-probabilities: our loss within verl's engine
+
+K = 6
+
+
+def distilling(data: Any, **fields: Any) -> tuple[Any, Any]:
+    """The mini-batch with a teacher's top K, and verl's loss for it."""
+    offsets = data["input_ids"].offsets()
+    tokens = len(data["input_ids"].values())
+    logps = (3 * torch.randn(tokens, VOCAB)).log_softmax(-1).topk(K, -1)
+    data = data.clone()
+    data["teacher_logprobs"] = torch.nested.nested_tensor_from_jagged(logps.values, offsets)
+    data["teacher_ids"] = torch.nested.nested_tensor_from_jagged(logps.indices, offsets)
+    off = ("use_chunked_topk", "use_task_rewards", "use_policy_gradient")
+    given = {"loss_mode": "forward_kl_topk", "log_prob_min_clamp": -5.3, "loss_max_clamp": None}
+    given |= {**dict.fromkeys(off, False), "distillation_loss_coef": 0.5, "topk": K, **fields}
+    distillation = SimpleNamespace(distillation_loss=SimpleNamespace(**given))
+    loss = verl_module("trainer.distillation.losses").distillation_ppo_loss
+    return data, functools.partial(loss, config=config(), distillation_config=distillation)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "least", "most"), [(False, 6, 6), (True, 12, 14)], ids=["alone", "with rewards"]
+)
+def test_within_verls_engine(rewards: bool, least: int, most: int) -> None:
+    data, loss = distilling(verl_engine.batch(dead=0, tools=True), use_task_rewards=rewards)
+    flags = {"distillation_use_topk": True, "distillation_only": not rewards}
+    unfused, ours = (run(options, data, loss, **flags) for options in (None, OURS))
+    assert ours.loss == pytest.approx(unfused.loss, rel=1e-6)
+    assert gap(ours, unfused) < 5e-6
+    for mass in ("distillation/student_mass", "distillation/teacher_mass"):
+        assert ours.metrics[mass] == pytest.approx(unfused.metrics[mass])
+    counted = int(data["response_mask"].sum())
+    done = ours.products.head / (VOCAB * HIDDEN * counted)
+    assert least <= done <= most
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "message"),
+    [
+        ("another", {}, "loss_mode: expected 'forward_kl_topk', got 'another'"),
+        ("forward_kl_topk", {"use_remove_padding": False}, "use_remove_padding: expected True"),
+    ],
+)
+def test_what_verls_fused_heads_do_not_serve_is_refused(
+    mode: str, more: dict[str, Any], message: str
+) -> None:
+    data, loss = distilling(verl_engine.batch(), loss_mode=mode)
+    with pytest.raises(ValueError, match=message):
+        run(OURS, data, loss, distillation_use_topk=True, **more)

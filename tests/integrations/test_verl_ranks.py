@@ -133,9 +133,9 @@ def on_megatron(rank, ranks, context, divided, tied, options, row, live):
 
 def recipe_of_megatron_core(rank: int, ranks: int, tensor: int) -> None:
     """docs/start/other-trainers.md, with the vocabulary divided over `tensor` ranks."""
-    from tests.support import megatron_recipes
+    from tests.support import megatron_peer
 
-    found = megatron_recipes.differences(tensor)
+    found = megatron_peer.differences(tensor)
     assert len(found) == 4 * tensor
     for case, difference in found.items():
         assert difference < (1e-6 if case.startswith("loss") else 1e-11), case

@@ -6,7 +6,9 @@ attention, and the packing of sequences with it."""
 from __future__ import annotations
 
 import functools
+import itertools
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
+    gather_from_tensor_model_parallel_region,
     get_cuda_rng_tracker,
 )
 from megatron.core.transformer.identity_op import IdentityOp
@@ -34,7 +37,7 @@ from torch.nn import functional as F
 from benchmarks.verl_step import Products
 from tests.support import verl_engine
 from tests.support.case_builder import seeded
-from tests.support.verl_peer import relative, verl_module
+from tests.support.verl_peer import draw, relative, verl_module
 
 TOKENS = 30  # of the 32 rows of the head
 TEMPERATURE = 0.75  # verl rounds it to float32
@@ -170,3 +173,52 @@ def whole(name: str, shard: Tensor) -> Tensor:
     shards = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shards, shard.contiguous(), group=group)
     return torch.cat(shards, dim=1 if "fc2" in name else 0)
+
+
+# The recipe for Megatron-Core of docs/start/other-trainers.md
+
+RECIPE = Path(__file__).parents[2] / "examples" / "recipes" / "my_megatron.py"
+
+
+def differences(tensor: int) -> dict[str, float]:
+    """Largest relative difference of results and gradients to the model without recipe, by case."""
+    start(tensor=tensor)
+    names: dict[str, Any] = {"__name__": "my_megatron"}
+    exec(compile(RECIPE.read_text(), str(RECIPE), "exec"), names)
+    ids, fuse, found = draw((2, 8))[0], names["fuse"], {}
+    for sequence_parallel, tied in itertools.product((False, True)[:tensor], (False, True)):
+        for case in (scores, loss):
+            models = tuple(megatron_model(sequence_parallel, tied) for _ in range(2))
+            name = f"{case.__name__}, sequence_parallel={sequence_parallel}, tied={tied}"
+            found[name] = difference(models, *case(fuse, models, ids))
+    model = megatron_model(False, False)
+    model.config.mtp_num_layers = 1
+    with pytest.raises(NotImplementedError, match="multi-token prediction"):
+        fuse(model)
+    return found
+
+
+def scores(fuse: Any, models: Any, ids: torch.Tensor) -> tuple[Any, Any]:
+    """Over the rows that are tokens, 30 of 32."""
+    fused, stock = models
+    score, labels = fuse(fused, TOKENS), ids.roll(-1, 1)
+    logits = gather_from_tensor_model_parallel_region(stock(ids, None, None))
+    logits = logits[..., :TOKENS] / TEMPERATURE
+    found = score(fused(ids, None, None), labels, temperature=TEMPERATURE)
+    return found, scores_of(logits, labels)
+
+
+def loss(fuse: Any, models: Any, ids: torch.Tensor) -> tuple[Any, Any]:
+    """Megatron-Core's own cross entropy, which counts the padding and computes in float32."""
+    fuse(models[0])
+    fused, stock = ((x(ids, None, None, labels=ids.roll(-1, 1)),) for x in models)
+    return fused, stock
+
+
+def difference(models: Any, *results: Any) -> float:
+    for values in results:
+        torch.manual_seed(4)
+        sum((x * torch.randn(x.shape, dtype=torch.float64)).sum() for x in values).backward()
+    parameters = zip(*(model.parameters() for model in models), strict=True)
+    pairs = [*zip(*results, strict=True), *((x.grad, y.grad) for x, y in parameters)]
+    return max(float(((x - y).norm() / y.norm()).detach()) for x, y in pairs)
