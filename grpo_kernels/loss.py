@@ -253,13 +253,14 @@ def grpo_loss(
             term that corrects for the sampler. If N = B, it is read as one per sequence, like
             `advantages`. In ``"vespo"`` it is part of VESPO's weight; ``"gmpo"`` does not use it.
         sampling_topk_ids, sampling_topk_logps: (B, T, K) or (N, K): the sampler's most likely ids
-            at each position (signed integers in any order, padded with -1), and their
-            log-probabilities over the sampler's whole vocabulary, not over the K ids. An entry of
-            -inf is padding; a repeated id counts once, with its first log-probability. With these
-            arguments, the loss centers the score (formulas: docs/losses.md, *Score centering*).
-            Available for the loss types ``"grpo"``, ``"bnpo"``, ``"dr_grpo"``, ``"dapo"`` and
-            ``"luspo"`` without `old_per_token_logps`. ``vllm_importance_sampling_correction`` may
-            be on in mode ``"token_truncate"`` or ``"token_mask"``.
+            at each position, and their log-probabilities. The ids are signed integers in any order,
+            padded with -1. The log-probabilities are over the sampler's whole vocabulary, not over
+            the K ids; -inf is padding. A repeated id counts once, with its first log-probability.
+            With these arguments, the loss centers the score (formulas: docs/losses.md, *Score
+            centering*). Available for the loss types ``"grpo"``, ``"bnpo"``, ``"dr_grpo"``,
+            ``"dapo"`` and ``"luspo"`` without `old_per_token_logps`.
+            ``vllm_importance_sampling_correction`` may be on in mode ``"token_truncate"`` or
+            ``"token_mask"``.
         kept_ids: the kept set of each position, that is, the ids that a truncating sampler (top-k,
             top-p, min-p) kept there, as in `linear_logprob`. Log-probabilities and entropies are
             then taken over these sets, and only the head's rows of these ids are read. Compute old,

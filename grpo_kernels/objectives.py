@@ -254,9 +254,9 @@ def cispo_two_sided(
 ) -> Tensor:
     """CISPO as in verl, with a lower bound.
 
-    -sg[clip(p / old)] A log(p), where A is the advantage, p and old are the token's probabilities
-    under the policy and the old policy, and sg[x] is x without its gradient. The ratio is clipped
-    to [1 - `clip_ratio_low`, 1 + `clip_ratio_high`]. Unlike in PPO, a clipped token keeps its
+    -sg[clip(p / old)] A log(p). A is the advantage, p and old are the token's probabilities under
+    the policy and the old policy, and sg[x] is x without its gradient. The ratio is clipped to
+    [1 - `clip_ratio_low`, 1 + `clip_ratio_high`]. Unlike in PPO, a clipped token keeps its
     gradient.
     ``loss_type="cispo"`` is TRL's CISPO, which equals this loss with clip_ratio_low=1 and
     clip_ratio_high=epsilon_high - 1.

@@ -140,9 +140,9 @@ def correct(
         clip_max, clip_min: bounds of w; None means no bound.
         batch_normalize: divide the weights by their mean, which is over tokens for level "token"
             and over sequences otherwise.
-        reject: maps statistics (second table) to inclusive bounds (low, high), either of which may
-            be None. A token is kept only if all its statistics are within their bounds. A single
-            number u means (None, u); for k1, it means (1 / u, u), as in verl.
+        reject: maps statistics (second table) to inclusive bounds (low, high). None means no bound
+            on that side. A token is kept only if all its statistics are within their bounds. A
+            single number u means (None, u); for k1, it means (1 / u, u), as in verl.
         veto_threshold: reject a sequence in which any token has exp(D) below this threshold; None:
             no veto.
         safety_bound: exponents, and D in k1, k2, k3 and reverse_k3, are clamped to

@@ -113,11 +113,11 @@ def causal_lm_loss(
         router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts. The call
             adds this loss if the model computes it (``output_router_logits=True`` in its config or
             here). None: the config's weight.
-        zero_advantage: what to do with sequences without a gradient: fully masked ones and, if the
-            loss has no KL term and no entropy bonus, those with advantage 0. ``"score"``: run them
-            without an autograd graph, for the metrics; ``"skip"``: do not run them, and leave them
-            out of the metrics; ``"train"``: run them like all others. With a custom loss
-            (`objective`), all sequences train.
+        zero_advantage: what to do with sequences without a gradient. These are fully masked
+            sequences and, if the loss has no KL term and no entropy bonus, sequences with advantage
+            0. ``"score"``: run them without an autograd graph, for the metrics; ``"skip"``: do not
+            run them, and leave them out of the metrics; ``"train"``: run them like all others. With
+            a custom loss (`objective`), all sequences train.
         layout: arrangement of the batch below the head. ``"tree"``: each distinct prefix runs once,
             including a prompt that several completions share, and padding does not run. ``"trim"``:
             one row per sequence, without the columns of padding on the left and right.
