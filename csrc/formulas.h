@@ -47,10 +47,10 @@ template <class T>
 Surrogated<T> sapo(T log_ratio, T advantage, T, T tau_pos, T tau_neg) {
   const auto ratio = exp(log_ratio);
   const auto tau = where(advantage > T(0.0), full_like(ratio, tau_pos), full_like(ratio, tau_neg));
-  const auto gate = sigmoid(tau * (ratio - T(1.0)));
-  const auto d_gate = T(4.0) * gate * sigmoid(tau * (T(1.0) - ratio));
-  const auto loss = -times(T(4.0) * gate / tau, advantage);
-  return {loss, -times(ratio, d_gate * advantage), full_like(loss, T(0.0))};
+  const auto soft = sigmoid(tau * (ratio - T(1.0)));
+  const auto d_soft = T(4.0) * soft * sigmoid(tau * (T(1.0) - ratio));
+  const auto loss = -times(T(4.0) * soft / tau, advantage);
+  return {loss, -times(ratio, d_soft * advantage), full_like(loss, T(0.0))};
 }
 
 // -phi(w) A logp, phi a constant, w the sequence's (https://arxiv.org/abs/2602.10693).

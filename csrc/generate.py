@@ -7,10 +7,13 @@ comparisons and calls mean in C++ what they mean in Python, once numbers are of 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 HEADER = Path(__file__).with_name("formulas.h")
+PRIMITIVES = Path(__file__).with_name("primitives.h")
 FORMULAS = Path(__file__).parents[1] / "grpo_kernels" / "backends" / "formulas.py"
 OPENING = """\
 // The policy surrogates and KL estimators: made from backends/formulas.py by csrc/generate.py.
@@ -24,18 +27,50 @@ namespace grpo_kernels {
 """
 
 
-class Numbers(ast.NodeTransformer):
-    """0.5 -> T(0.5)."""
+OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.BitAnd, ast.BitOr, ast.USub)
+COMPARISONS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
+ALLOWED = "floats, names, + - * / & |, one comparison, functions of csrc/primitives.h or HELPERS"
 
-    def visit_Constant(self, node: ast.Constant) -> ast.expr:
-        assert isinstance(node.value, float), (
-            f"line {node.lineno}: expected floats only, got {node.value!r}"
-        )
-        return ast.Call(ast.Name("T"), [node], [])
 
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        assert not isinstance(node.op, ast.Pow), f"line {node.lineno}: C++ has no **; write x * x"
-        return self.generic_visit(node)
+class Formula(ast.NodeTransformer):
+    """A function's expressions in C++: 0.5 -> T(0.5).
+
+    `callees` are the functions that it may call.
+    """
+
+    def __init__(self, function: ast.FunctionDef, callees: set[str]) -> None:
+        self.function, self.callees = function.name, callees
+        self.names = {x.arg for x in function.args.args}
+
+    def refuse(self, node: ast.AST, allowed: str) -> NoReturn:
+        """Raise: C++ lacks `node`, or reads it otherwise than Python."""
+        got = ast.unparse(node).splitlines()[0]
+        where = f"formulas.py, line {node.lineno}, {self.function}"
+        raise ValueError(f"{where}: expected {allowed}, got `{got}`")
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        """Translate an expression."""
+        match node:
+            case ast.Constant(value=float()):
+                return ast.Call(ast.Name("T"), [node], [])
+            case ast.Name(id=name) if name in self.names:
+                return node
+            case ast.Call(func=ast.Name(id=name), keywords=[]) if name in self.callees:
+                return ast.Call(node.func, [self.visit(x) for x in node.args], [])
+            case ast.Compare(left, [op], [right]) if isinstance(op, COMPARISONS):
+                # unlike Python's, C++'s & and | bind less than comparisons
+                if not any(is_bitwise(x) for x in (left, right)):
+                    return self.generic_visit(node)
+            case ast.BinOp(op=op) | ast.UnaryOp(op=op) if isinstance(op, OPERATORS):
+                return self.generic_visit(node)
+            case ast.operator() | ast.unaryop() | ast.cmpop():
+                return node
+        self.refuse(node, ALLOWED)
+
+
+def is_bitwise(node: ast.AST) -> bool:
+    """True for x & y and x | y."""
+    return isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr))
 
 
 def header(source: str) -> str:
@@ -44,11 +79,13 @@ def header(source: str) -> str:
     surrogates, estimators = (table(source, name) for name in ("SURROGATES", "ESTIMATORS"))
     counts = [len(functions[name].args.args) - 3 for name in surrogates]
     lines = [OPENING]
+    callees = set(re.findall(r"^(?:T |using std::)(\w+)", PRIMITIVES.read_text(), re.MULTILINE))
     for name in table(source, "HELPERS"):
-        lines += [*function(functions[name], "T"), ""]
+        lines += [*function(functions[name], "T", callees), ""]
+        callees.add(name)
     for names, result in ((surrogates, "Surrogated<T>"), (estimators, "Estimated<T>")):
         for name in names:
-            lines += [*function(functions[name], result), ""]
+            lines += [*function(functions[name], result, callees), ""]
     lines += [
         f"enum class Surrogate : int64_t {{ {', '.join(surrogates)} }};",
         f"enum class Estimator : int64_t {{ none, {', '.join(estimators)} }};",
@@ -91,22 +128,31 @@ def table(source: str, name: str) -> list[str]:
     return [ast.unparse(x) for x in names.elts]
 
 
-def function(node: ast.FunctionDef, result: str) -> Iterator[str]:
+def function(node: ast.FunctionDef, result: str, callees: set[str]) -> Iterator[str]:
     """The lines of one function, with the first of its docstring."""
-    body = node.body[1:]
-    yield f"// {ast.get_docstring(node).splitlines()[0]}".replace("`", "")
+    formula, docstring, body = Formula(node, callees), ast.get_docstring(node), node.body[1:]
+    if not docstring:
+        formula.refuse(node, "a docstring, whose first line becomes the comment")
+    if not body or not isinstance(body[-1], ast.Return):
+        formula.refuse(node, "a return at the end")
+    yield f"// {docstring.splitlines()[0]}".replace("`", "")
     used = {x.id for statement in body for x in ast.walk(statement) if isinstance(x, ast.Name)}
     arguments = ", ".join(f"T {x.arg}" if x.arg in used else "T" for x in node.args.args)
     yield "template <class T>"
     yield f"{result} {node.name}({arguments}) {{"
     for statement in body:
-        value = Numbers().visit(statement.value)
-        if isinstance(statement, ast.Assign):
-            yield f"  const auto {ast.unparse(statement.targets[0])} = {ast.unparse(value)};"
-        elif isinstance(value, ast.Tuple):
-            yield f"  return {{{', '.join(map(ast.unparse, value.elts))}}};"
-        else:
-            yield f"  return {ast.unparse(value)};"
+        match statement:
+            case ast.Assign([ast.Name(id=name)], value) if name not in formula.names:
+                yield f"  const auto {name} = {ast.unparse(formula.visit(value))};"
+                formula.names.add(name)
+            case ast.Return(ast.Tuple(values)) if len(values) == 3 and result != "T":
+                yield f"  return {{{', '.join(ast.unparse(formula.visit(x)) for x in values)}}};"
+            case ast.Return(ast.expr() as value) if result == "T":
+                yield f"  return {ast.unparse(formula.visit(value))};"
+            case _:
+                returned = "one value" if result == "T" else "three values"
+                allowed = "`name = value`, with a name once, or a return of"
+                formula.refuse(statement, f"{allowed} {returned}")
     yield "}"
 
 

@@ -59,8 +59,8 @@ Divergence<T> divergence_of(const Chunk<T>& chunk, const T* max_logit, const T* 
 template <class T>
 void write_divergence(const Chunk<T>& chunk, const T* max_logit, const T* log_sum, const DivergenceColumns<T>& out,
                       int64_t i) {
-  const Divergence<T> at = divergence_of(chunk, max_logit, log_sum, out, i);
-  const Diverged found = kernels<T>().diverge(chunk.rows.row(i), chunk.reference->row(i), at);
+  const Divergence<T> divergence = divergence_of(chunk, max_logit, log_sum, out, i);
+  const Diverged found = kernels<T>().diverge(chunk.rows.row(i), chunk.reference->row(i), divergence);
   out.value[i] = static_cast<T>(found.value);
   out.sum_k[i] = static_cast<T>(found.sum_k);
 }
@@ -73,15 +73,16 @@ struct Coefficients {
 
 template <class T>
 void write_gradient(const Chunk<T>& chunk, const StatColumns<T>& stats, const DivergenceColumns<T>& reference, int64_t i,
-                    const Coefficients<T>& by, bool has_d_entropy, int64_t first_id, const Matrix& out) {
+                    const Coefficients<T>& coefficients, bool has_d_entropy, int64_t first_id, const Matrix& out) {
   const T entropy = has_d_entropy ? stats.entropies[i] : T(0);
-  Gradient<T> at = row_gradient(stats.logps[i], stats.max_logit[i], stats.log_sum[i], entropy, by.d_logp, by.d_entropy, has_d_entropy);
-  at.target = static_cast<int64_t>(static_cast<uint64_t>(chunk.ids[i]) - first_id);  // any id: no overflow
-  at.out = out.row(i), at.dtype = out.dtype;
-  if (!chunk.reference.has_value()) return kernels<T>().gradient(chunk.rows.row(i), at);
-  Divergence<T> from = divergence_of(chunk, stats.max_logit, stats.log_sum, reference, i);
-  from.d_divergence = by.d_divergence, from.sum_k = reference.sum_k[i];
-  kernels<T>().gradient_with_reference(chunk.rows.row(i), at, chunk.reference->row(i), from);
+  Gradient<T> gradient = row_gradient(stats.logps[i], stats.max_logit[i], stats.log_sum[i], entropy, coefficients.d_logp,
+                                      coefficients.d_entropy, has_d_entropy);
+  gradient.target = static_cast<int64_t>(static_cast<uint64_t>(chunk.ids[i]) - first_id);  // any id: no overflow
+  gradient.out = out.row(i), gradient.dtype = out.dtype;
+  if (!chunk.reference.has_value()) return kernels<T>().gradient(chunk.rows.row(i), gradient);
+  Divergence<T> divergence = divergence_of(chunk, stats.max_logit, stats.log_sum, reference, i);
+  divergence.d_divergence = coefficients.d_divergence, divergence.sum_k = reference.sum_k[i];
+  kernels<T>().gradient_with_reference(chunk.rows.row(i), gradient, chunk.reference->row(i), divergence);
 }
 
 template <class T>
@@ -130,8 +131,8 @@ void grad_of(const Chunk<T>& chunk, const GradTensors& given, int64_t first_id, 
   const DivergenceColumns<T> reference(n, std::nullopt, given.sum_k, given.reference_max_logit, given.reference_log_sum);
   const T *d_logp = column<T>(given.d_logp, n, "d_logp"), *d_entropy = column<T>(given.d_entropy, n, "d_entropy");
   const T* d_divergence = column<T>(given.d_divergence, n, "d_divergence");
-  const Matrix to(out, n, chunk.vocab, "out");
-  check_out<T>(to);
+  const Matrix gradients(out, n, chunk.vocab, "out");
+  check_out<T>(gradients);
   STD_TORCH_CHECK(d_entropy == nullptr || stats.entropies != nullptr, "entropies: expected with d_entropy");
   const bool is_given[] = {d_divergence != nullptr, reference.sum_k != nullptr, reference.max_logit != nullptr,
                            reference.log_sum != nullptr};
@@ -141,8 +142,8 @@ void grad_of(const Chunk<T>& chunk, const GradTensors& given, int64_t first_id, 
                     "none");
   }
   chunk.each_row([&](int64_t i) {
-    const Coefficients<T> by{d_logp[i], d_entropy ? d_entropy[i] : T(0), d_divergence ? d_divergence[i] : T(0)};
-    write_gradient(chunk, stats, reference, i, by, d_entropy != nullptr, first_id, to);
+    const Coefficients<T> coefficients{d_logp[i], d_entropy ? d_entropy[i] : T(0), d_divergence ? d_divergence[i] : T(0)};
+    write_gradient(chunk, stats, reference, i, coefficients, d_entropy != nullptr, first_id, gradients);
   });
 }
 
@@ -193,10 +194,10 @@ void fused_of(const Chunk<T>& chunk, const TokenTensors& tokens, const LossConst
   STD_TORCH_CHECK(tokens.d_policy.has_value() == on_policy && tokens.advantages.has_value() != on_policy,
                   "old, advantages: expected together, and without them d_policy");
   const T* factors = on_policy ? d_policy : advantages;
-  std::optional<Matrix> to;
+  std::optional<Matrix> gradients;
   if (results.out.has_value()) {
-    to.emplace(*results.out, n, chunk.vocab, "out");
-    check_out<T>(*to);
+    gradients.emplace(*results.out, n, chunk.vocab, "out");
+    check_out<T>(*gradients);
   }
   chunk.each_row([&](int64_t i) {
     write_stats(chunk, stats, i, false);
@@ -209,8 +210,10 @@ void fused_of(const Chunk<T>& chunk, const TokenTensors& tokens, const LossConst
     const TokenTerms<T> terms = token_terms(constants, token, stats.logps[i]);
     loss[i] = terms.loss, d_logp[i] = terms.d_logp, log_ratio[i] = terms.log_ratio;
     if (kl != nullptr) kl[i] = terms.kl;
-    const Coefficients<T> by{terms.d_logp, constants.d_entropy, terms.d_divergence};
-    if (to.has_value()) write_gradient(chunk, stats, reference, i, by, constants.d_entropy != T(0), 0, *to);
+    const Coefficients<T> coefficients{terms.d_logp, constants.d_entropy, terms.d_divergence};
+    if (gradients.has_value()) {
+      write_gradient(chunk, stats, reference, i, coefficients, constants.d_entropy != T(0), 0, *gradients);
+    }
   });
 }
 

@@ -57,6 +57,7 @@ class Layout:
 
         A packed batch needs no (B, longest) tensor for it.
         """
+        assert len(x) == self.total, "a sum over sequences needs all tokens, not those of Tokens.at"
         if len(self.shape) == 2:
             return self.dense(x).sum(dim=1)
         return torch.segment_reduce(x.double(), "sum", lengths=self.lengths, unsafe=True).to(
@@ -88,7 +89,10 @@ class Tokens:
     advantages_per_sequence: bool = False  # True if the caller passed (B,)
 
     def at(self, index: Tensor) -> Tokens:
-        """Select the tokens at `index` (m,), to compute token by token; other fields stay whole."""
+        """Select the tokens at `index` (m,), for numbers of each token alone.
+
+        The layout and numbers per sequence stay those of all tokens.
+        """
         whole = ("layout", "sampling_ratio_per_sequence", "advantages_per_sequence")
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return Tokens(

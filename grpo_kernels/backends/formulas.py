@@ -50,10 +50,10 @@ def sapo(log_ratio, advantage, logp, tau_pos, tau_neg):
     """``-(4 / tau) sigmoid(tau (r - 1)) A``, tau by the sign of A (SAPO, https://arxiv.org/abs/2511.20347)."""
     ratio = exp(log_ratio)
     tau = where(advantage > 0.0, full_like(ratio, tau_pos), full_like(ratio, tau_neg))
-    gate = sigmoid(tau * (ratio - 1.0))
-    d_gate = 4.0 * gate * sigmoid(tau * (1.0 - ratio))  # d (4 / tau) gate / d r
-    loss = -times(4.0 * gate / tau, advantage)
-    return loss, -times(ratio, d_gate * advantage), full_like(loss, 0.0)
+    soft = sigmoid(tau * (ratio - 1.0))
+    d_soft = 4.0 * soft * sigmoid(tau * (1.0 - ratio))  # d (4 / tau) soft / d r
+    loss = -times(4.0 * soft / tau, advantage)
+    return loss, -times(ratio, d_soft * advantage), full_like(loss, 0.0)
 
 
 def vespo(log_weight, advantage, logp, k_pos, lambda_pos, k_neg, lambda_neg):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import runpy
 from pathlib import Path
 
@@ -90,7 +91,45 @@ def test_on_policy_a_gradient_does_not_depend_on_the_log_probability(loss) -> No
     assert loss.is_linear == bool((in_ratio == 0).all())
 
 
-def test_a_number_that_is_no_float_is_refused() -> None:
-    """It would be an int in C++, and divide like one."""
-    with pytest.raises(AssertionError, match="expected floats only, got 2"):
-        generated(inspect.getsource(formulas).replace("d * d / 2.0", "d * d / 2"))
+MISTAKES = {  # in k2: the statement `d = ref - logp`, and what is wrong with it
+    "an int, which would divide like one": ("d = (ref - logp) / 2", "2"),
+    "a power": ("d = (ref - logp) ** 2.0", "(ref - logp) ** 2.0"),
+    "a division that C++ reads as a comment": ("d = ref // logp", "ref // logp"),
+    "a chain, which C++ reads from the left": (
+        "d = where(0.0 < ref < logp, ref, logp)",
+        "0.0 < ref",
+    ),
+    "a bitwise and that C++ reads as the last": ("d = where(ref & logp > ref, ref, logp)", "ref &"),
+    "a function that is not in HELPERS": ("d = k1(logp, ref)", "k1(logp, ref)"),
+    "a function that is called before it is in HELPERS": ("d = missing(logp)", "missing(logp)"),
+    "a global": ("d = logp - LINEAR", "LINEAR"),
+    "a name twice": ("d = ref; d = d - logp", "d = d - logp"),
+    "an argument anew": ("ref = ref - logp; d = ref", "ref = ref - logp"),
+    "an if": ("if ref > 0.0:\n        d = ref", "if ref > 0.0:"),
+    "a conditional": ("d = ref if ref > 0.0 else logp", "ref if ref > 0.0 else logp"),
+    "a return before the end": ("return ref, ref", "return (ref, ref)"),
+}
+
+
+@pytest.mark.parametrize(("statement", "got"), MISTAKES.values(), ids=[*MISTAKES])
+def test_what_cpp_cannot_say_is_refused(statement: str, got: str) -> None:
+    """By an error that names the function and the line, and not by a compiler."""
+    source = inspect.getsource(formulas)
+    k2 = source.index("def k2")
+    line = source[:k2].count("\n") + 3
+    found = source[:k2] + source[k2:].replace("d = ref - logp", statement, 1)
+    expected = rf"formulas\.py, line {line}, k2: expected .*, got `{re.escape(got)}"
+    with pytest.raises(ValueError, match=expected):
+        generated(found)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ('    """``d^2 / 2``"""\n', "", "a docstring"),
+        ("    return d * d / 2.0, -d, d * (d / 2.0 - 1.0)\n", "", "a return at the end"),
+    ],
+)
+def test_a_formula_has_a_docstring_and_a_return(old: str, new: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=rf"line \d+, k2: expected {expected}"):
+        generated(inspect.getsource(formulas).replace(old, new))
