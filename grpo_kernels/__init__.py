@@ -39,7 +39,7 @@ from grpo_kernels.engine.plan import Run
 from grpo_kernels.head import Head, LoRA
 from grpo_kernels.kept_ids import KeptIds
 from grpo_kernels.loss import GRPOLoss, grpo_loss, policy_expectation, policy_loss_from_logps
-from grpo_kernels.objective.config import LossConfig
+from grpo_kernels.objective.config import LossConfig, preset_hint
 from grpo_kernels.objective.custom import TokenInputs, token_level
 from grpo_kernels.objective.expected import Expectation
 from grpo_kernels.results import LossOutput, Metrics, Scores
@@ -98,7 +98,9 @@ else:
         homes = [x.__name__ for x in ours if name in x.__all__]
         homes += [f"{__name__}.{x}" for x, names in _OF_TRAINERS.items() if name in names]
         if not homes:
-            raise no_name(__name__, name, [*__all__, *_TRAINERS])
+            elsewhere = (x for names in _OF_TRAINERS.values() for x in names)
+            names = [*__all__, *_TRAINERS, *elsewhere]
+            raise no_name(__name__, name, names, preset_hint(name))
         # `from grpo_kernels import ...` asks first, and would hide an AttributeError
         imports = sys._getframe(1).f_code.co_name == "_handle_fromlist"
         error = ImportError if imports else AttributeError

@@ -258,8 +258,11 @@ def read_reference(reference: Any, head: Head, prefix: str) -> Reference:
     is_pair = isinstance(reference, tuple) and len(reference) == 2
     hidden, other = reference if is_pair else (reference, None)
     if other is None:
-        got = type(reference).__name__
-        raise TypeError(f"{prefix.rstrip('.')}: expected a tuple (hidden, head), got {got}")
+        name, got = prefix.rstrip("."), type(reference).__name__
+        if isinstance(reference, nn.Module):
+            got += "; for a whole model, call causal_lm_"
+            got += "divergence(student, teacher, ...)" if name == "teacher" else "loss(model, ...)"
+        raise TypeError(f"{name}: expected a tuple (hidden, head), got {got}")
     for name in () if isinstance(other, Head) else CONSTANTS:
         if getattr(head, name) != getattr(Head, name):
             raise ValueError(

@@ -347,7 +347,8 @@ def grpo_loss(
 
 
 _CALL_ARGUMENTS = [name for name in inspect.signature(grpo_loss).parameters if name != "fields"]
-_MODULE_ARGUMENTS = ("config", "objective", "run", "fields")  # arguments of `GRPOLoss` itself
+_OWN_ARGUMENTS = ("config", "objective", "run")  # of `GRPOLoss` itself, besides the fields
+_MODULES_CALL = [name for name in _CALL_ARGUMENTS if name not in _OWN_ARGUMENTS]
 
 
 @hints_names
@@ -393,8 +394,8 @@ class GRPOLoss(nn.Module):
         super().__init__()
         config = LossConfig() if config is None else config
         check_kind(config)
-        elsewhere = "an argument of the module's call"
-        check_names(fields, "a field of LossConfig", FIELDS, elsewhere, _CALL_ARGUMENTS)
+        own, elsewhere = (*FIELDS, *_OWN_ARGUMENTS), "an argument of the module's call"
+        check_names(fields, "an argument of GRPOLoss", own, elsewhere, _MODULES_CALL)
         self.config = replace(config, **fields)
         check_config(self.config)
         check_objective(self.config, objective)
@@ -430,9 +431,9 @@ class GRPOLoss(nn.Module):
         check_names(
             inputs,
             "an argument of the module's call",
-            _CALL_ARGUMENTS,
-            "a field, as in GRPOLoss(...)",
-            FIELDS,
+            _MODULES_CALL,
+            "an argument of GRPOLoss(...)",
+            (*_OWN_ARGUMENTS, *FIELDS),
         )
         own: Any = {"config": self.config, "objective": self.objective, "run": self.run}
         return grpo_loss(hidden, head, completion_ids, completion_mask, advantages, **own, **inputs)
@@ -443,7 +444,7 @@ class GRPOLoss(nn.Module):
         + [
             x
             for name, x in inspect.signature(grpo_loss).parameters.items()
-            if name not in _MODULE_ARGUMENTS
+            if name not in (*_OWN_ARGUMENTS, "fields")
         ],
         return_annotation="LossOutput",
     )

@@ -60,45 +60,101 @@ _SYNONYMS = {
     "softcap": "final_logit_softcapping", "logit_softcap": "final_logit_softcapping",
     "logit_softcapping": "final_logit_softcapping", "group_size": "num_generations",
     "n_generations": "num_generations", "labels": "completion_ids", "ids": "completion_ids",
-    "weight": "head", "lm_head": "head", "clip_eps": "epsilon",
-    "chunk_size": "workspace_bytes", "without_set": "on_missing_set", "per_token_logps": "logps",
+    "weight": "head", "lm_head": "head", "clip_eps": "epsilon", "targets": "completion_ids",
+    "target": "completion_ids", "input_ids": "completion_ids", "attention_mask": "completion_mask",
+    "chunk_size": "workspace_bytes run", "num_chunks": "workspace_bytes run",
+    "without_set": "on_missing_set", "per_token_logps": "logps", "kind": "divergence",
     "loss_fn": "objective", "engine": "run", "backend": "run", "workspace_bytes": "run",
-    "clip_range": "epsilon", "temp": "temperature", "memory": "workspace_bytes",
+    "clip_range": "epsilon", "temp": "temperature", "memory": "workspace_bytes run",
     "old_logp": "old_per_token_logps", "ref_logp": "ref_per_token_logps",
     "group_index": "group_ids", "normalize": "normalize_advantages scale_rewards", "epsilon": "eps",
-    "bias": "head", "ref_model": "reference ref_per_token_logps", "ref_hidden": "reference",
+    "bias": "head", "ref_model": "ref_per_token_logps reference teacher", "ref_hidden": "reference",
     "ref_weight": "reference", "ref_head": "reference", "return_entropy": "entropy",
     "penalty": "objective", "extra_loss": "objective", "response_mask": "completion_mask",
     "loss_mask": "completion_mask", "selected_token_ids": "completion_ids", "rkl": "reverse_kl",
-    "fkl": "forward_kl", "loss": "divergence",
+    "fkl": "forward_kl", "loss": "divergence", "rollout_is_weights": "importance_sampling_ratio",
     "causal_lm_logps": "completion_logprobs", "causal_lm_logprobs": "completion_logprobs",
     "causal_lm_logprob": "completion_logprobs",
     "alpha": "beta", "kl_type": "kl_estimator", "kl_loss_coef": "beta",
     "kl_loss_type": "kl_estimator", "use_kl_loss": "beta", "clip_ratio_c": "delta",
-    "ref_input": "reference", "final_logit_softcapping": "head", "logit_scale": "head",
-    "cliprange": "epsilon", "cliprange_low": "epsilon",
+    "ref_input": "reference", "cliprange": "epsilon", "cliprange_low": "epsilon",
     "cliprange_high": "epsilon_high", "loss_agg_mode": "loss_type", "rewards": "advantages",
+    # values of verl's loss_agg_mode
+    "token-mean": "bnpo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum": "luspo",
+    "seq-mean-token-sum-norm": "dr_grpo",
 }  # fmt: skip
 
+_OF_GROUPS = "it is an argument of grpo_kernels.advantages.group_advantages"
+_OF_HEAD = "it is an option of the head: Head(weight, {}=...)"
+_OF_MODELS = "it is an argument of grpo_kernels.transformers.causal_lm_loss"
+# what to do with a name that other calls or libraries have, if no argument here corresponds to it
+INSTEAD = {
+    "use_adaptive_entropy": "the trainer controls it: change the coefficient between steps, "
+    "replace(config, entropy_coef=...)",
+    "mask_truncated_completions": "set completion_mask to 0 in every completion without an end "
+    "token",
+    "cast_lm_head_to_fp32": "pass the weight in float32",
+    "router_aux_loss_coef": "pass it to causal_lm_loss",
+    "adv_estimator": "grpo_kernels.advantages has a function for each",
+    "num_iterations": "call the loss once per step, with the first step's logps as "
+    "old_per_token_logps",
+    "use_ref_model": "set beta above 0 and pass ref_per_token_logps",
+    "tis_imp_ratio_cap": "presets.TIS is that loss; its cap is vllm_importance_sampling_clip_max",
+    "loss_fn": "pass temperature=loss_fn.config.temperature",
+    "model": "for a whole model, grpo_kernels.transformers has causal_lm_loss, "
+    "completion_logprobs and causal_lm_divergence",
+    **dict.fromkeys(("scale_rewards", "num_generations", "group_ids"), _OF_GROUPS),
+    **dict.fromkeys(("layout", "zero_advantage"), _OF_MODELS),
+    **{
+        name: _OF_HEAD.format(name)
+        for name in (
+            *("final_logit_softcapping", "logit_scale", "logits_dtype"),
+            *("lora", "process_group", "vocab_size"),
+        )
+    },
+}
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Suggest the nearest of `names` as "; did you mean ...?", or "" if none is near."""
+
+def _nearest(name: str, names: Iterable[str]) -> list[str]:
+    """The names in `names` that `name` probably means."""
     candidates, plain = [*names], name.replace("log_prob", "logp").replace("logprob", "logp")
-    for synonym in (_SYNONYMS.get(name) or _SYNONYMS.get(plain, "")).split():
-        if synonym in candidates:
-            meant = f"run=Run({name}=...)" if synonym == "run" else synonym
-            return f"; did you mean {meant}?"
+    synonyms = (_SYNONYMS.get(name) or _SYNONYMS.get(plain, "")).split()
+    if same := [x for x in synonyms if x in candidates]:
+        return same[:1]
+    if name in INSTEAD:
+        return []
     name = plain
     parts = {*name.split("_")}
     # `longer`: old_per_token_logps for old_logps
     longer = [x for x in candidates if parts <= {*x.split("_")}]
     near = longer if len(parts) > 1 else []
-    alike = {x.lower(): x for x in candidates}
-    near = near or [alike[x] for x in difflib.get_close_matches(name.lower(), alike, n=1)]
+    alike = {x.lower(): x for x in candidates if x[:1].lower() == name[:1].lower()}
+    near = near or [alike[x] for x in difflib.get_close_matches(name.lower(), alike, 1, 0.7)]
     near = near or [x for x in candidates if x.endswith(f"_{name}")] or longer
-    *first, last = near or [""]
+    return near or [x for x in candidates if len(name) > 2 and x.startswith(name)]
+
+
+def did_you_mean(
+    name: str, names: Iterable[str], elsewhere: str = "", others: Iterable[str] = ()
+) -> str:
+    """Suggest the nearest of `names` as "; did you mean ...?", or say what to do instead.
+
+    "" if nothing is known. If the nearest name is one of `others`, the suggestion adds that it is
+    `elsewhere`.
+    """
+    near, of_others = _nearest(name, names), False
+    if not near:
+        near = _nearest(name, others)
+        of_others = bool(near)
+    if not near:
+        known = (x for x in (name, *_SYNONYMS.get(name, "").split()) if x in INSTEAD)
+        return next((f"; {INSTEAD[x]}" for x in known), "")
+    *first, last = near
+    if last == "run" != name:
+        option = name if name in ("engine", "backend") else "workspace_bytes"
+        last = f"run=Run({option}=...)"
     meant = f"{', '.join(first)} or {last}" if first else last
-    return f"; did you mean {meant}?" if near else ""
+    return f"; did you mean {meant}?{f' It is {elsewhere}' if of_others else ''}"
 
 
 def hints_names(function: F, name: str = "") -> F:
@@ -135,9 +191,9 @@ def hints_names(function: F, name: str = "") -> F:
             )
         absent = [x for x in needed if x not in options and x not in by_position[:count]]
         if absent:
-            meant = [x for x in unknown if did_you_mean(x, absent[:1])]
+            meant = [x for x in unknown if _nearest(x, absent[:1])]
             hint = f"; did you mean it by {meant[0]}?" if meant else ""
-            wrong = next((x for x in unknown if did_you_mean(x, needed)), None)
+            wrong = next((x for x in unknown if _nearest(x, needed)), None)
             if wrong and not hint:
                 hint = f", but {wrong}{did_you_mean(wrong, needed)}"
             hint = hint or f"; it requires {', '.join(needed)}"
@@ -215,8 +271,7 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
     if not isinstance(x, Tensor):
         hint = "; pass a tensor of it, such as its logps" if hasattr(x, "logps") else ""
         if name == "hidden" and isinstance(x, torch.nn.Module):
-            hint = "; for a whole model, grpo_kernels.transformers has causal_lm_loss, "
-            hint += "completion_logprobs and causal_lm_divergence"
+            hint = f"; {INSTEAD['model']}"
         if isinstance(x, list) and not any(isinstance(part, Tensor) for part in x):
             hint = "; pass torch.tensor(...)"
         if hasattr(x, "__array__"):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_origin,
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import (
+    INSTEAD,
     check_choice,
     check_number,
     did_you_mean,
@@ -49,19 +50,12 @@ def _at_least(lowest: float, highest: float = math.inf) -> dict[str, Any]:
     return {"range": (lowest, True, highest)}
 
 
-# name -> (the value that turns it off, what to do instead)
-REFUSED: dict[str, tuple[Any, str]] = {
-    "use_adaptive_entropy": (
-        False,
-        "the trainer controls it: change the coefficient between steps, replace(config, "
-        "entropy_coef=...)",
-    ),
-    "mask_truncated_completions": (
-        False,
-        "set completion_mask to 0 in every completion without an end token",
-    ),
-    "cast_lm_head_to_fp32": (False, "pass the weight in float32"),
-    "router_aux_loss_coef": (None, "pass it to causal_lm_loss"),
+# name -> the value that turns it off; INSTEAD says what to do instead
+REFUSED: dict[str, Any] = {
+    "use_adaptive_entropy": False,
+    "mask_truncated_completions": False,
+    "cast_lm_head_to_fp32": False,
+    "router_aux_loss_coef": None,
 }
 
 
@@ -288,13 +282,13 @@ class LossConfig:
                 f"args: expected a trl.GRPOConfig or an object like it, got {type(args).__name__}, "
                 f"for a trainer with another loss{hint}"
             )
-        for name, (neutral, instead) in REFUSED.items():
+        for name, neutral in REFUSED.items():
             value = getattr(args, name, neutral)
             if value != neutral:
                 raise ValueError(
                     f"{name}: expected {neutral}, since a LossConfig cannot hold it, got "
-                    f"{value!r}; {instead}, and turn it off in a copy: args = copy.copy(args); "
-                    f"args.{name} = {neutral}"
+                    f"{value!r}; {INSTEAD[name]}, and turn it off in a copy: args = "
+                    f"copy.copy(args); args.{name} = {neutral}"
                 )
         return config_of_trainer(args, **overrides)
 
@@ -379,7 +373,7 @@ def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
 
 def preset_hint(name: Any) -> str:
     """Hint at the preset of this `name`; "" if there is none."""
-    preset = str(name).upper().replace("-", "_")
+    preset = str(name).upper().replace("-", "_").removesuffix("_LOSS")
     if preset not in PRESETS:
         return ""
     if preset.lower() in get_args(LossTypeName):
@@ -447,11 +441,9 @@ def check_names(
     kind, _, owner = what.partition(" of ")
     for name in names:
         if name not in allowed:
-            hint = did_you_mean(name, allowed)
+            hint = did_you_mean(name, allowed, elsewhere, others)
             if name in others:
                 hint = f"; it is {elsewhere}"
-            elif not hint and (other := did_you_mean(name, others)):
-                hint = f"{other} It is {elsewhere}"
             raise TypeError(f"{name}: {owner} has no such {kind.split()[-1]}{hint}")
 
 

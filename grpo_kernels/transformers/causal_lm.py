@@ -142,9 +142,10 @@ def causal_lm_loss(
     if router_aux_loss_coef is not None:
         check_number("router_aux_loss_coef", router_aux_loss_coef)
     loss_inputs = {name: inputs.pop(name) for name in _LOSS_INPUTS & inputs.keys()}
-    _check_names(model, inputs, causal_lm_loss, _LOSS_INPUTS)
-    batch = Batch(input_ids, completion_mask)
     config = loss_fn.config
+    unread = {"ref_per_token_logps" if config.kl_estimator == "full" else "reference"}
+    _check_names(model, inputs, causal_lm_loss, _LOSS_INPUTS, unread)
+    batch = Batch(input_ids, completion_mask)
     if config.needs_reference_head and reference is None:
         raise ValueError(
             "reference: expected the reference model, since kl_estimator = 'full' and beta = "
@@ -567,12 +568,14 @@ def _check_names(
     given: Collection[str],
     call: Callable[..., Any],
     of_loss: Collection[str] = (),
+    unread: Collection[str] = (),
 ) -> None:
     """Raise TypeError for an argument name in `given` that neither model nor loss reads.
 
     transformers' forwards silently ignore unknown names in their ``**kwargs``. This check accepts
     the parameters of the forwards of wrappers, model and body, and `_DOCUMENTED`. The error
-    suggests similar names, including those of `call` and `of_loss`.
+    suggests similar names: first those of `call` and `of_loss` that are not `unread`, then the
+    model's. If there is none, it lists the options of `call`.
     """
     if not given:
         return
@@ -596,9 +599,14 @@ def _check_names(
                 f"loss, GRPOLoss({name}=...)"
             )
         if name not in known:
-            hint = did_you_mean(name, sorted({*known, *of_loss, *_named(call)}))
-            either = f"neither {kind} nor the loss has such an input"
-            raise TypeError(f"{name}: {either if of_loss else f'{kind} has no such input'}{hint}")
+            parameters = signature(call).parameters.values()
+            own = [x.name for x in parameters if x.kind is x.KEYWORD_ONLY]
+            first = [*own, *sorted({*of_loss, *_named(call)} - {*own})]
+            hint = did_you_mean(name, [x for x in first if x not in unread], "", sorted(known))
+            hint = hint or f"; it has {', '.join(own)}"
+            of_model = f"{kind} and the loss" if of_loss else kind
+            missing = f"{call.__name__} has no such argument, and {of_model} no such input"
+            raise TypeError(f"{name}: {missing}{hint}")
 
 
 def _named(function: Callable[..., Any]) -> set[str]:

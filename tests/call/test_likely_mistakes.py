@@ -68,7 +68,23 @@ def given_loss(**changes: Any) -> Any:
 HINT, RATIO = AttributeError, "importance_sampling_ratio"
 SWAPPED = "completion_ids, completion_mask: ... swapped?"
 LONGER, A_ROW = torch.ones(40, 4), "expected a row for each of the 40 of weight, got shape "
-# an ellipsis stands for anything
+OF_HEAD = "an option of the head: Head(weight, final_logit_softcapping=...)"
+# what is no argument of GRPOLoss -> how its error ends
+ELSEWHERE = {
+    "penalty": "no such argument; did you mean objective?$",
+    "engine": "did you mean run=Run(engine=...)?$",
+    "chunk_size": "did you mean run=Run(workspace_bytes=...)?$",
+    "compiled": "no such argument$",
+    "model": "causal_lm_loss",
+    "adv_estimator": "grpo_kernels.advantages has a function for each$",
+    "final_logit_softcapping": OF_HEAD,
+    "num_iterations": "call the loss once per step",
+    "mask_truncated_completions": "set completion_mask to 0",
+    "use_ref_model": "set beta above 0 and pass ref_per_token_logps$",
+    "tis_imp_ratio_cap": "presets.TIS is that loss",
+    "rollout_is_weights": "importance_sampling_ratio? It is an argument of the module's call$",
+}
+# an ellipsis stands for anything, a dollar at the end for the end
 GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: GRPOLoss(presets.DR_GRPO), ValueError, "max_completion_length: ..., got None"),
     (lambda: loss(advantages=torch.tensor([1.0, torch.nan])), ValueError,
@@ -140,7 +156,24 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: GRPOLoss(num_items_in_batch=3), TypeError,
      "num_items_in_batch: ...; it is an argument of the module's call"),
     (lambda: GRPOLoss()(head=WEIGHT, **BATCH, beta=0.1), TypeError,
-     "beta: ...; it is a field, as in GRPOLoss"),
+     "beta: ...; it is an argument of GRPOLoss(...)"),
+    *((lambda name=name: GRPOLoss()(head=WEIGHT, **BATCH, **{name: None}), TypeError,
+       f"{name}: the module's call has no such argument; it is an argument of GRPOLoss")
+      for name in ("config", "objective", "run")),
+    *((lambda name=name: GRPOLoss(**{name: 1}), TypeError, f"{name}: GRPOLoss ...{hint}")
+      for name, hint in ELSEWHERE.items()),
+    *((lambda call=call: call(scale_rewards=1, num_generations=1), TypeError,
+       "scale_rewards: ...; it is an argument of grpo_kernels.advantages.group_advantages")
+      for call in (loss, given_loss)),
+    *((lambda name=name: scores(**{name: 1}), TypeError, f"{name}: linear_logprob ...{hint}")
+      for name, hint in (("targets", "did you mean completion_ids?"), ("softcap", OF_HEAD))),
+    (lambda: grpo_loss(HIDDEN, WEIGHT, input_ids=IDS), TypeError, "... did you mean it by input"),
+    (lambda: GRPOLoss(loss_type="seq-mean-token-mean"), ValueError, "...; did you mean grpo?"),
+    (lambda: GRPOLoss(importance_sampling_level="seq"), ValueError, "...; did you mean sequence?"),
+    (lambda: grpo_kernels.gspo_loss, HINT, "...presets.GSPO is that loss"),
+    (lambda: grpo_kernels.causal_lm_logprobs, HINT, "...; did you mean completion_logprobs?"),
+    (lambda: linear_divergence(HIDDEN, WEIGHT, HEAD), TypeError,  # type: ignore[arg-type]
+     "teacher: ..., got Linear; for a whole model, call causal_lm_divergence(student, teacher"),
     (lambda: group_advantages(torch.ones(4), torch.zeros(4)),  # type: ignore
      TypeError, "num_generations: expected an int, got Tensor; pass group ids as group_ids="),
     (lambda: grpo_kernels.GrpoLoss, HINT, "... did you mean GRPOLoss"),
@@ -231,8 +264,8 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("call", "error", "message"), GUESSES, ids=[x[2][:20] for x in GUESSES])
 def test_a_wrong_guess_is_told_what_to_write(call, error, message):
-    parts = [re.escape(part) for part in message.split("...")]
-    with pytest.raises(error, match=f"^{'.*'.join(parts)}"):
+    parts = [re.escape(part) for part in message.removesuffix("$").split("...")]
+    with pytest.raises(error, match=f"^{'.*'.join(parts)}{'$' * message.endswith('$')}"):
         call()
 
 

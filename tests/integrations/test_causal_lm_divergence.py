@@ -152,6 +152,8 @@ def test_mistakes() -> None:
     for wrong, kind, message in (
         ({"divergence": "kl"}, ValueError, "divergence: expected one of reverse_kl"),
         ({"temprature": 2.0}, TypeError, "temprature: .*did you mean temperature"),
+        ({"kind": "jsd"}, TypeError, r"kind: .* no such argument.*; did you mean divergence\?"),
+        ({"loss_fn": GRPOLoss()}, TypeError, "loss_fn: .*; pass temperature=loss_fn.config.temp"),
         ({"beta": 0.5}, ValueError, "beta: expected None with divergence = 'reverse_kl'"),
     ):
         with pytest.raises(kind, match=f"^{message}"):

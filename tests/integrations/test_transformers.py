@@ -389,7 +389,7 @@ def test_names_of_wrappers_bodies_and_of_all_models_are_known() -> None:
     names = {"weigh": 2.0, "output_attentions": False, "position_ids": None}
     names |= {"use_cache": False, "return_dict": True}
     torch.testing.assert_close(completion_logprobs(Weighs(model), *batch, **names).logps, want)
-    with pytest.raises(TypeError, match="weigh: GraniteMoeForCausalLM has no such input"):
+    with pytest.raises(TypeError, match=r"weigh: .* GraniteMoeForCausalLM no such input"):
         completion_logprobs(model, *batch, weigh=2.0)
     adapted = peft_model(tiny.text_model("llama"), target_modules=["q_proj"])
     mixture = {"adapter_names": ["default", "__base__", "default"]}
