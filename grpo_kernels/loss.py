@@ -40,7 +40,9 @@ and b of each chunk, and once more at the end for its value. Rows that certainly
 (`RowLoss.live`), such as rows with A = 0 without a KL term and an entropy bonus, run through a
 separate loop without gradients.
 
-Other engines compute the gradient later, or without a and b:
+Other engines compute the gradient later, or without a and b. A loss takes two passes if a token's a
+and b depend on other tokens (`PolicyLoss.known`): ratios shared by a sequence, such as GSPO's, with
+old log-probabilities, and masks that compare tokens, such as the top-entropy mask.
 
 ======== =============================== ============================= =========================
 engine   in the loop                     after it, in `grpo_loss`      in the backward
@@ -84,6 +86,7 @@ from grpo_kernels.base.checks import (
     warn_once,
 )
 from grpo_kernels.base.choices import OnMissingSet
+from grpo_kernels.base.tensors import accumulator_of
 from grpo_kernels.engine.autograd import LossWithGradient, first_order, for_reading
 from grpo_kernels.engine.kept import score_kept
 from grpo_kernels.engine.passes import FirstPass, first_pass, scale_frozen_
@@ -97,7 +100,6 @@ from grpo_kernels.engine.plan import (
     plan,
 )
 from grpo_kernels.engine.topk import TopKLogps, check_topk
-from grpo_kernels.engine.workspace import accumulator_of
 from grpo_kernels.head import (
     HeadLike,
     HeadTensors,
@@ -726,7 +728,7 @@ def _loss_over_sets(
     )  # fmt: skip
     config, items = arguments["config"], arguments["num_items_in_batch"]
     logps, entropies = scores.logps, scores.entropies
-    out = _loss_of_logps(config, row_loss, tokens, logps, entropies, items, job.engine)
+    out = _loss_of_logps(config, row_loss, tokens, logps, entropies, items, "kept_sets")
     return replace(out, metrics=out.metrics.joined(metrics))
 
 

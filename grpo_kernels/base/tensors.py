@@ -19,6 +19,11 @@ R = TypeVar("R")
 MOST = 2**24
 
 
+def accumulator_of(operand_dtype: torch.dtype) -> torch.dtype:
+    """Dtype of logits, statistics, and gradients before their one rounding."""
+    return torch.float64 if operand_dtype == torch.float64 else torch.float32
+
+
 def map_tensors(change: Callable[[Tensor], Any], x: Any) -> Any:
     """Copy the record `x`, applying `change` to each tensor in it, in the order of the fields."""
     if x is None or isinstance(x, (bool, int, float, str)):

@@ -99,7 +99,7 @@ def estimate(size: Size) -> list[Need]:
         head = HeadTensors(new(size.rows, size.hidden), new(size.vocab, size.hidden))
         indices = new(n, dtype=torch.int64)
         workspace = size.workspace_bytes or default_workspace(head.weight, wants)
-        job = Job(Rows(indices, indices), wants, CppRows(), size.dtype, workspace)
+        job = Job(Rows(indices, indices), wants, size.dtype, workspace, CppRows())
         # What a step needs besides the sums: `scored` for scores, `graded` for gradients by rows,
         # `slices` for gradients by slices of the vocabulary.
         scored = planned_bytes(job, head, None, None)

@@ -21,14 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.interface import Chunk, Coefficients, LogitTransform, RowStats
-from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.checks import HIGHEST_LOGP
 from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.base.tensors import scatter, take
 from grpo_kernels.engine.autograd import first_order, run_scores
-from grpo_kernels.engine.plan import Job, RowLoss, Run, choose_engine, in_range
+from grpo_kernels.engine.plan import Job, RowLoss, Run, with_engine
 from grpo_kernels.head import HeadTensors
 from grpo_kernels.kept_ids import KeptIds
 from grpo_kernels.results import Scores
@@ -43,7 +41,6 @@ Span = tuple[slice, int, int]
 # repeats the row's first id; (r, w) logits, -inf in the padding; (r,) column of the sampled id, -1
 # if another rank has it.
 _Block = tuple[Tensor, Tensor, Tensor]
-_ROWS = TorchRows()  # sets are short, so row work costs little compared with gathering
 
 
 class Survey(NamedTuple):
@@ -105,7 +102,7 @@ def score_kept(
     """Score rows over their sets, and rows without a set over the whole vocabulary.
 
     Args:
-        job: planned for the torch backend, without a check that its ids are in range.
+        job: planned without an engine, and without a check that its ids are in range.
         row_loss_at: function from positions (m,) that are scored over the whole vocabulary to
             their objective.
         entropy: True for the sets, "full" for the whole vocabulary, False for none.
@@ -122,19 +119,11 @@ def score_kept(
     planned, any_without = plan_sets(over_sets, tensors, kept_ids, survey)
     whole_vocab, in_full, shape = None, entropy == "full", ids.shape
     if any_without or in_full:
-        vocab = rows_here if job.shard is None else job.shard.vocab
         rows = job.rows if in_full else take(job.rows, survey.without.nonzero()[:, 0])
-        rows = in_range(rows, ("completion_ids", ""), vocab, job.shard_start)
         row_loss = row_loss_at(rows.positions)
-        whole_vocab = replace(
-            job,
-            rows=rows,
-            backend=choose_backend(run.backend, ids.device, job.operand_dtype)[0],
-            engine=choose_engine(
-                run.engine, row_loss, rows, job.needs_grad, job.memory, has_reference=False
-            ),
-            entropy=bool(entropy),
-        )
+        whole_vocab = replace(job, rows=rows, entropy=bool(entropy))
+        names = ("completion_ids", "")
+        whole_vocab = with_engine(whole_vocab, run, row_loss, rows_here, names)
     logps, entropies = KeptSetLogprob.apply(planned, *tensors)
     logps, entropies = logps.view(shape), None if entropies is None else entropies.view(shape)
     if whole_vocab is not None:
@@ -304,7 +293,7 @@ class KeptSetLogprob(torch.autograd.Function):
                 kept, target = _in_order(planned, at, span, tensors.weight.shape[0])
                 logits = _logits(factors, tensors, planned, at, kept)
                 chunk = Chunk(logits, target.clamp(min=0), planned.transform(at))
-                of_block = _ROWS.stats(chunk, entropy=planned.job.entropy)
+                of_block = planned.job.backend.stats(chunk, entropy=planned.job.entropy)
                 for x, part in zip(_numbers(stats), _numbers(of_block), strict=True):
                     if x is not None and part is not None:
                         x[at] = part
@@ -403,7 +392,7 @@ def _logits(
         for columns in factor.pieces(*kept.shape):
             z[:, columns] += torch.bmm(factor.of(kept[:, columns]), states[:, :, None])[..., 0]
     bias = None if tensors.bias is None else tensors.bias.detach()[kept].to(z.dtype)
-    _ROWS.prepare_(z, replace(planned.transform(at), bias=bias))
+    planned.job.backend.prepare_(z, replace(planned.transform(at), bias=bias))
     return z.masked_fill_(_padding(kept), -torch.inf)
 
 
@@ -424,7 +413,7 @@ def _d_logits(
     )
     d_logp = torch.zeros_like(stats.logps) if d_logp is None else d_logp
     chunk = Chunk(logits, target, planned.transform(at))
-    _ROWS.grad(chunk, stats, Coefficients(d_logp, d_entropy), logits)
+    planned.job.backend.grad(chunk, stats, Coefficients(d_logp, d_entropy), logits)
     return logits.masked_fill_(_padding(kept), 0.0)
 
 

@@ -21,8 +21,6 @@ from grpo_kernels.engine.sweep import (
     RowWork,
     fused_work,
     gradient_work,
-    indices_of,
-    indices_of_false,
     stats_work,
     sweep,
 )
@@ -68,7 +66,7 @@ def first_pass(
             return FirstPass(sweep(job, tensors, reference, stats_work(job))[0])
         n, live = len(job.rows), row_loss.live
         every = torch.arange(n, device=job.rows.positions.device)
-        live_rows = every if live is None else indices_of(live)
+        live_rows = every if live is None else _indices_of(live)
         # an empty batch needs no kernel: its loss is 0
         fuses = n > 0 and job.when == "now" and job.fuses
         fused_loss = row_loss.fused_loss() if fuses else None
@@ -95,7 +93,7 @@ def first_pass(
 
         if is_part:  # the rows without
             assert live is not None
-            others = indices_of_false(live, n - live_rows.shape[0])
+            others = _indices_of_false(live, n - live_rows.shape[0])
             part = job.at(others)
             work = _value_work(part, take(fused_loss, others))
             parts = [stats] if len(live_rows) else []
@@ -159,9 +157,21 @@ def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
     nonzero = [None if x is None else is_nonzero(x) for x in coefficients]
     present = [x for x in nonzero if x is not None]
     if len(present) == 1 or device_of(present[0].device).is_capturing():
-        return indices_of(present[0]), coefficients
+        return _indices_of(present[0]), coefficients
     any_nonzero = torch.stack(present).any(dim=0)
     count, *counts = torch.stack([any_nonzero.sum(), *(x.sum() for x in present)]).tolist()
     next_count = iter(counts)
     kept = (x if x is not None and next(next_count) else None for x in coefficients)
-    return indices_of_false(~any_nonzero, count), Coefficients(*kept)
+    return _indices_of_false(~any_nonzero, count), Coefficients(*kept)
+
+
+def _indices_of(chosen: Tensor) -> Tensor:
+    """The indices where `chosen` (n,) is True; in a CUDA graph, all n. Waits for the device."""
+    if device_of(chosen.device).is_capturing():
+        return torch.arange(chosen.shape[0], device=chosen.device)
+    return chosen.nonzero()[:, 0]
+
+
+def _indices_of_false(x: Tensor, count: int) -> Tensor:
+    """The indices where `x` (n,) is False. Does not wait, since you pass their `count`."""
+    return x.to(torch.uint8).argsort(stable=True)[:count]

@@ -42,6 +42,7 @@ from grpo_kernels.backends.interface import (
     RowBackend,
     RowStats,
 )
+from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.checks import (
     check_budget,
     check_choice,
@@ -51,14 +52,13 @@ from grpo_kernels.base.checks import (
     warn_once,
 )
 from grpo_kernels.base.choices import BackendName, EngineName, choices
-from grpo_kernels.base.tensors import map_tensors, take
+from grpo_kernels.base.tensors import accumulator_of, map_tensors, take
 from grpo_kernels.engine.gemm import Products
 from grpo_kernels.engine.ranks import Ranks, Shard, widest_part
 from grpo_kernels.engine.topk import TopKLogps, TopKTeacher
 from grpo_kernels.engine.workspace import (
     AMPLE,
     Memory,
-    accumulator_of,
     converted_dtype,
     default_workspace,
     device_of,
@@ -74,7 +74,7 @@ from grpo_kernels.head import (
     tensors_of,
 )
 
-_AS_IT_IS, _NONE = LogitTransform(), Coefficients()
+_AS_IT_IS, _NONE, _TORCH = LogitTransform(), Coefficients(), TorchRows()
 # bytes of the weight to convert at a time; less only if the budget is small
 SLICE_BYTES = 32 * 2**20
 Gather = Callable[[], AbstractContextManager[Any]]
@@ -208,6 +208,8 @@ class Job:
         rows: n rows; all results are 0 at all other positions.
         needs_grad: which of the head's tensors need a gradient.
         operand_dtype: dtype of the products' operands.
+        backend: does the row work. Over kept sets that is torch: sets are short, so it costs little
+            compared with gathering.
         transform: from raw to scaled logits, without bias and temperature.
         reference_dtype: dtype of the operands of the second head's products; None without one.
         jsd_beta: the divergence from the second head, see `backends.interface.ReferenceLogits`.
@@ -218,9 +220,9 @@ class Job:
 
     rows: Rows
     needs_grad: HeadTensors
-    backend: RowBackend
     operand_dtype: torch.dtype
     workspace_bytes: int
+    backend: RowBackend = _TORCH
     transform: LogitTransform = _AS_IT_IS
     reference_dtype: torch.dtype | None = None
     reference_transform: LogitTransform = _AS_IT_IS
@@ -385,13 +387,11 @@ def plan(
     """Plan a call with checked heads; return the job and the tensors of both heads.
 
     Args:
-        rows: rows with ids of the whole vocabulary. `plan` checks their range; errors use the
-            argument names `names`.
+        rows: rows with ids of the whole vocabulary. Errors use the argument names `names`.
         memory: from `dtype_and_memory`.
         ranks: the ranks of a sharded head, which compare their calls here.
-        row_loss: the gradient that the engine must give. None, for kept sets: torch does the row
-            work, no engine is chosen, and ids are neither checked nor counted from this rank's
-            first row.
+        row_loss: the gradient that the engine must give. None, for kept sets: no engine is chosen,
+            and ids are neither checked nor counted from this rank's first row.
         prefix: first part of the names of the second head's tensors in errors.
         jsd_beta, entropy, extras: as in `Job`.
     """
@@ -405,9 +405,7 @@ def plan(
         name = f"{prefix}head.weight"
         _warn_if_promoted(f"{prefix}hidden", states, name, other.weight, reference_dtype)
         reference_transform = _transform(other, reference_dtype)
-    backend = choose_backend("torch" if row_loss is None else run.backend, hidden.device, dtype)[0]
-
-    shard, vocab = None, head.weight.shape[0]
+    shard = None
     if ranks is not None:
         values = {
             **_compared(hidden, head, reference, rows, run),
@@ -415,31 +413,17 @@ def plan(
             "dtype of the products": [dtype, reference_dtype],
             "backend that serves": choose_backend(run.backend, hidden.device, dtype)[0].name,
         }
-        of_ranks = ranks.compare(values, {"rows of weight": vocab, **memory._asdict()})
-        sizes = _sizes(head.vocab_size, of_ranks["rows of weight"])
-        rank = torch.distributed.get_rank(ranks.group)
-        head, reference = first_ids(head, reference, sizes[rank], prefix)
-        tight, converts = any(of_ranks["tight"]), all(of_ranks["converts"])
-        memory, vocab = Memory(tight, converts, min(of_ranks["workspace"])), sum(sizes)
-        if len(sizes) > 1:
-            shard = Shard(ranks.group, rank, tuple(sizes))
+        shard, memory = _agreed(ranks, values, head, memory)
+        head, reference = first_ids(head, reference, shard.sizes[shard.rank], prefix)
+        if len(shard.sizes) == 1:
+            shard = None
     workspace_bytes = run.workspace_bytes
     if workspace_bytes is None:
-        widest = head.weight if shard is None else widest_part(head.weight, shard)
-        workspace_bytes = default_workspace(
-            widest, needs_grad, memory, heads=1 if reference is None else 2
-        )
-    engine = "kept_sets"  # its own loop, not one of `ENGINES`
-    if row_loss is not None:
-        rows = in_range(rows, names, vocab, 0 if shard is None else shard.start)
-        has_reference = reference is not None
-        engine = choose_engine(
-            run.engine, row_loss, rows, needs_grad, memory, has_reference=has_reference
-        )
+        widest, heads = widest_part(head.weight, shard), 1 if reference is None else 2
+        workspace_bytes = default_workspace(widest, needs_grad, memory, heads=heads)
     job = Job(
         rows=rows,
         needs_grad=needs_grad,
-        backend=backend,
         operand_dtype=dtype,
         workspace_bytes=workspace_bytes,
         transform=_transform(head, dtype),
@@ -450,42 +434,60 @@ def plan(
         shard=shard,
         entropy=entropy,
         extras=extras,
-        engine=engine,
         gather=run.gather or nullcontext,
     )
+    if row_loss is not None:
+        job = with_engine(job, run, row_loss, head.weight.shape[0], names)
     tensors, reference_tensors = tensors_of(hidden, head, rows.positions), None
     if reference is not None:
         reference_tensors = tensors_of(*reference, rows.positions).map(Tensor.detach)
     return job, tensors, reference_tensors
 
 
-def choose_engine(
-    name: str,
-    row_loss: RowLoss,
-    rows: Rows,
-    needs_grad: HeadTensors,
-    memory: Memory,
-    *,
-    has_reference: bool,
-) -> str:
+def _agreed(
+    ranks: Ranks, values: Mapping[str, Any], head: Head, memory: Memory
+) -> tuple[Shard, Memory]:
+    """Compare the ranks' calls; return this rank's shard, and the memory that all ranks have."""
+    of_ranks = ranks.compare(values, {"rows of weight": head.weight.shape[0], **memory._asdict()})
+    sizes = _sizes(head.vocab_size, of_ranks["rows of weight"])
+    tight, converts = any(of_ranks["tight"]), all(of_ranks["converts"])
+    shard = Shard(ranks.group, torch.distributed.get_rank(ranks.group), tuple(sizes))
+    return shard, Memory(tight, converts, min(of_ranks["workspace"]))
+
+
+def with_engine(
+    job: Job, run: Run, row_loss: RowLoss, rows_here: int, names: tuple[str, str]
+) -> Job:
+    """Check the ids of `job`, and choose its backend and the engine for `row_loss`.
+
+    `rows_here` is the number of ids in this rank's part of the head.
+    """
+    vocab = rows_here if job.shard is None else job.shard.vocab
+    rows = in_range(job.rows, names, vocab, job.shard_start)
+    backend = choose_backend(run.backend, rows.ids.device, job.operand_dtype)[0]
+    job = replace(job, rows=rows, backend=backend)
+    return replace(job, engine=choose_engine(run.engine, row_loss, job))
+
+
+def choose_engine(name: str, row_loss: RowLoss, job: Job) -> str:
     """Choose the cheapest engine that gives the exact gradient, or the engine `name`.
 
     Raises:
         ValueError: the engine `name` cannot give this gradient.
     """
     known = row_loss.known
-    if row_loss.is_expected and device_of(rows.positions.device).is_capturing():
+    if row_loss.is_expected and device_of(job.rows.positions.device).is_capturing():
         known = "all_rows"  # in a CUDA graph, the comparison may not wait for the device
-    head_trains, no_gradient = any(needs_grad[1:]), not any(needs_grad)
-    if name == "auto" and memory.tight and head_trains:
+    head_trains, no_gradient = any(job.needs_grad[1:]), not any(job.needs_grad)
+    if name == "auto" and job.memory.tight and head_trains:
         return "lean"
     serves: dict[str, Callable[[], bool]] = {
         "score": lambda: no_gradient,
         "frozen": lambda: (
             not head_trains
-            and not isinstance(rows.topk, TopKLogps)
+            and not isinstance(job.rows.topk, TopKLogps)
             # without a gradient, this does not evaluate a user's function
-            and ((no_gradient and not has_reference) or row_loss.one_coefficient)
+            and ((no_gradient and job.reference_dtype is None) or row_loss.one_coefficient)
         ),
         "one_pass": lambda: known == "own_row",
         "two_pass": lambda: True,

@@ -18,7 +18,14 @@ from grpo_kernels.backends.interface import Coefficients, RowStats
 from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.gemm import Products
 from grpo_kernels.engine.plan import Job, Rows
-from grpo_kernels.engine.sweep import Projection, row_bias, write_gradient
+from grpo_kernels.engine.sweep import (
+    Index,
+    Projection,
+    new_sums,
+    padded_index,
+    row_bias,
+    write_gradient,
+)
 from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import HeadTensors
 
@@ -39,7 +46,7 @@ def sweep_slices(
     It equals the gradient of `sweep`, but d weight and d lora_b have the dtype of the weight and of
     lora_b, rounded once.
     """
-    rows, needs_grad, dtype = job.rows, job.needs_grad, job.accumulator_dtype
+    rows, dtype = job.rows, job.accumulator_dtype
     bias = row_bias(tensors.bias, slice(None), dtype)
     transform = replace(job.transform, inv_temperature=rows.inv_temperature, bias=bias)
     # one factor for all rows and slices, since the gradients are summed over both
@@ -53,15 +60,7 @@ def sweep_slices(
         for place, count, index in _blocks(rows, rows_at_once)
     ]
     m = blocks[-1][0].stop if blocks else 0
-    # the first block, or slice, overwrites
-    new = tensors.hidden.new_empty if blocks else tensors.hidden.new_zeros
-    d_rows: list[Tensor | None] = []  # per factor: (m, K)
-    d_matrices: list[Tensor | None] = []  # (V, K), in their own dtype
-    pairs = zip(tensors.factors(), needs_grad.factors(), strict=False)
-    for (x, matrix), (needs_rows, needs_matrix) in pairs:
-        d_rows.append(new(m, x.shape[1], dtype=dtype) if needs_rows else None)
-        d_matrices.append(new(matrix.shape, dtype=matrix.dtype) if needs_matrix else None)
-    d_bias = tensors.hidden.new_zeros(vocab, dtype=dtype) if needs_grad.bias else None
+    d_rows, d_matrices, d_bias = new_sums(tensors, job.needs_grad, m, dtype, rounds=True)
 
     def add_block(
         projection: Projection,
@@ -118,11 +117,11 @@ def sweep_slices(
     return HeadTensors.of_factors(d_rows, d_matrices, d_bias)
 
 
-def _blocks(rows: Rows, most: int) -> Iterator[tuple[slice, int, Tensor]]:
+def _blocks(rows: Rows, most: int) -> Iterator[tuple[slice, int, Index]]:
     """Yield blocks of about equal size, at most `most` rows; all but the last are whole tiles.
 
     A block is a slice of all rows, including the last block's padding; the number of its rows
-    without padding; and the index of its rows. Padding repeats the block's first row.
+    without padding; and the index of its rows.
     """
     n, device = len(rows), device_of(rows.positions.device)
     tile = device.fewest_rows
@@ -130,8 +129,7 @@ def _blocks(rows: Rows, most: int) -> Iterator[tuple[slice, int, Tensor]]:
     for start in range(0, n, max(1, step)):
         count = min(step, n - start)
         m = device.padded_rows(count)
-        index = torch.arange(start, start + m, device=rows.positions.device)
-        index[count:] = start
+        index = padded_index(start, count, m, rows.positions.device)
         yield slice(start, start + m), count, index
 
 

@@ -147,7 +147,7 @@ def sweep(
         logits, reference_logits = projection.new_logits(most)
         d_logits = logits if projection.in_place else None
         for group in groups:
-            index = _index(group, rows)
+            index = padded_index(group.start, group.n, group.padded_rows, rows.positions.device)
             operands = projection.operands(_positions(rows, index, tensors.hidden.shape[0]))
             fp16_scale = None
             for span in group.chunks:  # a slice of the group's rows
@@ -181,18 +181,6 @@ def _no_stats(job: Job, like: Tensor) -> RowStats:
         extras[STUDENT_MASS] = none
     divergence = DivergenceStats(*[none] * 4) if job.result_is_divergence else None
     return RowStats(none, none, none, none if job.entropy else None, extras, {}, divergence)
-
-
-def indices_of(chosen: Tensor) -> Tensor:
-    """The indices where `chosen` (n,) is True; in a CUDA graph, all n. Waits for the device."""
-    if device_of(chosen.device).is_capturing():
-        return torch.arange(chosen.shape[0], device=chosen.device)
-    return chosen.nonzero()[:, 0]
-
-
-def indices_of_false(x: Tensor, count: int) -> Tensor:
-    """The indices where `x` (n,) is False. Does not wait, since you pass their `count`."""
-    return x.to(torch.uint8).argsort(stable=True)[:count]
 
 
 def plan_groups(
@@ -258,12 +246,12 @@ def _costs(
     }
 
 
-def _index(group: Group, rows: Rows) -> Index:
-    """Index of a group's rows among all rows. Padding repeats the group's first row."""
-    if group.n == group.padded_rows:
-        return slice(group.start, group.stop)
-    index = torch.arange(group.start, group.start + group.padded_rows, device=rows.positions.device)
-    index[group.n :] = group.start
+def padded_index(start: int, n: int, padded: int, device: torch.device) -> Index:
+    """Index of `n` rows from `start` on, and of padding, which repeats the first of them."""
+    if n == padded:
+        return slice(start, start + n)
+    index = torch.arange(start, start + padded, device=device)
+    index[n:] = start
     return index
 
 
@@ -370,6 +358,32 @@ def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor 
     return None if bias is None else bias[columns].detach().to(dtype).contiguous()
 
 
+def new_sums(
+    tensors: HeadTensors,
+    wanted: HeadTensors,
+    rows: int,
+    dtype: torch.dtype,
+    *,
+    rounds: bool = False,
+) -> tuple[list[Tensor | None], list[Tensor | None], Tensor | None]:
+    """Memory for the gradients that are `wanted`: per factor (rows, K) and (V, K), and (V,).
+
+    The first product overwrites that of the factors, unless there are no rows. With `rounds`, the
+    matrices have their own dtype instead of `dtype`.
+    """
+    like = tensors.hidden
+    new = like.new_empty if rows else like.new_zeros
+    d_rows: list[Tensor | None] = []
+    d_matrices: list[Tensor | None] = []
+    pairs = zip(tensors.factors(), wanted.factors(), strict=True)
+    for (x, matrix), (needs_rows, needs_matrix) in pairs:
+        d_rows.append(like.new_empty(rows, x.shape[1], dtype=dtype) if needs_rows else None)
+        own = matrix.dtype if rounds else dtype
+        d_matrices.append(new(matrix.shape, dtype=own) if needs_matrix else None)
+    bias = like.new_zeros(tensors.weight.shape[0], dtype=dtype) if wanted.bias else None
+    return d_rows, d_matrices, bias
+
+
 class _Sums:
     """The gradients of the head's tensors, summed over the groups."""
 
@@ -387,16 +401,9 @@ class _Sums:
 
     def _allocate(self) -> None:
         # called only when the first group's d logits are being computed
-        new, dtype, needs_grad = self._tensors.hidden, self._job.accumulator_dtype, self._needs_grad
-        # the first group's product writes the matrices; without a group they are 0
-        new_matrix = new.new_empty if len(self._job.rows) > 0 else new.new_zeros
-        pairs = zip(self._tensors.factors(), needs_grad.factors(), strict=True)
-        for (x, matrix), (needs_rows, needs_matrix) in pairs:
-            rows = new.new_empty(self._padded, x.shape[1], dtype=dtype) if needs_rows else None
-            self._d_rows.append(rows)
-            self._d_matrices.append(new_matrix(matrix.shape, dtype=dtype) if needs_matrix else None)
-        if needs_grad.bias:
-            self._bias = new.new_zeros(self._tensors.weight.shape[0], dtype=dtype)
+        self._d_rows, self._d_matrices, self._bias = new_sums(
+            self._tensors, self._needs_grad, self._padded, self._job.accumulator_dtype
+        )
 
     def add(
         self,

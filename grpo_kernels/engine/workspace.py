@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_kernels.base.tensors import accumulator_of
 from grpo_kernels.head import HeadTensors
 
 MIB = 2**20
@@ -141,11 +142,6 @@ def device_of(device: torch.device) -> Device:
     if device.type == "cuda" and torch.version.hip is not None:
         return ROCM
     return _KINDS.get(device.type, CPU)
-
-
-def accumulator_of(operand_dtype: torch.dtype) -> torch.dtype:
-    """Dtype of logits, statistics, and gradients before their one rounding."""
-    return torch.float64 if operand_dtype == torch.float64 else torch.float32
 
 
 def converted_dtype(weight: Tensor, operand_dtype: torch.dtype) -> torch.dtype | None:

@@ -30,6 +30,7 @@ from grpo_kernels.backends.interface import (
     warn_of_torch,
 )
 from grpo_kernels.base.choices import EXTRAS
+from grpo_kernels.base.tensors import accumulator_of
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
@@ -136,8 +137,7 @@ class CppRows(FusedRowBackend):
 
 def _columns(logits: Tensor) -> Callable[..., Tensor]:
     """Make uninitialized tensors (n,), in the accumulator's dtype unless the call names another."""
-    accumulator = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return partial(logits.new_empty, len(logits), dtype=accumulator)
+    return partial(logits.new_empty, len(logits), dtype=accumulator_of(logits.dtype))
 
 
 def _rows(chunk: Chunk) -> tuple[Any, ...]:
