@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark.expression import Expression
 
 from benchmarks import gpu
 from benchmarks.machine import ROOT
@@ -32,9 +32,7 @@ CASES = ("main", "frozen", "score", "fp32 weight, autocast", "Gemma-2-2B")
 
 @pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
-    """Every step and every section; ours is right in a case of each kind, the file as
-    documented.
-    """
+    """Every step and every section; ours is right in a case of each kind."""
     out = tmp_path / "results.json"
     options = ["--profile", "--out", str(out), "--budget-seconds", "1800", "--cases", *CASES]
     done = subprocess.run(
@@ -94,8 +92,7 @@ def timed(ms: float) -> dict[str, Any]:
 
 
 def test_goals() -> None:
-    """The fastest of Liger's forms counts; a peer's own turn, not when ours was timed first; no
-    wrong result."""
+    """The fastest of Liger's forms counts; a peer's own turn; no wrong result."""
     main = {"ours": timed(46.0), "trl": timed(100.0)}
     main |= {"liger_ce": timed(70.0), "liger_torch": timed(57.0)}
     half = {"ours": timed(40.0), "trl": timed(80.0) | {"anchors": {"ours": quantiles([50.0])}}}
@@ -151,25 +148,13 @@ def test_a_report_of_the_sanitizer_is_of_our_kernels_or_of_others() -> None:
         assert gpu.sanitizer_summary(code, output, counts)["status"] == status
 
 
-COLLECT = """
-import sys, pytest
-for which in sys.argv[2:]:
-    print("selected:")
-    pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", "-m", "gpu", sys.argv[1], "-k",
-        which])
-"""
-ALONE = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-
-
-@pytest.mark.slow
 def test_the_sanitizers_watch_every_kernel() -> None:
     """And none of the sizes for which they are too slow."""
-    command = [sys.executable, "-c", COLLECT, gpu.SMOKE, "test_kernel", *gpu.TOOLS.values()]
-    done = subprocess.run(command, cwd=ROOT, env=ALONE, capture_output=True, text=True)
-    _, *selected = done.stdout.split("selected:")
-    everything, *watched = [
-        set(re.findall(r"::test_kernel\[cuda-(\w+)-", said)) for said in selected
-    ]
-    assert len(everything) >= 6
-    assert watched == [everything] * len(gpu.TOOLS), done.stdout
-    assert all("151936" not in said for said in selected[1:])
+    pytest.importorskip("triton")
+    from tests.gpu import test_gpu_smoke as smoke
+
+    ids = ["-".join(map(str, form)).replace("torch.", "") for form in smoke.FORMS]
+    for selects in map(Expression.compile, gpu.TOOLS.values()):
+        watched = [x for x in ids if selects.evaluate(f"test_kernel[cuda-{x}]".__contains__)]
+        assert {x.split("-")[0] for x in watched} == {*smoke.KERNELS}
+        assert not any("151936" in x for x in watched)
