@@ -52,8 +52,7 @@ def test_vision_language_models_and_models_with_positions_of_their_own() -> None
     model, ids, inputs = tiny.gemma3_vl()
     assert_as_model(model, ids, torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6]), **inputs)
 
-    fields = {**tiny._TEXT, "is_decoder": True, "pad_token_id": 1}
-    model = tiny.build("RobertaConfig", "RobertaForCausalLM", fields)
+    model = tiny.text_model("roberta", pad_token_id=1)
     ids, mask = torch.randint(3, tiny.VOCAB, (2, 9)), torch.ones(2, 9, dtype=torch.long)
     mask[1, :4] = 0
     ids = ids.where(mask == 1, model.config.pad_token_id)
