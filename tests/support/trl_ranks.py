@@ -26,7 +26,7 @@ from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.module import gather_of
 from grpo_kernels.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
 from grpo_kernels.trl.distillation import divergence_loss
-from tests.support import trl_training
+from tests.support import trl_training, zero3
 from tests.support.trl_training import Written, divergence_inputs, mixed
 
 SEQUENCES = 8  # of all processes together, a micro-batch
@@ -168,37 +168,31 @@ WRAPS: dict[str, dict[str, str]] = {
     "ZeRO-3": {},
 }  # fmt: skip
 _SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-_ZERO3 = {  # it divides small parameters too
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-    **dict.fromkeys(_SIZES, "auto"),
-}  # fmt: skip
+_ZERO3 = {**zero3.CONFIG, **dict.fromkeys(_SIZES, "auto")}
 
 
 @contextmanager
 def _wrapping(name: str) -> Iterator[dict[str, Any]]:
     """Options of a trainer's config with which accelerate divides its model so."""
-    import accelerate.accelerator
-    from torch.distributed.fsdp import _init_utils, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
+    changes: list[Any] = [mock.patch.dict(os.environ, WRAPS[name])]
+    if "FSDP" in name:
+        changes.append(fsdp2_without_gpus())
+    if "root" in name:
+        prepare = "accelerate.accelerator.fsdp2_prepare_model"
+        changes.append(mock.patch(prepare, lambda _, model: fully_shard(model)))
+    if name == "FSDP1":  # accelerate names the device cpu:0, and torch compares it with cpu
+        named = "torch.distributed.fsdp._init_utils._get_device_from_device_id"
+        changes.append(mock.patch(named, return_value=torch.device("cpu")))
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, WRAPS[name]))
-        if "FSDP" in name:
-            stack.enter_context(fsdp2_without_gpus())
-        if "root" in name:
-            owner, ours = accelerate.accelerator, lambda _, model: fully_shard(model)
-            stack.enter_context(mock.patch.object(owner, "fsdp2_prepare_model", ours))
-        if name == "FSDP1":  # accelerate names the device cpu:0, and torch compares it with cpu
-            told = {"return_value": torch.device("cpu")}
-            named = mock.patch.object(_init_utils, "_get_device_from_device_id", **told)
-            stack.enter_context(named)
+        for change in changes:
+            stack.enter_context(change)
         yield {"deepspeed": _ZERO3} if name.startswith("ZeRO") else {}
 
 
 def _find_deepspeed() -> None:
     """Makes DeepSpeed known to what was imported without it."""
-    from tests.support import zero3
-
     zero3.deepspeed()
     import accelerate.accelerator
     import accelerate.utils

@@ -1,7 +1,9 @@
-"""GRPO with the exact KL term in TRL's trainer: against all logits and plain autograd."""
+"""What TRL's own trainer does not do, against all logits and plain autograd: the exact KL term, and
+LoRA on the head."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("trl")
+pytest.importorskip("peft")
+import peft
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig
 
@@ -17,10 +21,12 @@ from benchmarks import parity, tiny_run
 from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin
 from tests.support.trl_training import (
     EVALUATED,
+    AllLogits,
     Checked,
     Curious,
     FusedGMPOTrainer,
     Half,
+    Run,
     Written,
     assert_same,
     mixed,
@@ -153,3 +159,92 @@ def test_what_it_does_not_go_with_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             train(trainer_class, **EXACT | options)
+
+
+K3_TWICE = {"num_iterations": 2, "beta": 0.04}
+# LoRA on the head, which TRL refuses; both factors random: the adapter counts at once
+SHAPE = {"init_lora_weights": False, "task_type": "CAUSAL_LM"}
+ON_HEAD = {"r": 4, "target_modules": ["q_proj", "lm_head"], **SHAPE}
+on_head = partial(peft.LoraConfig, **ON_HEAD)
+PLAIN = mixed(Written, AllLogits)
+
+
+def trained(trainer_class: type, **options: Any) -> Run:
+    return train(trainer_class, **{"optim": "sgd", "learning_rate": 0.1, **options})
+
+
+def assert_moved_alike(stock: Run, ours: Run) -> None:
+    """Everything that was logged, and how far each parameter has gone."""
+    assert_same(stock, ours)
+    theirs = dict(stock.trainer.model.named_parameters())
+    for name, x in ours.trainer.model.named_parameters():
+        errors = (x - theirs[name]).abs() - 1e-5 * theirs[name].abs()
+        assert errors.max() <= 1e-6, name
+
+
+ADAPTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "reference without adapters, two iterations": ("qwen3", {}, K3_TWICE),
+    "entropy bonus, frozen bias": ("bias", {}, {"entropy_coef": 0.01}),
+    "tied, soft-cap, bias of the adapter": ("softcap", {"lora_bias": True}, {"loss_type": "grpo"}),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_training_is_that_of_all_logits(name: str) -> None:
+    kind, shape, options = ADAPTED[name]
+    options = {"kind": kind, "peft_config": on_head(**shape), **options}
+    assert_moved_alike(*(trained(cls, **options) for cls in (PLAIN, WRITTEN)))
+
+
+class Adapted:
+    """In front of a trainer: its model has an adapter already."""
+
+    def __init__(self, *, model: Any, **kwargs: Any) -> None:
+        super().__init__(model=peft.get_peft_model(model, on_head()), **kwargs)
+
+
+def test_an_adapter_that_is_there_already_is_its_own_reference() -> None:
+    """TRL keeps a frozen copy of it for the reference."""
+    stock, ours = (trained(mixed(Adapted, cls), **K3_TWICE) for cls in (PLAIN, WRITTEN))
+    assert_moved_alike(stock, ours)
+    assert "ref" in ours.trainer.model.get_output_embeddings().lora_A
+    assert ours.steps[-1]["kl"] > 0
+    message = "kl_estimator: expected 'k3' if the reference is a separate adapter"
+    with pytest.raises(ValueError, match=message):
+        trained(mixed(Adapted, WRITTEN), kl_estimator="full", **K3_TWICE)
+
+
+def test_a_trained_copy_of_the_head_is_stock_trls() -> None:
+    shape = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], **SHAPE}
+    options = {"peft_config": peft.LoraConfig(r=4, **shape), **K3_TWICE}
+    assert_moved_alike(*(trained(cls, **options) for cls in (STOCK, WRITTEN)))
+
+
+def test_the_exact_kl_has_the_adapter_in_the_policy_and_not_in_the_reference() -> None:
+    options = {"peft_config": on_head(), "kl_estimator": "full", **K3_TWICE}
+    kls = trained(OURS, **options).trainer.kls
+    assert len(kls) == 4
+    assert min(kls) > 1e-3
+
+
+INDICES = {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [3, 4]}}
+OF_INDICES = {"peft_config": peft.LoraConfig(task_type="CAUSAL_LM", **INDICES)}
+DORA = {"peft_config": on_head(use_dora=True)}
+FP32 = {"peft_config": on_head(), "cast_lm_head_to_fp32": True}
+REFUSED: dict[str, tuple[type, dict[str, Any], type[Exception], str]] = {
+    "token indices": (WRITTEN, OF_INDICES, TypeError, r"^lm_head: expected .*; train it by"),
+    "DoRA": (WRITTEN, DORA, ValueError, "expected adapters that are plain LoRA, got Dora"),
+    "fp32 head": (WRITTEN, FP32, ValueError, "cast_lm_head_to_fp32: expected False"),
+    "stock TRL": (STOCK, {"peft_config": on_head()}, ValueError, "adapter to `lm_head` is not sup"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_computed_is_refused_when_the_trainer_is_made(name: str) -> None:
+    trainer_class, options, error, says = REFUSED[name]
+    if trainer_class is STOCK:
+        trained(WRITTEN, steps=1, **options)
+    made: list[Any] = []
+    with pytest.raises(error, match=says):
+        trained(trainer_class, prepare=made.append, **options)
+    assert not made
