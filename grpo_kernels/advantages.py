@@ -246,7 +246,8 @@ def process_advantages(
     scored = ~x.isnan()
     _require_all(~x.isinf(), x, "step_rewards", "finite values, or NaN for an unscored step")
     in_range = ~scored | ((ends >= 0) & (ends < columns))
-    _require_all(in_range, ends, "step_ends", f"indices in [0, T) = [0, {columns})")
+    hint = "; mark padding by NaN in step_rewards"
+    _require_all(in_range, ends, "step_ends", f"indices in [0, T) = [0, {columns})", hint)
     before = pad(torch.where(scored, ends, -1), (1, 0), value=-1).cummax(dim=1).values[:, :-1]
     rising = "each above those of earlier scored steps (columns, not a mask)"
     _require_all(~scored | (ends > before), ends, "step_ends", rising)
@@ -675,11 +676,12 @@ def _at_last(name: str, x: Tensor, mask: Tensor) -> Tensor:
     return _counted_values(name, x[:, None].expand(mask.shape), last_counted(mask))
 
 
-def _require_all(ok: Tensor, x: Tensor, name: str, expected: str) -> None:
+def _require_all(ok: Tensor, x: Tensor, name: str, expected: str, if_negative: str = "") -> None:
     bad = (~ok).nonzero()
     if len(bad):
         first = tuple(bad[0].tolist())
-        raise ValueError(f"{name}: expected {expected}, got {x[first].item()} at {first}")
+        got, hint = x[first].item(), if_negative if x[first] < 0 else ""
+        raise ValueError(f"{name}: expected {expected}, got {got} at {first}{hint}")
 
 
 def _check_shape(name: str, x: Tensor, letters: str, shape: Sequence[int]) -> None:

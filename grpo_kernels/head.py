@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -25,6 +25,7 @@ from grpo_kernels.base.checks import (
     first_rows,
     hints_names,
     is_dtensor,
+    listed,
     refuse_logits,
 )
 from grpo_kernels.base.choices import LogitsDtype, choices
@@ -90,6 +91,9 @@ class LoRA:
     scaling: float = 1.0
     input: Tensor | None = None
 
+    def __repr__(self) -> str:
+        return _repr(self)
+
     def project(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """Compute u = scaling * x @ a.T, (N, r), for N positions; 0 except at `positions` (n,).
 
@@ -103,6 +107,12 @@ class LoRA:
         dtype = torch.promote_types(x.dtype, self.a.dtype)
         u = self.scaling * (x.to(dtype) @ self.a.to(dtype).t())
         return u if len(positions) == n else u.new_zeros(n, u.shape[1]).index_copy(0, positions, u)
+
+
+def _repr(x: Any) -> str:
+    """The fields that differ from their defaults, without the numbers of tensors."""
+    values = ((option, getattr(x, option.name)) for option in fields(x))
+    return f"{type(x).__name__}({listed((o.name, v) for o, v in values if v is not o.default)})"
 
 
 _LOGITS_DTYPES = choices(LogitsDtype)
@@ -187,6 +197,9 @@ class Head:
         object.__setattr__(self, "final_logit_softcapping", None if cap is None else float(cap))
         object.__setattr__(self, "logit_scale", float(scale))
         object.__setattr__(self, "logits_dtype", allowed[allowed.index(self.logits_dtype)])
+
+    def __repr__(self) -> str:
+        return _repr(self)
 
     @staticmethod
     def of(head: Any, name: str = "head") -> Head:

@@ -213,7 +213,7 @@ def grpo_loss(
             `completion_ids`. They must be aligned with the ids; nothing is shifted here.
         head: a weight (V, H), a `Head`, or the model's head module. If the model scales or
             soft-caps its logits, pass a `Head` with these values; they cannot be read from a weight
-            or a module.
+            or a module. ``grpo_kernels.transformers.describe_head(model)`` makes this `Head`.
         completion_ids: (B, T) or (N,) integers, in [0, V) at every counted position.
         completion_mask: (B, T) or (N,), bool, int or float. A token counts if its mask is not 0,
             even if it is negative. NaN and an additive attention mask (0 and -inf) raise an error.
@@ -399,10 +399,7 @@ class GRPOLoss(nn.Module):
         own, elsewhere = (*FIELDS, *_OWN_ARGUMENTS), "an argument of the module's call"
         check_names(fields, "an argument of GRPOLoss", own, elsewhere, _MODULES_CALL)
         self.config = replace(config, **fields)
-        check_config(self.config)
-        check_objective(self.config, objective)
-        check_run(run)
-        self.objective, self.run = objective, run
+        self.objective, self.run = objective, run  # each is checked as it is set
 
     if not TYPE_CHECKING:  # else type checkers would accept any name
 
@@ -412,6 +409,12 @@ class GRPOLoss(nn.Module):
                     f"GRPOLoss: expected {name} to be changed in the config, which alone is read: "
                     f"loss_fn.config = dataclasses.replace(loss_fn.config, {name}=...)"
                 )
+            if name == "config":
+                check_config(value)
+            elif name == "objective":
+                check_objective(self.config, value)
+            elif name == "run":
+                check_run(value)
             super().__setattr__(name, value)
 
         def __getattr__(self, name: str) -> Any:
@@ -622,10 +625,15 @@ def _tokens(
     warn_of_length(arguments["config"], tokens.layout)
     if arguments["objective"] is None:
         warn_of_advantages(arguments["config"], tokens)
+    for name in ("advantages", *LOGPS, "importance_sampling_ratio"):
+        if arguments[name] is not None and arguments[name].requires_grad:
+            why = ", and train a value function by its own loss" if name == "advantages" else ""
+            warn_once(
+                f"{name}: counted as constants, so they get no gradient; pass {name}.detach(){why}"
+            )
     warn_of_inputs(
         arguments["config"],
         arguments["objective"],
-        advantages=advantages,
         num_items_in_batch=arguments["num_items_in_batch"],
         old_per_token_logps=arguments["old_per_token_logps"],
         sampling_per_token_logps=arguments["sampling_per_token_logps"],

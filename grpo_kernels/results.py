@@ -10,8 +10,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from grpo_kernels.base.checks import no_attribute
+from grpo_kernels.base.checks import did_you_mean, listed, no_attribute
 from grpo_kernels.base.tensors import extreme
+
+_NO_KL = "; the loss has a KL term only with beta > 0"
 
 
 class Metrics(Mapping[str, Tensor]):
@@ -125,7 +127,7 @@ class Metrics(Mapping[str, Tensor]):
         if name in self._extremes:
             return self._extremes[name]
         if name not in self._pairs:
-            hint = "; the loss has a KL term only with beta > 0" if name == "kl" else ""
+            hint = _NO_KL if name == "kl" else did_you_mean(str(name), self)
             raise KeyError(f"metrics: expected one of {', '.join(self)}, got {name!r}{hint}")
         total, count = self._pairs[name]
         return total / count.clamp(min=1)
@@ -148,7 +150,8 @@ class Metrics(Mapping[str, Tensor]):
         return len(self._pairs) + len(self._extremes)
 
     def __repr__(self) -> str:
-        return f"Metrics({', '.join(self)})"
+        values = self.floats() if self else {}
+        return f"Metrics({', '.join(f'{name}={x:.4g}' for name, x in values.items())})"
 
 
 # not frozen: Lightning's Fabric copies what a module returns, and sets the copy's fields
@@ -183,7 +186,8 @@ class LossOutput:
                 raise AttributeError("LossOutput has no backward(): call out.loss.backward()")
             if name in self.__dict__.get("metrics", ()):
                 raise AttributeError(f"LossOutput has no {name}: read out.metrics[{name!r}]")
-            raise no_attribute(self, name, (x.name for x in fields(self)))
+            hint = _NO_KL if name == "kl" else ""
+            raise no_attribute(self, name, (x.name for x in fields(self)), hint)
 
     def __getitem__(self, key: object) -> Tensor:
         """Raise TypeError: read results by name."""
@@ -192,7 +196,7 @@ class LossOutput:
 
     def __repr__(self) -> str:
         values = [(x.name, getattr(self, x.name)) for x in fields(self)]
-        return f"LossOutput({_listed(values)})"
+        return f"LossOutput({listed(values)})"
 
 
 @dataclass
@@ -241,17 +245,7 @@ class Scores:
             raise no_attribute(self, name, _OF_SCORES)
 
     def __repr__(self) -> str:
-        return f"Scores({_listed(self.given.items())})"
-
-
-def _listed(values: Iterable[tuple[str, Any]]) -> str:
-    """Names and values; only the shape of a tensor with dimensions."""
-
-    def told(x: Any) -> str:
-        has_sizes = isinstance(x, Tensor) and x.dim() > 0
-        return f"tensor of shape {tuple(x.shape)}" if has_sizes else repr(x)
-
-    return ", ".join(f"{name}={told(x)}" for name, x in values)
+        return f"Scores({listed(self.given.items())})"
 
 
 _OF_SCORES = [x.name for x in fields(Scores)]

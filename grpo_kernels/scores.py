@@ -133,7 +133,9 @@ def linear_logprob(
 
     Args:
         hidden: (..., H) hidden states, aligned with `completion_ids`: nothing is shifted here.
-        head: a weight (V, H), a `Head`, or the model's head module.
+        head: a weight (V, H), a `Head`, or the model's head module. If the model scales or
+            soft-caps its logits, pass a `Head` with these values: they cannot be read from a weight
+            or a module. ``grpo_kernels.transformers.describe_head(model)`` makes this `Head`.
         completion_ids: (...) integers, the tokens to score, in prompts or completions. Ids at
             masked positions are never read.
         completion_mask: (...) bool, int or float. Positions with a non-zero value count; NaN raises

@@ -203,10 +203,10 @@ def hints_names(function: F, name: str = "") -> F:
     return cast(F, call)
 
 
-def no_attribute(of: Any, name: str, names: Iterable[str]) -> AttributeError:
-    """Make the error for a missing attribute, with a hint at the nearest of `names`."""
+def no_attribute(of: Any, name: str, names: Iterable[str], hint: str = "") -> AttributeError:
+    """Make the error for a missing attribute, with `hint` or else the nearest of `names`."""
     names = [*names]
-    hint = did_you_mean(name, names)
+    hint = hint or did_you_mean(name, names)
     if hasattr(Tensor, name):
         hint = f": it is no tensor, but has some: {', '.join(names)}"
     return AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}{hint}", obj=of)
@@ -563,6 +563,18 @@ def check_gather(gather: Any) -> None:
     if gather is not None and not callable(gather):
         got = type(gather).__name__
         raise TypeError(f"gather: expected a function that returns a context manager, got {got}")
+
+
+def listed(values: Iterable[tuple[str, Any]]) -> str:
+    """Names and values; only the shape of a tensor with dimensions, only the class of a module."""
+
+    def told(x: Any) -> str:
+        if isinstance(x, torch.nn.Module):
+            return type(x).__name__
+        has_sizes = isinstance(x, Tensor) and x.dim() > 0
+        return f"tensor of shape {tuple(x.shape)}" if has_sizes else repr(x)
+
+    return ", ".join(f"{name}={told(x)}" for name, x in values)
 
 
 def is_dtensor(x: Any) -> bool:

@@ -32,6 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import BatchLayout
 from grpo_kernels.base.distributed import most_of_ranks, rank_groups
+from grpo_kernels.base.modes import random_rates
 from grpo_kernels.body import paths
 from grpo_kernels.body.layout import (
     TrunkInputs,
@@ -323,6 +324,8 @@ class TrunkCall:
         self.made = planned
         if graph:
             _guard(hidden, planned, self.live)
+        if any(len(x.cells) > x.sources.numel() for x in planned):
+            _warn_of_shared_masks(self.trunk)
         return type(output)(**{**output, "last_hidden_state": hidden})
 
 
@@ -362,6 +365,16 @@ def _guard(
         )
 
     hidden.register_hook(look)
+
+
+def _warn_of_shared_masks(trunk: nn.Module) -> None:
+    """Warn once if sequences with a common prefix share its random numbers."""
+    if any(x.training and random_rates(x) for x in trunk.modules()):
+        warn_once(
+            f"{type(trunk).__name__}: it is in train mode and has dropout or noise, and sequences "
+            "that begin alike share the random masks of their common prefix. For masks of their "
+            "own, pass layout='trim'; for none, call model.eval() or set the rates to 0"
+        )
 
 
 def ordinary_id(model: nn.Module) -> int:

@@ -16,7 +16,7 @@ from numbers import Integral
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
-from torch import Tensor, nn
+from torch import nn
 
 from grpo_kernels.base.checks import (
     INSTEAD,
@@ -129,9 +129,11 @@ class LossConfig:
             estimate: sum_v p_v log(p_v / q_v) over the vocabulary, with q from `reference`.
         temperature: divisor of the logits.
         top_entropy_quantile: share of the tokens that carry the policy loss; these are the tokens
-            with the highest entropy. 1 means all tokens.
+            with the highest entropy. 1 means all tokens; 0 keeps those of the highest entropy, as
+            in TRL.
         entropy_coef: weight of the entropy bonus, which is subtracted from the loss. The bonus is
-            the mean entropy of the tokens that `top_entropy_quantile` keeps.
+            the mean entropy of the tokens that `top_entropy_quantile` keeps. As in TRL, the weight
+            may be negative: the loss then lowers the entropy.
         off_policy_mask_threshold: a token is dropped from the policy loss if its advantage is
             negative and its sequence's mean of (sampling logp - logp) is above this threshold.
             Without sampling log-probabilities, the mean of (old logp - logp) decides.
@@ -582,7 +584,6 @@ def warn_of_inputs(
     config: LossConfig,
     objective: Any,
     *,
-    advantages: Tensor,
     num_items_in_batch: Any,
     old_per_token_logps: Any,
     sampling_per_token_logps: Any,
@@ -601,11 +602,6 @@ def warn_of_inputs(
             "sampling_per_token_logps: used for a metric only; set off_policy_mask_threshold or "
             "vllm_importance_sampling_correction (not available for loss_type = 'gmpo'), or "
             "leave them out"
-        )
-    if advantages.requires_grad:
-        warn_once(
-            "advantages: counted as constants, so they get no gradient; pass advantages.detach(), "
-            "and train a value function by its own loss"
         )
     if old_per_token_logps is not None and old_per_token_logps.dtype.itemsize < 4:
         warn_once(

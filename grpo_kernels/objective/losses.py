@@ -306,3 +306,8 @@ def check_num_items(num_items_in_batch: Any) -> None:
         num_items_in_batch = num_items_in_batch.item()
     if num_items_in_batch is not None:
         check_number("num_items_in_batch", num_items_in_batch, 0.0, True)
+        if 0.0 < num_items_in_batch < 1.0:
+            warn_once(
+                f"num_items_in_batch: {num_items_in_batch:g} counts as 1; pass the number of "
+                "counted tokens of the whole batch, such as completion_mask.sum()"
+            )

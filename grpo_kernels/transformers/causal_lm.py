@@ -99,8 +99,9 @@ def causal_lm_loss(
         out.loss.backward()
 
     The call skips tokens that the loss does not need, and the results stay exact; see
-    docs/skipped-work.md. The metrics ``sequences/gradient``, ``tokens/computed`` and
-    ``tokens/gradient`` show how much was computed.
+    docs/skipped-work.md. With dropout in train mode, sequences that begin alike share the masks of
+    their common prefix, unless `layout` is ``"trim"`` or ``"padded"``; the call warns. The metrics
+    ``sequences/gradient``, ``tokens/computed`` and ``tokens/gradient`` show how much was computed.
 
     Args:
         model, input_ids, attention_mask, completion_mask: as in `completion_logprobs`.

@@ -53,7 +53,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -68,7 +68,7 @@ from trl.trainer.utils import use_adapter
 
 from grpo_kernels import module as modules
 from grpo_kernels.base import choices
-from grpo_kernels.base.checks import check_choice, warn_once
+from grpo_kernels.base.checks import check_choice, did_you_mean, warn_once
 from grpo_kernels.base.modes import random_rates
 from grpo_kernels.base.tensors import scored_difference
 from grpo_kernels.body import trial
@@ -168,6 +168,7 @@ class FusedLossMixin(LogsShares):
         workspace_bytes: int | None = None,
         **kwargs: Any,
     ) -> None:
+        _check_names(type(self), kwargs)
         self._shares, self._figures = Shares(), {True: [], False: []}
         run = Run(engine, backend, workspace_bytes)
         options = HeadOptions(run, layout, on_missing_set=on_missing_set, shares=self._shares)
@@ -755,6 +756,18 @@ class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
     Raises:
         ValueError: an invalid option, or options that cannot be combined.
     """
+
+
+def _check_names(trainer: type, given: Collection[str]) -> None:
+    """Raise TypeError for a misspelled option of ours; TRL reports other unknown names."""
+    owners = [x for x in trainer.__mro__ if "__init__" in vars(x)]
+    known = {name for x in owners for name in inspect.signature(vars(x)["__init__"]).parameters}
+    own = inspect.signature(FusedLossMixin.__init__).parameters.values()
+    ours = [x.name for x in own if x.kind is x.KEYWORD_ONLY]
+    for name in given:
+        hint = "" if name in known else did_you_mean(name, ours)
+        if "did you mean" in hint:
+            raise TypeError(f"{name}: {trainer.__name__} has no such argument{hint}")
 
 
 def _reader_of(trainer: Any, names: Sequence[str]) -> str | None:

@@ -518,6 +518,7 @@ WRONG: list[tuple[type[Exception], str, Any, str]] = [
     (ValueError, "step_ends", M[:, :2].long(), r"expected shape .* \(4, 3\), got \(4, 2\)"),
     (TypeError, "step_ends", M, "expected integers, got torch.float32"),
     (ValueError, "step_ends", M.long() * 3, r"expected indices in .* \[0, 3\), got 3 at \(0, 0\)"),
+    (ValueError, "step_ends", -M.long(), r"expected indices .* -1 at .*by NaN in step_rewards$"),
     (ValueError, "step_ends", M.long(), r"expected each above .* not a mask\), got 1 at \(0, 1\)"),
     (TypeError, "step_ends", None, r".* a tensor \(B, S\), or a list for each .*, got NoneType"),
     (TypeError, "step_ends", 2, ".* got int; pass the group's size as num_generations=$"),

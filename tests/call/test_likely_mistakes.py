@@ -108,6 +108,8 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: grpo_loss(HIDDEN, WEIGHT, IDS, None), TypeError,  # type: ignore[call-arg]
      "advantages: expected by grpo_loss, got none; it requires hidden, head, completion_ids"),
     (lambda: loss().metrics["kl"], KeyError, "...got 'kl'; the loss has a KL term only with"),
+    (lambda: loss().kl, HINT, "...; the loss has a KL term only with"),
+    (lambda: loss().metrics["entropies"], KeyError, "...got 'entropies'; did you mean entropy?"),
     (lambda: loss()["loss"], TypeError, "LossOutput: ... by its name, .loss, ... ['loss']"),
     (lambda: loss().backward(), HINT, "...call out.loss.backward()"),
     (lambda: loss().metrics.entropy, HINT, "Metrics has no entropy: read metrics["),
@@ -240,6 +242,8 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
        f"loss_type: expected one of grpo, ...GRPOLoss(presets.{preset})")
       for name, preset in (("gspo", "GSPO"), ("ppo", "PPO"), ("dr-grpo", "DR_GRPO"))),
     (lambda: setattr(GRPOLoss(), "beta", 0.1), HINT, "...replace(loss_fn.config, beta="),
+    *((lambda name=name: setattr(GRPOLoss(), name, "x"), TypeError, f"{name}: expected ... got str")
+      for name in ("config", "objective", "run")),
     (lambda: GRPOLoss().beta, HINT, "...read loss_fn.config.beta"),
     (lambda: grpo_loss(HIDDEN, WEIGHT, IDS, BATCH["advantages"], mask=IDS), TypeError,
      "advantages: ... got none, but mask; did you mean compl"),
@@ -327,9 +331,6 @@ def test_the_calls_take_fields_as_the_module_does() -> None:
 
 @pytest.mark.usefixtures("forget_warnings")
 def test_inputs_that_have_no_effect_warn() -> None:
-    advantages_with_graph = BATCH["advantages"].clone().requires_grad_()
-    with pytest.warns(UserWarning, match=r"advantages: counted as constants"):
-        loss(advantages=advantages_with_graph)
     with pytest.warns(UserWarning, match=r"off_policy_mask_threshold: drops nothing without"):
         loss(off_policy_mask_threshold=0.1)
     with pytest.warns(UserWarning, match=r"group_ids: each reward has a group of its own"):
@@ -339,6 +340,15 @@ def test_inputs_that_have_no_effect_warn() -> None:
 def test_a_repr_shows_what_differs_from_the_default_and_no_numbers() -> None:
     assert repr(LossConfig(beta=0.1)) == "LossConfig(loss_type='dapo', beta=0.1)"
     assert repr(scores()).startswith("Scores(logps=tensor of shape (2, 5), ")
+    assert repr(Head(WEIGHT, logit_scale=2.0)) == (
+        "Head(weight=tensor of shape (9, 4), logit_scale=2.0)"
+    )
+    assert repr(Head(HEAD)) == "Head(weight=Linear)"
+    assert repr(LoRA(LONGER[:2], LONGER)).endswith("b=tensor of shape (40, 4))")
+    metrics = loss(advantages=torch.ones(2)).metrics
+    assert repr(metrics).startswith("Metrics(policy_loss=-1, entropy=")
+    assert "\n" not in repr(metrics)
+    assert "epsilon_high=0.28" in str(presets.DAPO.__doc__)  # as help(presets.DAPO) shows it
 
 
 PUBLIC: dict[str, Any] = {

@@ -34,6 +34,15 @@ NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
         ({"num_items_in_batch": 7}, {"loss_type": "grpo"},
          "num_items_in_batch: not used by loss_type = 'grpo'"),
         ({"num_items_in_batch": 7}, {"loss_type": "dapo"}, None),
+        ({"num_items_in_batch": 0.5}, {}, "num_items_in_batch: 0.5 counts as 1; pass the number"),
+        *(({name: x.clone().requires_grad_()}, config, f"{name}: counted as constants, so")
+          for name, x, config in (
+              ("advantages", torch.ones(2), {}),
+              ("old_per_token_logps", NORMAL, {}),
+              ("ref_per_token_logps", NORMAL, {"loss_type": "grpo", "beta": 0.04}),
+              ("sampling_per_token_logps", NORMAL, {"off_policy_mask_threshold": 1.0}),
+              ("importance_sampling_ratio", -NORMAL, {}),
+          )),
         ({"sampling_per_token_logps": NORMAL}, {}, "sampling_per_token_logps: used for a metric"),
         ({"sampling_per_token_logps": NORMAL}, {"off_policy_mask_threshold": 1.0}, None),
         ({"old_per_token_logps": NORMAL.bfloat16()}, {},

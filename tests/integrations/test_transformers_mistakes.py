@@ -170,6 +170,20 @@ def test_prompts_that_train_are_warned_of(forget_warnings: Callable[[], None]) -
     assert_warns_once(None, attention_mask=WHOLE, completion_mask=WHOLE)
 
 
+def test_sequences_that_share_the_masks_of_dropout_are_warned_of() -> None:
+    model, *batch = scene(attention_dropout=0.5)
+    four = [x[:1].expand(4, -1) for x in batch]
+    model.train()
+    with pytest.warns(UserWarning, match=r"in train mode .* layout='trim'.* model\.eval\(\)"):
+        logps = completion_logprobs(model, *four).logps
+    assert torch.equal(logps, logps[:1].expand_as(logps))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logps = completion_logprobs(model, *four, layout="trim").logps
+        assert len(logps.sum(dim=1).unique()) == 4
+        completion_logprobs(model.eval(), *four)
+
+
 def test_log_probabilities_have_the_temperature_of_the_loss() -> None:
     loss = {**LOSS, "loss_fn": GRPOLoss(temperature=0.7)}
     for logits_dtype in ("float32", "input"):
