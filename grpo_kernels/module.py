@@ -61,7 +61,7 @@ def whole_reference(reference: Any, hidden: Any, head: Any, prefix: str) -> Any:
     check_module(other.weight, f"{prefix}head")
     check_present(other.weight, f"{prefix}head")
     sharded = head.process_group is not None or is_dtensor(hidden)
-    weight, bias = constants_of(other.weight, f"{prefix}head", sharded=sharded)
+    weight, bias = constant_parameters(other.weight, f"{prefix}head", sharded=sharded)
     return states, replace(other, weight=weight, bias=bias)
 
 
@@ -127,7 +127,7 @@ def parameters_of(
     return weight, bias, LoRA(low, torch.cat([b.weight for _, b, _, _ in layers], dim=1))
 
 
-def constants_of(
+def constant_parameters(
     head: nn.Module, name: str, *, sharded: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Whole weight and bias of a call's second head, which does not train here.

@@ -75,7 +75,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Constants, bool]]] 
 )
 
 
-def constants_of(head: Head) -> Constants:
+def logit_constants(head: Head) -> Constants:
     """(scale, soft-cap, number of ids) of a head. Without a number of ids, all rows are ids."""
     return head.logit_scale, head.final_logit_softcapping, head.vocab_size
 
@@ -233,7 +233,7 @@ def run_in_head(
 def _differing_constants(head: Head) -> ValueError:
     return ValueError(
         "model: expected one scale, soft-cap or cut of the logits, got another in each run: "
-        f"{constants_of(head)}"
+        f"{logit_constants(head)}"
     )
 
 
@@ -430,7 +430,7 @@ class HeadCall:
         if self.check is None:
             return True
         used, self.head = self.head, self.check.verified(self.model, self.facts)
-        return constants_of(self.head) == constants_of(used)
+        return logit_constants(self.head) == logit_constants(used)
 
 
 class HeadCheck:
@@ -514,7 +514,7 @@ class HeadCheck:
         else:
             head = _measured(head, rungs, climbed, name)
         known = _known.setdefault(head.weight, {})
-        known[facts] = constants_of(head), agrees and is_finite
+        known[facts] = logit_constants(head), agrees and is_finite
         if len(known) > _FACTS:  # some arguments have a new value in each call
             del known[next(iter(known))]
         return head

@@ -125,7 +125,7 @@ class Reference:
         """Score `ids`, with the divergence, as the policy's `Call.score`; TRL reads no `extras`."""
         states = self._hidden.to(hidden.device)
         # read now, because under FSDP2 the weight is a different tensor inside a forward
-        weight, bias = modules.constants_of(self._linear, "reference")
+        weight, bias = modules.constant_parameters(self._linear, "reference")
         reference = replace(self._constants, weight=weight, bias=bias)
         return linear_divergence(hidden, head, (states, reference), completion_ids=ids, **how)
 
