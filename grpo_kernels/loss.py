@@ -330,10 +330,13 @@ def grpo_loss(
         return _loss_over_sets(row_loss, tokens, arguments, job, head_tensors, sets)
 
     # the loop over the rows; in one_pass and frozen it computes d hidden and d weight too
-    first = first_pass(job, head_tensors, reference_tensors, row_loss)
+    keeps = objective is not None and hidden.device.type == "cpu"  # to check its declaration
+    first = first_pass(job, head_tensors, reference_tensors, row_loss, keeps_coefficients=keeps)
     with torch.no_grad():
         # the loss
         evaluation = row_loss.evaluate(first.stats)
+        if isinstance(row_loss, CustomLoss) and first.coefficients is not None:
+            row_loss.check_chunks(first.coefficients, evaluation.coefficients)
         if job.when == "unit":
             scale_frozen_(first, evaluation.d_logp)
         results = first.stats.logps, first.entropies

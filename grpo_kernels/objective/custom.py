@@ -132,8 +132,9 @@ def token_level(objective: PerTokenLoss) -> PerTokenLoss:
             return tokens.loss + 0.01 * tokens.logps.square()
 
     The function is evaluated in chunks of tokens for the gradient, and on all tokens for the
-    loss. So it must be deterministic and use nothing but its argument. The library does not check
-    this; call `grpo_kernels.testing.check_token_level` in a test of your own.
+    loss. So it must be deterministic and use nothing but its argument. On a CPU, a
+    call raises if chunks give another gradient than all tokens. A call with one chunk, or on
+    another device, does not notice: call `grpo_kernels.testing.check_token_level` in a test.
 
     Args:
         objective: a function of `TokenInputs` with n tokens that returns their losses, (n,).
@@ -204,6 +205,26 @@ class CustomLoss:
         chosen = index if self._chosen is None else self._chosen[index]
         some = self.tokens.at(index), self.of_config.at(index), chosen
         return CustomLoss(self.function, *some).evaluate(stats).coefficients
+
+    def check_chunks(self, of_chunks: Coefficients, of_all: Coefficients) -> None:
+        """Raise if the gradient from chunks of tokens differs from that of all tokens.
+
+        Use it on a CPU alone: elsewhere it would wait for the device.
+
+        Raises:
+            ValueError: the function is not what `token_level` declares.
+        """
+        rounding = 1e-6 * self.of_config.token_weights.sum()
+        for used, whole in zip(of_chunks, of_all, strict=True):
+            if used is None or whole is None:
+                continue
+            error = (used - whole).abs().sum()
+            if bool(error > 1e-3 * whole.abs().sum() + rounding):
+                raise ValueError(
+                    "objective: expected a loss of each token alone, since it is declared "
+                    "token_level, got other gradients from some tokens at a time than from all; "
+                    "leave token_level out. grpo_kernels.testing.check_token_level tests a function"
+                )
 
     def fused_loss(self) -> None:
         """None: a row kernel cannot call the user's function."""

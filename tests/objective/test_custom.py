@@ -282,6 +282,18 @@ def test_a_function_that_couples_tokens_is_found(by: str) -> None:
         check_token_level(function, TokenInputs(*few, *[None] * 3))
 
 
+@pytest.mark.filterwarnings("ignore:.*workspace_bytes is in bytes")
+def test_a_declaration_that_chunks_contradict_is_refused_on_a_cpu() -> None:
+    batch = {**training_batch(30, 100), "run": Run(workspace_bytes=16384)}
+    for function in COUPLED.values():
+        with pytest.raises(ValueError, match=r"^objective: expected a loss of each token alone"):
+            grpo_loss(**batch, objective=token_level(function))
+    old = -torch.rand(30, 100, generator=torch.Generator().manual_seed(0))
+    for function in (penalized, objectives.ipo, objectives.dppo_kl, objectives.cispo_two_sided):
+        given = {"old_per_token_logps": old, "sampling_per_token_logps": old}
+        grpo_loss(**batch, **given, objective=function)
+
+
 def test_functions_of_a_token_alone_pass() -> None:
     for name in ("ipo", "icepop_prime_rl", "kpop", "topr", "dppo_tv", "cispo_two_sided"):
         check_token_level(getattr(objectives, name))
