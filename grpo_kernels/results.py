@@ -72,10 +72,9 @@ class Metrics(Mapping[str, Tensor]):
     def merge(cls, parts: Iterable[Metrics]) -> Metrics:
         """Merge the metrics of micro-batches into those of a single call on the whole batch.
 
-        ``policy_loss`` is averaged in the same way as the loss. Its weights are numbers of
-        sequences for grpo, sapo, gmpo, dr_grpo and luspo. They are numbers of counted tokens for
-        bnpo, and also for dapo, cispo and vespo without ``num_items_in_batch``. With the
-        ``num_items_in_batch`` of the whole step, the parts are added.
+        ``policy_loss`` is averaged as the loss is: over sequences if its `loss_type` averages over
+        sequences or divides by their number, else over counted tokens. If ``num_items_in_batch``
+        divides it, the parts are added.
 
         Raises:
             TypeError, ValueError: `parts` is empty, contains objects that are not `Metrics`, or

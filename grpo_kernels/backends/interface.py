@@ -161,7 +161,7 @@ class FusedLoss:
     """A built-in loss as numbers per token and a few constants, for backends that fuse it.
 
     No token's loss depends on another token. Tensors are (n,), in the accumulator's dtype. With R =
-    logp - old (0 on-policy), w the weight, gate the importance ratio times the masks, and
+    logp - old (0 on-policy), w the weight, gate the sampling ratio times the masks, and
     ``surrogate`` and ``kl`` from `formulas`::
 
         loss_t    = w * gate * surrogate(R, A) + beta * w * kl [* exp(R)]

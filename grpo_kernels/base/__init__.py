@@ -2,7 +2,7 @@
 
 - `checks`: checks of arguments; `choices`: names to choose from.
 - `distributed`: collectives.
-- `tensors`: records of tensors, sums, quantiles, importance ratios, sequences of a batch.
+- `tensors`: records of tensors, sums, quantiles, sampling ratios, sequences of a batch.
 - `modes`: modules in evaluation mode, and calls that leave no trace.
 """
 

@@ -39,10 +39,3 @@ def choices(names: Any) -> tuple[str, ...]:
 
 
 EXTRAS = choices(Extra)
-
-
-# Names of `grpo_kernels.presets`, for errors that point there.
-PRESETS = (
-    "CISPO", "DAPO", "DR_GRPO", "GMPO", "GRPO", "GSPO", "ICEPOP", "LUSPO", "MIS", "OPSM", "PPO",
-    "REINFORCE", "RLOO", "SAPO", "TIS", "VESPO",
-)  # fmt: skip

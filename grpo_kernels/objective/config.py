@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
@@ -27,13 +28,12 @@ from grpo_kernels.base.checks import (
     warn_once,
 )
 from grpo_kernels.base.choices import (
-    PRESETS,
     ImportanceSamplingLevel,
     KLEstimator,
     LossTypeName,
     SamplingMode,
 )
-from grpo_kernels.objective.losses import LOSSES, loss_type_of
+from grpo_kernels.objective.losses import LOSSES, Config, loss_type_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -89,7 +89,7 @@ class LossFields(TypedDict, total=False):
 
 @hints_names
 @dataclass(frozen=True)
-class LossConfig:
+class LossConfig(Config):
     """Settings of a policy loss, with the names and defaults of TRL's ``GRPOConfig``.
 
     ::
@@ -252,7 +252,7 @@ class LossConfig:
     def corrects_sampling(self) -> bool:
         """True if the loss computes the ratio to the sampler, from `sampling_per_token_logps`."""
         wanted = self.vllm_importance_sampling_correction
-        return wanted and loss_type_of(self).importance_ratio is not None
+        return wanted and loss_type_of(self).sampling_ratio is not None
 
     @classmethod
     def from_trl(cls, args: Any, **overrides: Unpack[LossFields]) -> LossConfig:
@@ -376,9 +376,10 @@ def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
 def preset_hint(name: Any) -> str:
     """Hint at the preset of this `name`; "" if there is none."""
     preset = str(name).upper().replace("-", "_").removesuffix("_LOSS")
-    if preset not in PRESETS:
+    presets = sys.modules.get("grpo_kernels.presets")  # it imports this module
+    if preset not in getattr(presets, "__all__", ()):
         return ""
-    if preset.lower() in get_args(LossTypeName):
+    if preset.lower() in LOSSES:
         published, default = f"presets.{preset}", f"loss_type={preset.lower()!r}"
         return f"; GRPOLoss({published}) has the paper's settings, GRPOLoss({default}) the defaults"
     return f"; grpo_kernels.presets.{preset} is that loss: GRPOLoss(presets.{preset})"
@@ -611,7 +612,7 @@ def warn_of_inputs(
     if objective is None:  # an objective may not read the config's loss
         if importance_sampling_ratio is None:
             _warn_of_sampling_options(config)
-        elif loss_type_of(config).importance_ratio is None:
+        elif loss_type_of(config).sampling_ratio is None:
             warn_once(f"importance_sampling_ratio: {_UNUSED.format(config.loss_type)}")
         warn_of_loss(config, on_policy=old_per_token_logps is None)
         if masks_off_policy(config) and old_per_token_logps is sampling_per_token_logps is None:
@@ -645,13 +646,13 @@ _UNUSED = "not used by loss_type = {!r}; leave it out"
 @functools.cache
 def _unread(config: LossConfig) -> tuple[str, ...]:
     """The fields that are set and that only other loss types read."""
-    read = loss_type_of(config).reads
-    if loss_type_of(config).surrogate == "cispo" and config.epsilon_high is None:
-        read = ("epsilon",)  # the cap then
-    of_others = {name for x in LOSSES.values() for name in x.reads}.difference(read)
+    # `clip_high` is one of them
+    high = "epsilon" if config.epsilon_high is None else "epsilon_high"
+    read = {high if name == "clip_high" else name for name in loss_type_of(config).reads}
+    of_others = {"epsilon_high", *(name for x in LOSSES.values() for name in x.reads)} - read
     if not loss_type_of(config).masks:
         of_others.add("off_policy_mask_threshold")
-    if loss_type_of(config).importance_ratio is None:
+    if loss_type_of(config).sampling_ratio is None:
         of_others.add("vllm_importance_sampling_correction")
     corrects_kl = config.estimates_kl and config.use_bias_correction_kl
     if loss_type_of(config).argument is not None and not corrects_kl:

@@ -19,19 +19,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends.formulas import LINEAR, phi
 from grpo_kernels.base.checks import check_number, check_tensor, warn_once
-from grpo_kernels.base.choices import LossTypeName
+from grpo_kernels.base.choices import ImportanceSamplingLevel, LossTypeName
 from grpo_kernels.tokens import Layout, Tokens
 
-# Any object with the fields of `LossConfig`, which itself imports this module.
-Config = Any
 _LOWEST_LOG_WEIGHT, _HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # VESPO's range, as in TRL
+
+
+class Config(Protocol):
+    """The fields of `LossConfig` that this module reads. Its module imports this one."""
+
+    loss_type: LossTypeName
+    importance_sampling_level: ImportanceSamplingLevel
+    epsilon: float
+    delta: float | None
+    max_completion_length: Any  # an int where the loss divides by it
+
+    @property
+    def clip_high(self) -> float: ...
 
 
 class LogRatio:
@@ -94,7 +105,7 @@ def clipped_mean(
 def sequence_log_weight(tokens: Tokens, token_log_ratio: Tensor) -> Tensor:
     """(n,) VESPO's log w of each token's sequence.
 
-    It is the sum of clamped log-ratios and clamped log importance ratios.
+    It is the sum of clamped log-ratios and clamped log sampling ratios.
     """
     low, high = _LOWEST_LOG_WEIGHT, _HIGHEST_LOG_WEIGHT
     log_weight = tokens.layout.sequence_sum(token_log_ratio.clamp(-high, high))
@@ -139,17 +150,19 @@ class LossType:
     # a name in `formulas.SURROGATES`: a function of the log-ratio, or one of `formulas.LINEAR`. So
     # its derivative at R = 0, on-policy, does not depend on logp.
     surrogate: str
-    constants: Callable[[Config], tuple[float, ...]]  # the surrogate's, in its order
-    reads: tuple[str, ...]  # the fields of `LossConfig` that shape the policy term, all of them
+    # attributes of `LossConfig` that shape the policy term, all of them
+    reads: tuple[str, ...]
     normalizer: Literal["sequence_mean", "token_mean", "num_items", "max_length", "sequence_sum"]
+    # the surrogate's constants, in its order, from the values of `reads`
+    to_constants: Callable[..., tuple[float, ...]] = lambda *values: values
     # what has one R: as `importance_sampling_level` says, always a token, always a sequence
     ratio_per: Literal["level", "token", "sequence"] = "level"
     # R of each token: config, tokens, token log-ratios (n,), entropy mask (n,) or None
     log_ratio: Callable[[Config, Tokens, Tensor, Tensor | None], LogRatio] = of_level
     # the surrogate's argument in place of R: tokens, token log-ratios -> (n,)
     argument: Callable[[Tokens, Tensor], Tensor] | None = None
-    # how an importance sampling ratio enters: a factor on the policy term, a part of `argument`
-    importance_ratio: Literal["factor", "argument"] | None = "factor"
+    # how the importance sampling ratio enters: a factor on the policy term, a part of `argument`
+    sampling_ratio: Literal["factor", "argument"] | None = "factor"
     masks: bool = True  # the off-policy and the top-entropy mask are factors on the policy term
     corrects_kl: bool = True  # the KL estimate may be multiplied by the ratio
 
@@ -157,6 +170,10 @@ class LossType:
     clipped_tokens: Callable[[Config, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     capped_tokens: Callable[[Config, Tensor, Tensor], Tensor] | None = None
     phi: Callable[..., Tensor] | None = None  # a formula: argument, advantages, constants -> (n,)
+
+    def constants(self, config: Config) -> tuple[float, ...]:
+        """The surrogate's constants, in its order."""
+        return self.to_constants(*(getattr(config, name) for name in self.reads))
 
     @property
     def is_linear(self) -> bool:
@@ -169,54 +186,45 @@ class LossType:
         return level == "sequence"
 
 
-def clip_range(config: Config) -> tuple[float, float, float]:
+def clip_range(epsilon: float, clip_high: float, delta: float | None) -> tuple[float, ...]:
     """PPO's bounds of the ratio, and the upper bound of the unclipped one."""
-    delta = math.inf if config.delta is None else config.delta
-    return 1 - config.epsilon, 1 + config.clip_high, delta
+    return 1 - epsilon, 1 + clip_high, math.inf if delta is None else delta
 
 
-def vespo_shape(config: Config) -> tuple[float, float, float, float]:
+def vespo_shape(
+    k_pos: float, lambda_pos: float, k_neg: float, lambda_neg: float
+) -> tuple[float, ...]:
     """(k, lambda) for positive and for negative advantages; lambda is at least 1e-4, as in TRL."""
-    positive = config.vespo_k_pos, max(config.vespo_lambda_pos, 1e-4)
-    return *positive, config.vespo_k_neg, max(config.vespo_lambda_neg, 1e-4)
+    return k_pos, max(lambda_pos, 1e-4), k_neg, max(lambda_neg, 1e-4)
 
 
-CLIP = ("epsilon", "epsilon_high", "delta")
+def _clipped(name: LossTypeName, normalizer: Any) -> LossType:
+    reads = "epsilon", "clip_high", "delta"
+    return LossType(name, "clipped", reads, normalizer, clip_range, clipped_tokens=outside_range)
+
+
 LOSSES = {
     loss.name: loss
     for loss in (
+        _clipped("grpo", "sequence_mean"),
+        _clipped("bnpo", "token_mean"),
+        _clipped("dr_grpo", "max_length"),
+        _clipped("dapo", "num_items"),
         LossType(
-            "grpo", "clipped", clip_range, CLIP, "sequence_mean", clipped_tokens=outside_range,
-        ),
-        LossType(
-            "bnpo", "clipped", clip_range, CLIP, "token_mean", clipped_tokens=outside_range,
-        ),
-        LossType(
-            "dr_grpo", "clipped", clip_range, CLIP, "max_length", clipped_tokens=outside_range,
-        ),
-        LossType(
-            "dapo", "clipped", clip_range, CLIP, "num_items", clipped_tokens=outside_range,
-        ),
-        LossType(
-            "cispo", "cispo", lambda c: (c.clip_high,), ("epsilon_high",), "num_items",
+            "cispo", "cispo", ("clip_high",), "num_items",
             capped_tokens=lambda c, ratio, advantages: (ratio > c.clip_high) & (advantages > 0),
         ),
+        LossType("sapo", "sapo", ("sapo_temperature_pos", "sapo_temperature_neg"), "sequence_mean"),
+        _clipped("luspo", "sequence_sum"),
         LossType(
-            "sapo", "sapo", lambda c: (c.sapo_temperature_pos, c.sapo_temperature_neg),
-            ("sapo_temperature_pos", "sapo_temperature_neg"), "sequence_mean",
-        ),
-        LossType(
-            "luspo", "clipped", clip_range, CLIP, "sequence_sum", clipped_tokens=outside_range,
-        ),
-        LossType(
-            "vespo", "vespo", vespo_shape,
+            "vespo", "vespo",
             ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "num_items",
-            argument=sequence_log_weight, importance_ratio="argument", phi=phi,
+            vespo_shape, argument=sequence_log_weight, sampling_ratio="argument", phi=phi,
         ),
-        LossType(
-            "gmpo", "unclipped", lambda _: (), CLIP[:2], "sequence_mean", ratio_per="sequence",
-            log_ratio=clipped_mean, importance_ratio=None, masks=False, corrects_kl=False,
-            clipped_tokens=outside_log_range,
+        LossType(  # `log_ratio` has the range, and the surrogate no constants
+            "gmpo", "unclipped", ("epsilon", "clip_high"), "sequence_mean", lambda *_: (),
+            ratio_per="sequence", log_ratio=clipped_mean, sampling_ratio=None, masks=False,
+            corrects_kl=False, clipped_tokens=outside_log_range,
         ),
     )
 }  # fmt: skip

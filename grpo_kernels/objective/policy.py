@@ -115,7 +115,7 @@ class PolicyLoss:
     off-policy mask; tensors are (B, T), of all tokens, and `advantages` are (B, 1) or (B, T)::
 
         def plain_loss(
-            config, mask, logps, entropies, advantages, old=None, ref=None, importance_ratio=1.0
+            config, mask, logps, entropies, advantages, old=None, ref=None, sampling_ratio=1.0
         ):
             lengths, sequences = mask.sum(1, keepdim=True).clamp(min=1), len(mask)
             old = logps.detach() if old is None else old
@@ -125,7 +125,7 @@ class PolicyLoss:
             ratio = log_ratio.exp()
             free = ratio if config.delta is None else ratio.clamp(max=config.delta)
             bounded = ratio.clamp(1 - config.epsilon, 1 + config.clip_high)
-            policy = -torch.min(free * advantages, bounded * advantages) * importance_ratio
+            policy = -torch.min(free * advantages, bounded * advantages) * sampling_ratio
             least = torch.quantile(entropies[mask], 1 - config.top_entropy_quantile)
             keep = mask & (entropies >= least)
             per_token = torch.where(keep, policy, 0.0)
@@ -196,7 +196,7 @@ class PolicyLoss:
         if self.on_policy and not reads_logps:
             return self._at_ratio_one.d_logp != 0
         live = tokens.advantages != 0
-        is_factor = self.loss_type.importance_ratio == "factor"
+        is_factor = self.loss_type.sampling_ratio == "factor"
         if is_factor and tokens.importance_sampling_ratio is not None:
             live &= tokens.importance_sampling_ratio != 0
         if _ratio_couples_tokens(config):
@@ -444,7 +444,7 @@ class PolicyLoss:
         It is 0 if a mask drops the token, else the importance sampling ratio.
         """
         tokens, gate = self.tokens, None
-        if self.loss_type.importance_ratio == "factor":
+        if self.loss_type.sampling_ratio == "factor":
             gate = tokens.importance_sampling_ratio
         for mask in (off_policy_mask, entropy_mask):
             if mask is not None and self.loss_type.masks:

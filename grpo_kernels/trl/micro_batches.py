@@ -27,13 +27,11 @@ from trl.trainer.utils import split_tensor_dict
 from grpo_kernels.loss import policy_expectation
 from grpo_kernels.objective.config import LossConfig, config_of_trainer, masks_off_policy
 from grpo_kernels.objective.expected import Expectation
-from grpo_kernels.objective.losses import averaged_over, loss_type_of, token_weights
+from grpo_kernels.objective.losses import LOSSES, averaged_over, loss_type_of, token_weights
 from grpo_kernels.patching import all_replaced, divided, numbered
 from grpo_kernels.tokens import read_tokens
 
 OLD, RATIO, REFERENCE = "old_per_token_logps", "importance_sampling_ratio", "ref_per_token_logps"
-# Losses whose gradient over an optimizer step does not depend on how samples are grouped.
-REGROUPED = ("grpo", "sapo", "luspo", "dr_grpo", "dapo", "cispo", "vespo")
 PART = "regrouped"  # the entry of a regrouped micro-batch that holds its `Part`
 Batch = dict[str, Any]
 
@@ -103,7 +101,7 @@ def foreseen(
             given[REFERENCE] = inputs.get(REFERENCE, zeros)
         if masks_off_policy(config) or config.corrects_sampling:
             given["sampling_per_token_logps"] = inputs.get("sampling_per_token_logps")
-        enters = loss_type_of(config).importance_ratio
+        enters = loss_type_of(config).sampling_ratio
         if enters == "argument" or (enters == "factor" and is_corrected(trainer)):
             given[RATIO] = inputs.get(RATIO)
         expected = policy_expectation(config, completion_mask=counted_tokens(inputs), **given)
@@ -216,11 +214,13 @@ def is_empty(batch: Batch) -> bool:
 
 def reason_against_regrouping(trainer: Any) -> str | None:
     """Say why samples cannot be regrouped; None if they can."""
-    args, owner = trainer.args, trainer.loss_owner
+    args, owner, loss_type = trainer.args, trainer.loss_owner, LOSSES.get(trainer.loss_type)
+    # a mean over a micro-batch's tokens depends on which samples these are
+    depends = loss_type is None or loss_type.normalizer == "token_mean"
     # These are the values that TRL's loss reads; a callback may change them.
     for what, is_set in (
         (f"{owner.__name__}'s own loss", owner is not GRPOTrainer),
-        (f"loss_type={trainer.loss_type!r}", trainer.loss_type not in REGROUPED),
+        (f"loss_type={trainer.loss_type!r}", depends),
         ("entropy_coef", trainer._entropy_bonus_enabled),
         ("top_entropy_quantile", trainer.top_entropy_quantile < 1.0),
         ("router_aux_loss_coef", trainer.aux_loss_enabled),
