@@ -77,7 +77,6 @@ from grpo_kernels.base.checks import (
     check_finite,
     check_ids,
     check_logps,
-    check_on_missing_set,
     check_ratios,
     check_shape,
     check_tensor,
@@ -114,13 +113,11 @@ from grpo_kernels.module import whole_reference, within_module
 from grpo_kernels.objective.config import (
     FIELDS,
     LossConfig,
-    check_centering,
     check_config,
+    check_inputs,
     check_kind,
     check_names,
     check_objective,
-    check_sampling,
-    check_terms,
     config_with,
     warn_of_inputs,
 )
@@ -131,10 +128,7 @@ from grpo_kernels.objective.expected import (
     read_expected,
 )
 from grpo_kernels.objective.losses import (
-    check_num_items,
     token_weights,
-    warn_of_advantages,
-    warn_of_length,
 )
 from grpo_kernels.objective.metrics import loss_metrics
 from grpo_kernels.objective.policy import Evaluation, PolicyLoss
@@ -298,7 +292,7 @@ def grpo_loss(
     head = with_its_group(hidden, head)
     with checked_on_all_ranks("grpo_loss", head.process_group, arguments) as ranks:
         # heads and ids
-        _check_loss(config, arguments, has_reference=reference is not None)
+        check_inputs(config, arguments, has_reference=reference is not None)
         if reference is not None and not config.needs_reference_head:  # beta is 0
             read_reference(reference, head, "reference.")
             reference = None
@@ -521,7 +515,7 @@ def policy_loss_from_logps(
     arguments["config"] = config = config_with(
         config, fields, _LOGPS_ARGUMENTS, "policy_loss_from_logps"
     )
-    _check_loss(config, arguments)
+    check_inputs(config, arguments)
     check_tensor("logps", logps, floating=True)
     if logps.dim() != (2 if cu_seqlens is None else 1):
         written = "(B, T)" if cu_seqlens is None else "(N,) with cu_seqlens"
@@ -574,7 +568,7 @@ def policy_expectation(
     """
     arguments = {**locals()}
     check_kind(config)
-    _check_loss(config, arguments, has_reference=config.needs_reference_head)
+    check_inputs(config, arguments, has_reference=config.needs_reference_head)
     check_tensor("completion_mask", completion_mask)
     if completion_mask.dim() != 2:
         got = tuple(completion_mask.shape)
@@ -587,28 +581,7 @@ def policy_expectation(
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
 _TOKEN_INPUTS = (*LOGPS, "importance_sampling_ratio", "sampling_topk_logps", "cu_seqlens")
-# In the helpers below, `arguments` are the arguments of a public call by name, as passed. Not every
-# call has all of them.
-
-
-def _check_loss(
-    config: LossConfig, arguments: Mapping[str, Any], *, has_reference: bool = False
-) -> None:
-    """Raise if an input that the loss reads is missing; `read_tokens` checks shapes."""
-    check_config(config)
-    objective, logps = arguments.get("objective"), arguments["sampling_per_token_logps"]
-    check_terms(config, arguments["ref_per_token_logps"], objective, has_reference=has_reference)
-    check_sampling(config, logps, arguments["importance_sampling_ratio"])
-    check_num_items(arguments["num_items_in_batch"])
-    if arguments.get("kept_ids") is not None and config.needs_reference_head:
-        raise ValueError(
-            "kl_estimator: expected 'k1', 'k2' or 'k3' with kept_ids, which truncate the "
-            "policy, got 'full', the divergence over the whole vocabulary"
-        )
-    if arguments.get("kept_ids") is None and "on_missing_set" in arguments:
-        check_on_missing_set(arguments["on_missing_set"])
-    if "sampling_topk_ids" in arguments:
-        check_centering(config, objective, arguments)
+# In the helpers below, `arguments` are the arguments of a public call by name, as passed.
 
 
 def _tokens(
@@ -625,23 +598,13 @@ def _tokens(
         check_logps(name, getattr(tokens, name))
     check_finite("advantages", tokens.advantages)
     check_ratios("importance_sampling_ratio", tokens.importance_sampling_ratio)
-    warn_of_length(arguments["config"], tokens.layout)
-    if arguments["objective"] is None:
-        warn_of_advantages(arguments["config"], tokens)
     for name in ("advantages", *LOGPS, "importance_sampling_ratio"):
         if arguments[name] is not None and arguments[name].requires_grad:
             why = ", and train a value function by its own loss" if name == "advantages" else ""
             warn_once(
                 f"{name}: counted as constants, so they get no gradient; pass {name}.detach(){why}"
             )
-    warn_of_inputs(
-        arguments["config"],
-        arguments["objective"],
-        num_items_in_batch=arguments["num_items_in_batch"],
-        old_per_token_logps=arguments["old_per_token_logps"],
-        sampling_per_token_logps=arguments["sampling_per_token_logps"],
-        importance_sampling_ratio=arguments["importance_sampling_ratio"],
-    )
+    warn_of_inputs(tokens, arguments)
     return tokens
 
 

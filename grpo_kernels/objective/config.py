@@ -11,18 +11,20 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_kernels.base.checks import (
     INSTEAD,
     check_choice,
     check_number,
+    check_on_missing_set,
+    check_tensor,
     did_you_mean,
     hints_names,
     warn_once,
@@ -34,6 +36,7 @@ from grpo_kernels.base.choices import (
     SamplingMode,
 )
 from grpo_kernels.objective.losses import LOSSES, Config, loss_type_of
+from grpo_kernels.tokens import Tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -459,31 +462,30 @@ def check_objective(config: LossConfig, objective: Any) -> None:
         hint = "; pass it as config=" if is_config else ""
         got = objective.__name__ if isinstance(objective, type) else type(objective).__name__
         raise TypeError(f"objective: expected a function of TokenInputs, got {got}{hint}")
-    _check_takes_tokens(objective.forward if isinstance(objective, nn.Module) else objective)
+    function = objective.forward if isinstance(objective, nn.Module) else objective
+    try:
+        inspect.signature(function).bind(None)
+    except ValueError:  # some builtins have no signature
+        pass
+    except TypeError:
+        raise TypeError(
+            "objective: expected a function of one argument, TokenInputs, got "
+            f"{inspect.signature(function)}; functools.partial fills in others"
+        ) from None
     if config.entropy_coef != 0.0:
         raise ValueError(
             "entropy_coef: expected 0 with an objective, which can add its own term of "
             f"tokens.entropies, got {config.entropy_coef!r}"
         )
+    _refuse_full_kl(config, "with an objective")
+
+
+def _refuse_full_kl(config: LossConfig, why: str) -> None:
     if config.needs_reference_head:
         raise ValueError(
-            "kl_estimator: expected 'k1', 'k2' or 'k3' with an objective, got 'full', the "
-            "divergence over the whole vocabulary"
+            f"kl_estimator: expected 'k1', 'k2' or 'k3' {why}, got 'full', the divergence over "
+            "the whole vocabulary"
         )
-
-
-def _check_takes_tokens(function: Callable[..., Any]) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some builtins have none
-        return
-    try:
-        signature.bind(None)
-    except TypeError:
-        raise TypeError(
-            "objective: expected a function of one argument, TokenInputs, got "
-            f"{signature}; functools.partial fills in others"
-        ) from None
 
 
 def check_loss_is_read(config: LossConfig) -> None:
@@ -499,15 +501,18 @@ def check_loss_is_read(config: LossConfig) -> None:
             )
 
 
-def check_terms(
-    config: LossConfig,
-    ref_per_token_logps: Any,
-    objective: Any = None,
-    *,
-    has_reference: bool = False,
+def check_inputs(
+    config: LossConfig, inputs: Mapping[str, Any], *, has_reference: bool = False
 ) -> None:
-    """Require the reference that the KL term reads and no other; warn of an unread one."""
+    """Require the inputs that the loss reads, and no contradicting ones.
+
+    `inputs` are the arguments of a public call by name, as passed. Not every call has all of them.
+    `read_tokens` checks their shapes.
+    """
+    check_config(config)
+    objective, kept_ids = inputs.get("objective"), inputs.get("kept_ids")
     check_objective(config, objective)
+    ref_per_token_logps = inputs["ref_per_token_logps"]
     # an objective may not read it: `PolicyLoss.per_token_loss` checks if it does
     if config.estimates_kl and ref_per_token_logps is None and objective is None:
         hint = "completion_logprobs or linear_logprob compute it"
@@ -531,27 +536,46 @@ def check_terms(
             why = "kl_estimator = 'full', which reads `reference`"
             instead = "choose another kl_estimator"
         warn_once(f"ref_per_token_logps: not used with {why}; {instead}, or leave it out")
-
-
-def check_sampling(
-    config: LossConfig, sampling_per_token_logps: Any, importance_sampling_ratio: Any
-) -> None:
-    """If the loss computes the ratio, require the sampler's log-probabilities and no ratio."""
-    if not config.vllm_importance_sampling_correction:
-        return
     why = "since vllm_importance_sampling_correction = True"
-    if importance_sampling_ratio is not None:
-        got = type(importance_sampling_ratio).__name__
+    ratio = inputs["importance_sampling_ratio"]
+    if config.vllm_importance_sampling_correction and ratio is not None:
+        got = type(ratio).__name__
         raise ValueError(f"importance_sampling_ratio: expected None {why} computes it, got {got}")
-    if sampling_per_token_logps is None and config.corrects_sampling:
+    if config.corrects_sampling and inputs["sampling_per_token_logps"] is None:
         raise ValueError(f"sampling_per_token_logps: expected a tensor {why}, got None")
+    _check_num_items(inputs["num_items_in_batch"])
+    if kept_ids is not None:
+        _refuse_full_kl(config, "with kept_ids, which truncate the policy")
+    elif "on_missing_set" in inputs:
+        check_on_missing_set(inputs["on_missing_set"])
+    if "sampling_topk_ids" in inputs:
+        _check_centering(config, inputs)
 
 
-def check_centering(config: LossConfig, objective: Any, inputs: Mapping[str, Any]) -> None:
+def _check_num_items(num_items_in_batch: Any) -> None:
+    """Require None, a finite number >= 0 or a tensor of one element."""
+    if isinstance(num_items_in_batch, Tensor):
+        if num_items_in_batch.numel() != 1:
+            got = f"a tensor of shape {tuple(num_items_in_batch.shape)}"
+            got += "; pass completion_mask.sum()" if num_items_in_batch.dim() == 2 else ""
+            raise ValueError(f"num_items_in_batch: expected one number, got {got}")
+        check_tensor("num_items_in_batch", num_items_in_batch)
+        if num_items_in_batch.device.type != "cpu":
+            return  # looking at it would wait for the device
+        num_items_in_batch = num_items_in_batch.item()
+    if num_items_in_batch is not None:
+        check_number("num_items_in_batch", num_items_in_batch, 0.0, True)
+        if 0.0 < num_items_in_batch < 1.0:
+            warn_once(
+                f"num_items_in_batch: {num_items_in_batch:g} counts as 1; pass the number of "
+                "counted tokens of the whole batch, such as completion_mask.sum()"
+            )
+
+
+def _check_centering(config: LossConfig, inputs: Mapping[str, Any]) -> None:
     """If the call has a sampler's top-K ids, require a loss whose score they can center.
 
-    That is a policy term -A w logp, where w is a constant known for every id. `inputs` are
-    the call's arguments by name.
+    That is a policy term -A w logp, where w is a constant known for every id.
     """
     given = [inputs["sampling_topk_ids"] is not None, inputs["sampling_topk_logps"] is not None]
     if not any(given):
@@ -560,10 +584,9 @@ def check_centering(config: LossConfig, objective: Any, inputs: Mapping[str, Any
         absent = "sampling_topk_ids" if given[1] else "sampling_topk_logps"
         raise ValueError(f"{absent}: expected a tensor, like its partner, got None")
     why = "with sampling_topk_ids, which center the score"
-    names = ("kept_ids", "old_per_token_logps", "importance_sampling_ratio")
-    for name, x in (("objective", objective), *((name, inputs[name]) for name in names)):
-        if x is not None:
-            raise ValueError(f"{name}: expected None {why}, got {type(x).__name__}")
+    for name in ("objective", "kept_ids", "old_per_token_logps", "importance_sampling_ratio"):
+        if inputs[name] is not None:
+            raise ValueError(f"{name}: expected None {why}, got {type(inputs[name]).__name__}")
     if loss_type_of(config).surrogate != "clipped" or config.importance_sampling_level != "token":
         *first, last = (repr(x.name) for x in LOSSES.values() if x.surrogate == "clipped")
         raise ValueError(
@@ -571,8 +594,7 @@ def check_centering(config: LossConfig, objective: Any, inputs: Mapping[str, Any
             f"importance_sampling_level = 'token', got {config.loss_type!r} with "
             f"{config.importance_sampling_level!r}"
         )
-    if config.needs_reference_head:
-        raise ValueError(f"kl_estimator: expected 'k1', 'k2' or 'k3' {why}, got 'full'")
+    _refuse_full_kl(config, why)
     mode = config.vllm_importance_sampling_mode
     if config.corrects_sampling and mode not in ("token_truncate", "token_mask"):
         raise ValueError(
@@ -581,62 +603,66 @@ def check_centering(config: LossConfig, objective: Any, inputs: Mapping[str, Any
         )
 
 
-def warn_of_inputs(
-    config: LossConfig,
-    objective: Any,
-    *,
-    num_items_in_batch: Any,
-    old_per_token_logps: Any,
-    sampling_per_token_logps: Any,
-    importance_sampling_ratio: Any,
-) -> None:
-    """Warn, once each, of inputs that nothing reads or that are too coarse."""
-    if num_items_in_batch is not None and loss_type_of(config).normalizer != "num_items":
+def warn_of_inputs(tokens: Tokens, inputs: Mapping[str, Any]) -> None:
+    """Warn, once each, of inputs that nothing reads or that are too coarse.
+
+    `inputs` are as in `check_inputs`, and `tokens` what was read of them.
+    """
+    config, objective = inputs["config"], inputs["objective"]
+    old = inputs["old_per_token_logps"]
+    sampling, ratio = inputs["sampling_per_token_logps"], inputs["importance_sampling_ratio"]
+    loss_type, layout = loss_type_of(config), tokens.layout
+    on_cpu = tokens.advantages.device.type == "cpu"  # elsewhere, reading them would wait
+    most = config.max_completion_length if divides_by_length(config) and on_cpu else None
+    if most is not None and layout.batch and int(layout.lengths.max()) > most:
+        warn_once(
+            f"max_completion_length: loss_type = {config.loss_type!r} divides by it, and {most} is "
+            "less than the tokens of a completion; pass the longest length that you generate"
+        )
+    if inputs["num_items_in_batch"] is not None and loss_type.normalizer != "num_items":
         warn_once(
             f"num_items_in_batch: not used by loss_type = {config.loss_type!r}, a mean over the "
             "call. Under gradient accumulation divide the loss by the number of steps, and leave "
             "num_items_in_batch out"
         )
     reads_sampling = objective is not None or masks_off_policy(config) or config.corrects_sampling
-    if sampling_per_token_logps is not None and not reads_sampling:
+    if sampling is not None and not reads_sampling:
         warn_once(
             "sampling_per_token_logps: used for a metric only; set off_policy_mask_threshold or "
             "vllm_importance_sampling_correction (not available for loss_type = 'gmpo'), or "
             "leave them out"
         )
-    if old_per_token_logps is not None and old_per_token_logps.dtype.itemsize < 4:
+    if old is not None and old.dtype.itemsize < 4:
         warn_once(
-            f"old_per_token_logps: rounded to {old_per_token_logps.dtype}, so ratios that "
-            "should be 1 are off by 1% or more; keep them in torch.float32"
+            f"old_per_token_logps: rounded to {old.dtype}, so ratios that should be 1 are off by "
+            "1% or more; keep them in torch.float32"
         )
-    if objective is None:  # an objective may not read the config's loss
-        if importance_sampling_ratio is None:
-            _warn_of_sampling_options(config)
-        elif loss_type_of(config).sampling_ratio is None:
-            warn_once(f"importance_sampling_ratio: {_UNUSED.format(config.loss_type)}")
-        warn_of_loss(config, on_policy=old_per_token_logps is None)
-        if masks_off_policy(config) and old_per_token_logps is sampling_per_token_logps is None:
-            warn_once(
-                "off_policy_mask_threshold: drops nothing without sampling_per_token_logps or "
-                "old_per_token_logps; pass one of them, or leave it out"
-            )
-
-
-def _warn_of_sampling_options(config: LossConfig) -> None:
-    """Warn once of options of the importance sampling ratio in a loss without a ratio.
-
-    A ratio that the caller passes may come from a trainer with these options, so it gets no
-    warning.
-    """
-    if config.vllm_importance_sampling_correction:
+    if objective is not None:  # it may not read the config's loss
         return
-    names = [f"vllm_importance_sampling_{x}" for x in ("mode", "clip_max", "clip_min")]
-    is_set = [x for x in names if getattr(config, x) != getattr(_DEFAULT, x)]
-    if is_set:
+    if on_cpu and config.importance_sampling_level == "sequence":
+        is_next = layout.sequence.diff() == 0
+        if bool(((tokens.advantages.diff() != 0) & is_next).any()):
+            warn_once(
+                "advantages: they differ within a sequence, whose tokens share one ratio, so a "
+                "token's gradient is that of its sequence's mean advantage. For gradients by "
+                "token, pass objective=objectives.gspo_token"
+            )
+    options = [f"vllm_importance_sampling_{x}" for x in ("mode", "clip_max", "clip_min")]
+    is_set = [x for x in options if getattr(config, x) != getattr(_DEFAULT, x)]
+    if ratio is not None:  # may come from a trainer with these options
+        if loss_type.sampling_ratio is None:
+            warn_once(f"importance_sampling_ratio: {_UNUSED.format(config.loss_type)}")
+    elif is_set and not config.vllm_importance_sampling_correction:
         warn_once(
             f"{', '.join(is_set)}: not used without an importance sampling ratio; turn on "
             "vllm_importance_sampling_correction, pass importance_sampling_ratio, or leave "
             f"{'it' if len(is_set) == 1 else 'them'} out"
+        )
+    warn_of_loss(config, on_policy=old is None)
+    if masks_off_policy(config) and old is sampling is None:
+        warn_once(
+            "off_policy_mask_threshold: drops nothing without sampling_per_token_logps or "
+            "old_per_token_logps; pass one of them, or leave it out"
         )
 
 

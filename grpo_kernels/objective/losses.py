@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.formulas import LINEAR, phi
-from grpo_kernels.base.checks import check_number, check_tensor, warn_once
 from grpo_kernels.base.choices import ImportanceSamplingLevel, LossTypeName
 from grpo_kernels.tokens import Layout, Tokens
 
@@ -263,32 +262,6 @@ def token_weights(
     return one_over(max(float(num_items_in_batch), 1.0))
 
 
-def warn_of_length(config: Config, layout: Layout) -> None:
-    """Warn once of a completion longer than the constant that divides the loss."""
-    if loss_type_of(config).normalizer != "max_length" or layout.lengths.device.type != "cpu":
-        return
-    longest = int(layout.lengths.max()) if layout.batch else 0
-    if longest > config.max_completion_length:
-        warn_once(
-            f"max_completion_length: loss_type = {config.loss_type!r} divides by it, and "
-            f"{config.max_completion_length} is less than the tokens of a completion; pass the "
-            "longest length that you generate"
-        )
-
-
-def warn_of_advantages(config: Config, tokens: Tokens) -> None:
-    """Warn once of advantages per token with a ratio per sequence."""
-    advantages, sequence = tokens.advantages, tokens.layout.sequence
-    if config.importance_sampling_level != "sequence" or advantages.device.type != "cpu":
-        return
-    if bool(((advantages.diff() != 0) & (sequence.diff() == 0)).any()):
-        warn_once(
-            "advantages: they differ within a sequence, whose tokens share one ratio, so a token's "
-            "gradient is that of its sequence's mean advantage. For gradients by token, pass "
-            "objective=objectives.gspo_token"
-        )
-
-
 def averaged_over(config: Config, *, num_items: bool) -> str:
     """What a call's policy loss is a mean over: "sequences", "tokens", or "nothing".
 
@@ -299,23 +272,3 @@ def averaged_over(config: Config, *, num_items: bool) -> str:
     if normalizer == "num_items" and num_items:
         return "nothing"
     return "tokens" if normalizer in ("num_items", "token_mean") else "sequences"
-
-
-def check_num_items(num_items_in_batch: Any) -> None:
-    """Require None, a finite number >= 0 or a tensor of one element."""
-    if isinstance(num_items_in_batch, Tensor):
-        if num_items_in_batch.numel() != 1:
-            got = f"a tensor of shape {tuple(num_items_in_batch.shape)}"
-            got += "; pass completion_mask.sum()" if num_items_in_batch.dim() == 2 else ""
-            raise ValueError(f"num_items_in_batch: expected one number, got {got}")
-        check_tensor("num_items_in_batch", num_items_in_batch)
-        if num_items_in_batch.device.type != "cpu":
-            return  # looking at it would wait for the device
-        num_items_in_batch = num_items_in_batch.item()
-    if num_items_in_batch is not None:
-        check_number("num_items_in_batch", num_items_in_batch, 0.0, True)
-        if 0.0 < num_items_in_batch < 1.0:
-            warn_once(
-                f"num_items_in_batch: {num_items_in_batch:g} counts as 1; pass the number of "
-                "counted tokens of the whole batch, such as completion_mask.sum()"
-            )
