@@ -472,7 +472,7 @@ class GRPOLoss(nn.Module):
 @outside_graphs
 def policy_loss_from_logps(
     logps: Tensor,  # (B, T), or packed (N,)
-    entropies: Tensor,  # (B, T) or (N,)
+    entropies: Tensor | None,  # (B, T) or (N,)
     completion_mask: Tensor | None,  # (B, T) or (N,)
     advantages: Tensor,  # (B,) or (B, T) or (N,)
     *,
@@ -495,7 +495,9 @@ def policy_loss_from_logps(
     Args:
         logps, entropies: (B, T), or packed (N,), floating: the policy's log-probabilities and
             entropies, attached to the graph. Values at masked positions are never read. The loss is
-            computed in fp32 (fp64 if `logps` is fp64).
+            computed in fp32 (fp64 if `logps` is fp64). `entropies` may be None if nothing reads
+            them, neither the config (`entropy_coef`, `top_entropy_quantile`) nor an objective; the
+            result then lacks its `entropies` and the metric of this name.
         completion_mask, advantages: as in `grpo_loss`.
         old_per_token_logps, ref_per_token_logps, sampling_per_token_logps: as in `grpo_loss`.
             Compute them in the same way as `logps`, and over the same kept sets.
@@ -520,13 +522,27 @@ def policy_loss_from_logps(
     if logps.dim() != (2 if cu_seqlens is None else 1):
         written = "(B, T)" if cu_seqlens is None else "(N,) with cu_seqlens"
         raise ValueError(f"logps: expected shape {written}, got {tuple(logps.shape)}")
+    has_entropies = entropies is not None
+    if entropies is None:
+        for name, off in (("entropy_coef", 0.0), ("top_entropy_quantile", 1.0)):
+            if getattr(config, name) != off:
+                why = f"since {name} = {getattr(config, name)} reads them"
+                raise ValueError(f"entropies: expected a tensor, {why}, got None")
+        entropies = torch.zeros_like(logps)  # which nothing reads
     check_tensor("entropies", entropies, like=logps, floating=True)
     check_shape("entropies", entropies, ("logps.shape", tuple(logps.shape)))
     dtype = accumulator_of(logps.dtype)
     tokens = _tokens(logps, completion_mask, advantages, dtype, arguments)
     check_logps("logps", logps.detach().reshape(-1)[tokens.layout.positions])
     row_loss = _row_loss(config, objective, tokens, num_items_in_batch)
-    return _loss_of_logps(config, row_loss, tokens, logps, entropies, num_items_in_batch, "given")
+    if isinstance(row_loss, CustomLoss):
+        row_loss.has_entropies = has_entropies
+    items = num_items_in_batch
+    out = _loss_of_logps(config, row_loss, tokens, logps, entropies, items, "given")
+    if has_entropies:
+        return out
+    absent: Any = None
+    return replace(out, entropies=absent, metrics=out.metrics.without("entropy"))
 
 
 _LOGPS_ARGUMENTS = [

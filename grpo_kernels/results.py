@@ -102,7 +102,7 @@ class Metrics(Mapping[str, Tensor]):
         if first.loss_over == "sequences":
             weights = torch.stack([torch.full_like(losses[0], n) for n in sequences])
         elif first.loss_over == "tokens":
-            weights = torch.stack([part.pairs["entropy"][1] for part in parts]).to(losses)
+            weights = torch.stack([part.pairs["advantages/mean"][1] for part in parts]).to(losses)
         loss = (losses * weights).sum()
         if first.loss_over != "nothing":
             loss = loss / weights.sum().clamp(min=1)
@@ -120,6 +120,11 @@ class Metrics(Mapping[str, Tensor]):
     def joined(self, more: Mapping[str, tuple[Tensor, Tensor]]) -> Metrics:
         """Add `more` pairs to a copy of these metrics."""
         pairs = {**self.pairs, **more}
+        return Metrics(pairs, self._extremes, sequences=self.sequences, loss_over=self.loss_over)
+
+    def without(self, name: str) -> Metrics:
+        """Leave the pair `name` out of a copy of these metrics."""
+        pairs = {key: x for key, x in self.pairs.items() if key != name}
         return Metrics(pairs, self._extremes, sequences=self.sequences, loss_over=self.loss_over)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -162,7 +167,8 @@ class LossOutput:
         loss: a 0-d tensor, attached to the graph, in fp32 (fp64 for fp64 inputs).
         logps: (B, T) or (N,) log-probabilities in the dtype of `loss`, 0 where masked. They have no
             gradient: a backward through them raises, so detach them where they are constants.
-        entropies: entropies in the shape and dtype of `logps`, also without gradient.
+        entropies: entropies in the shape and dtype of `logps`, also without gradient; None if
+            `policy_loss_from_logps` got none.
         metrics: `Metrics`, a mapping from names to means; ``metrics.pairs`` maps names to (sum,
             count).
         engine: name of the engine that ran the call: an `EngineName`, ``"kept_sets"`` with

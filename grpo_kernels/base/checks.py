@@ -196,7 +196,8 @@ def hints_names(function: F, name: str = "") -> F:
             wrong = next((x for x in unknown if _nearest(x, needed)), None)
             if wrong and not hint:
                 hint = f", but {wrong}{did_you_mean(wrong, needed)}"
-            hint = hint or f"; it requires {', '.join(needed)}"
+            by_place = f", got {count} by position" if count > 0 else ""
+            hint = hint or f"; it requires {', '.join(needed)}{by_place}"
             raise TypeError(f"{absent[0]}: expected by {name}, got none{hint}")
         return function(*args, **options)
 

@@ -166,6 +166,7 @@ class CustomLoss:
     """A loss that calls a user's function, used instead of `PolicyLoss`."""
 
     is_expected = False
+    has_entropies = True  # False: the function gets None
     live = None  # any token may have a gradient
 
     def __init__(
@@ -272,6 +273,7 @@ class CustomLoss:
 
         old = logps.detach() if tokens.old_per_token_logps is None else tokens.old_per_token_logps
         given = {name: getattr(tokens, name) for name in OPTIONAL}
+        own_entropies: Any = shaped(entropies) if self.has_entropies else None
         optional: dict[str, Any] = {k: None if x is None else shaped(x) for k, x in given.items()}
         places = {"index": layout.positions, "sequence": layout.sequence, "position": layout.place}
         if self._chosen is not None:
@@ -281,7 +283,7 @@ class CustomLoss:
         visible = shaped(logps)
         inputs = TokenInputs(
             logps=visible,
-            entropies=shaped(entropies),
+            entropies=own_entropies,
             mask=shaped(torch.ones_like(logps, dtype=torch.bool)),
             advantages=shaped(tokens.advantages),
             old_per_token_logps=shaped(old),
@@ -303,6 +305,7 @@ class CustomLoss:
         try:
             per_token = self.function(with_loss(inputs, of_config))
         except (TypeError, AttributeError) as error:
+            given["entropies"] = own_entropies
             absent = ", ".join(name for name, x in given.items() if x is None)
             if "NoneType" not in str(error) or not absent:
                 raise

@@ -107,6 +107,13 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "completion_mask: ... got (2, 9); take the columns of these tokens"),
     (lambda: grpo_loss(HIDDEN, WEIGHT, IDS, None), TypeError,  # type: ignore[call-arg]
      "advantages: expected by grpo_loss, got none; it requires hidden, head, completion_ids"),
+    (lambda: policy_loss_from_logps(LOGPS, IDS, LOGPS[:, 0]), TypeError,  # type: ignore[call-arg]
+     "advantages: ...; it requires logps, entropies, completion_mask, advantages, got 3 by posit"),
+    *((lambda name=name, x=x: given_loss(entropies=None, **{name: x}), ValueError,
+       f"entropies: expected a tensor, since {name} = {x} reads them, got None")
+      for name, x in (("entropy_coef", 0.1), ("top_entropy_quantile", 0.5))),
+    (lambda: given_loss(entropies=None, objective=lambda tokens: tokens.logps * tokens.entropies),
+     TypeError, "...NoneType...; the call was given no ...entropies"),
     (lambda: loss().metrics["kl"], KeyError, "...got 'kl'; the loss has a KL term only with"),
     (lambda: loss().kl, HINT, "...; the loss has a KL term only with"),
     (lambda: loss().metrics["entropies"], KeyError, "...got 'entropies'; did you mean entropy?"),
@@ -327,6 +334,15 @@ def test_the_calls_take_fields_as_the_module_does() -> None:
             fields = {"loss_type": "grpo", "beta": 0.04, "config": given}
             assert call(**fields, **ref, **mask).loss == want
         assert call(loss_type="grpo", **ref, **mask).loss != want
+
+
+@pytest.mark.parametrize("objective", [None, token_level(lambda tokens: tokens.loss)])
+def test_a_loss_of_log_probabilities_needs_no_entropies(objective: Any) -> None:
+    with_entropies, out = (given_loss(entropies=x, objective=objective) for x in (-LOGPS, None))
+    assert out.loss == with_entropies.loss
+    assert out.entropies is None
+    assert {*with_entropies.metrics} - {*out.metrics} == {"entropy"}
+    assert Metrics.merge([out.metrics] * 2)["policy_loss"] == out.metrics["policy_loss"]
 
 
 @pytest.mark.usefixtures("forget_warnings")
