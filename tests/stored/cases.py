@@ -212,29 +212,19 @@ def drawn_constants(d: Draw) -> dict[str, Any]:
 
 
 def read(out: Any) -> Results:
-    if isinstance(out, Tensor):
-        return {"result": out.detach()}
     if hasattr(out, "metrics") and hasattr(out, "loss"):
         results = {"loss": out.loss.detach(), "logps": out.logps}
         results |= {name: getattr(out, name) for name in ("entropies", "engine", "backend")}
         results |= {f"metric {name}": x for name, x in out.metrics.items()}
         counts = {f"count {name}": count for name, (_, count) in out.metrics.pairs.items()}
         return results | counts
-    if isinstance(out, tuple):
-        names = getattr(out, "_fields", range(len(out)))
-        pairs = zip(names, out, strict=True)
-        return {f"{k} {n}" if n else k: x for k, y in pairs for n, x in entries(y)}
     names = ("logps", "entropies", "divergence", "log_sum_sq_probs", "mean_logits", "is_top1")
     given = {name: getattr(out, name) for name in (*names, "student_mass")}
     return {name: x.detach() for name, x in given.items() if x is not None}
 
 
-def entries(x: Any) -> list[tuple[str, Any]]:
-    return list(x.items()) if isinstance(x, dict) else [("", x)]
-
-
-def loss_fields(d: Draw, kind: str | None = None, level: str | None = None) -> dict[str, Any]:
-    kind = kind or d.choice(LOSS_TYPES)
+def loss_fields(d: Draw) -> dict[str, Any]:
+    kind = d.choice(LOSS_TYPES)
     fields: dict[str, Any] = {
         "loss_type": kind,
         "epsilon": d.choice((0.0, 0.1, 0.2, 0.4)),
@@ -253,7 +243,7 @@ def loss_fields(d: Draw, kind: str | None = None, level: str | None = None) -> d
         fields |= {"vespo_k_neg": 0.4, "vespo_lambda_neg": 2.2}
     if kind == "gmpo":
         return fields
-    fields["importance_sampling_level"] = level or d.choice(("token", "sequence"))
+    fields["importance_sampling_level"] = d.choice(("token", "sequence"))
     fields["entropy_coef"] = d.sometimes(0.3, d.choice((-0.01, 0.05, 1.0)), 0.0)
     fields["off_policy_mask_threshold"] = d.sometimes(0.2, d.choice((0.0, 0.1, 0.4)))
     if kind not in ("cispo", "sapo", "vespo"):
@@ -267,12 +257,10 @@ def loss_fields(d: Draw, kind: str | None = None, level: str | None = None) -> d
 
 
 def loss_inputs(
-    d: Draw, logps: Tensor, mask: Tensor, config: LossConfig, **given: Any
+    d: Draw, logps: Tensor, mask: Tensor, config: LossConfig, old: bool | None = None
 ) -> dict[str, Any]:
-    """Arguments of a loss beside hidden states, head and ids; often garbage where masked.
-
-    `given`: `old`, to be on-policy or not; `items`, to have a normalizer or not.
-    """
+    """Arguments of a loss beside hidden states, head and ids; often garbage where masked. `old`: to
+    be off-policy or not."""
     kind = torch.float64 if d.random() < 0.2 else torch.float32
     inputs: dict[str, Any] = {}
 
@@ -280,14 +268,15 @@ def loss_inputs(
         moved = x + d.normal(B, T, scale=each) + d.normal(B, 1, scale=row)
         return torch.where(logps == 0, 0.0, moved.clamp(max=-(2.0**-10)))
 
-    old = near(logps, 0.25, 0.25)
-    if given.get("old", d.random() < 0.7):
-        inputs["old_per_token_logps"] = old.to(kind)
+    before = near(logps, 0.25, 0.25)
+    drawn = d.random() < 0.7
+    if drawn if old is None else old:
+        inputs["old_per_token_logps"] = before.to(kind)
     unused = d.random() < 0.1 and not config.beta
     if unused or (config.beta and config.kl_estimator != "full"):
         inputs["ref_per_token_logps"] = near(logps, 0.5).to(kind)
     if config.vllm_importance_sampling_correction or d.random() < 0.2:
-        inputs["sampling_per_token_logps"] = near(old, 0.3).to(kind)
+        inputs["sampling_per_token_logps"] = near(before, 0.3).to(kind)
         if d.random() < 0.2:
             inputs["sampling_per_token_logps"][0, 0] = math.nan
     corrects = config.vllm_importance_sampling_correction
@@ -295,7 +284,7 @@ def loss_inputs(
         shape = d.choice(((B, T), (B, T), (B, 1), (B,)))
         ratio = 1.0 + d.normal(*shape, scale=0.3, step=1 / 64).clamp(-0.9, 2.0)
         inputs["importance_sampling_ratio"] = torch.where(ratio > 1.3, 0.0, ratio).to(kind)
-    if given.get("items", d.random() < 0.3):
+    if d.random() < 0.3:
         inputs["num_items_in_batch"] = d.choice((0.0, 3.0, 50.5, torch.tensor(7)))
     per_token = config.loss_type != "gmpo" and d.random() < 0.3
     advantages = d.normal(B, T) if per_token else d.normal(B)
@@ -342,10 +331,9 @@ def loss_case(
     *,
     fields: dict[str, Any] | None = None,
     config: LossConfig | None = None,
-    objective: Callable[..., Any] | None = None,
     module: bool = False,
     kept: bool | None = None,
-    given: dict[str, Any] | None = None,
+    old: bool | None = None,
     **options: Any,
 ) -> Results:
     """One `grpo_loss`, or `GRPOLoss`, with anything not given drawn."""
@@ -358,7 +346,7 @@ def loss_case(
         sets["on_missing_set"] = d.choice(("error", "full"))
         sets["kept_ids"] = c.kept(sets["on_missing_set"])
     logps = c.logps(config.temperature, sets.get("kept_ids"))
-    inputs = loss_inputs(d, logps, c.mask, config, **given or {})
+    inputs = loss_inputs(d, logps, c.mask, config, old)
     tokens = [c.hidden, c.head, c.ids, masked_as(d, c.mask), inputs.pop("advantages")]
     if full:
         h = d.choice((2, c.h))
@@ -369,43 +357,13 @@ def loss_case(
         c.run["workspace_bytes"] = None
     elif d.random() < 0.15 and "lora_input" not in c.leaves:
         tokens, inputs = packed_call(d, tokens, inputs)
-    options = {"config": config} | ({} if objective is None else {"objective": objective})
 
     def call(run: Run) -> Any:
         if module:
-            return grpo_kernels.GRPOLoss(run=run, **options)(*tokens, **inputs)
-        return grpo_kernels.grpo_loss(*tokens, **inputs, **options, run=run)
+            return grpo_kernels.GRPOLoss(config, run=run)(*tokens, **inputs)
+        return grpo_kernels.grpo_loss(*tokens, **inputs, config=config, run=run)
 
     return c.call(call)
-
-
-def merged_case(d: Draw) -> Results:
-    config = loss_config(**loss_fields(d) | {"kl_estimator": "k3", "top_entropy_quantile": 1.0})
-    parts = []
-    for _ in range(2):
-        mask, logps = d.mask(), -(d.normal(B, T).abs() + 0.01)
-        inputs = loss_inputs(d, logps, mask, config, old=True, items=False)
-        inputs = {name: x for name, x in inputs.items() if name != "importance_sampling_ratio"}
-        inputs["sampling_per_token_logps"] = logps - 0.25
-        inputs["ref_per_token_logps"] = logps + 0.25
-        scores = logps.float(), d.normal(B, T).abs(), mask, inputs.pop("advantages")
-        parts.append(grpo_kernels.policy_loss_from_logps(*scores, config=config, **inputs).metrics)
-    return dict(grpo_kernels.Metrics.merge(parts))
-
-
-def of_module(d: Draw) -> Results:
-    c = Calls(d, plain=True)
-    linear = torch.nn.Linear(c.h, c.v, bias=d.random() < 0.5, dtype=c.dtype)
-    with torch.no_grad():
-        linear.weight.copy_(c.leaves["weight"])
-        if linear.bias is not None:
-            linear.bias.copy_(d.normal(c.v, step=1 / 16))
-    c.leaves = {"hidden": c.hidden, **dict(linear.named_parameters())}
-    if d.random() < 0.5:
-        c.head = linear
-        return c.score(completion_mask=c.mask)
-    given = c.hidden, linear, c.ids, c.mask, d.normal(B)
-    return c.call(lambda run: grpo_kernels.grpo_loss(*given, loss_type="grpo", run=run))
 
 
 def autocast() -> AbstractContextManager[Any]:
@@ -502,12 +460,9 @@ def top_k_case(d: Draw, **options: Any) -> Results:
     return c.call(lambda run: call(c.hidden, c.head, listed, logps, run=run, **given))
 
 
-def from_logps_case(
-    d: Draw, *, objective: Callable[..., Any] | None = None, **fields: Any
-) -> Results:
-    if objective is None:
-        fields = loss_fields(d) | fields
-        fields["kl_estimator"] = d.choice(("k1", "k2", "k3"))
+def from_logps_case(d: Draw) -> Results:
+    fields = loss_fields(d)
+    fields["kl_estimator"] = d.choice(("k1", "k2", "k3"))
     config = loss_config(**fields)
     mask = d.mask()
     logps = -(d.normal(B, T, scale=1.5).abs() + 0.01)
@@ -519,8 +474,7 @@ def from_logps_case(
         leaves = [packed(x) for x in leaves]
         tokens, inputs = packed_call(d, tokens, inputs)
     leaves = [x.requires_grad_() for x in leaves]
-    options = {"config": config} | ({} if objective is None else {"objective": objective})
-    out = grpo_kernels.policy_loss_from_logps(*leaves, *tokens, **inputs, **options)
+    out = grpo_kernels.policy_loss_from_logps(*leaves, *tokens, config=config, **inputs)
     if out.loss.requires_grad:
         (out.loss * d.choice((1.0, -0.75))).backward()
     names = ("d_logps", "d_entropies")
@@ -528,192 +482,9 @@ def from_logps_case(
     return read(out) | grads
 
 
-def reinforce(tokens: Any) -> Tensor:
-    return -tokens.advantages * tokens.logps
-
-
-def with_entropy(tokens: Any) -> Tensor:
-    ratio = torch.exp(tokens.logps - tokens.old_per_token_logps)
-    return -tokens.advantages * ratio - 0.1 * tokens.entropies.square()
-
-
-def centred(tokens: Any) -> Tensor:
-    """Couples the tokens of a sequence."""
-    lengths = tokens.mask.sum(-1, keepdim=True).clamp(min=1)
-    mean = (tokens.logps * tokens.mask).sum(-1, keepdim=True) / lengths
-    return -tokens.advantages * (tokens.logps - 0.5 * mean)
-
-
-def placed(tokens: Any) -> Tensor:
-    bonus = (torch.arange(N) / 8 + 0.5)[tokens.index]
-    return -tokens.advantages * tokens.logps * bonus / (1 + tokens.position + tokens.sequence)
-
-
-CUSTOM = {x.__name__: x for x in (reinforce, with_entropy, centred, placed)}
-
-
-def custom_case(d: Draw, name: str, declared: bool, **options: Any) -> Results:
-    function = CUSTOM[name]
-    if declared:
-        function = grpo_kernels.token_level(function)
-    kind = d.choice(LOSS_TYPES[:4])
-    if d.random() < 0.3:
-        return from_logps_case(d, objective=function, loss_type=kind)
-    return loss_case(
-        d, config=loss_config(loss_type=kind), objective=function, kept=False, **options
-    )
-
-
-OBJECTIVES: dict[str, tuple[dict[str, Any], ...]] = {
-    "cispo": ({}, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}),
-    "clip_cov": ({"clip_cov_ratio": 0.2, "clip_cov_lb": -1.0},),
-    "dppo_kl": ({}, {"clip_ratio_low": 0.01, "clip_ratio_high": 0.02, "clip_ratio_c": 1.1}),
-    "dppo_tv": ({}, {"clip_ratio_low": 0.02, "clip_ratio_high": 0.01, "clip_ratio_c": 1.1}),
-    "fipo": ({}, {"decay_rate": 2.0, "influence_low": 0.1, "safety_threshold": 1.05}),
-    "gspo": ({}, {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1}),
-    "icepop": ({}, {"ratio_low": 0.8, "ratio_high": 1.25}),
-    "ipo": ({}, {"eps": 0.02, "kl_tau": 0.1, "ratio_max": 1.2}),
-    "kl_cov": ({"kl_cov_ratio": 0.3},),
-    "kpop": ({}, {"threshold": 0.01, "kl_tau": 0.1}),
-    "rollout_is": ({}, {"eps_clip_low": 0.5, "eps_clip_high": 0.6}),
-    "topr": ({}, {"positive_weight": 0.7, "negative_weight": 1.2}),
-}
-# A case keeps its name, which its numbers are drawn by, when the library renames what it calls.
-RENAMED = {"cispo": "cispo_two_sided", "gspo": "gspo_token", "icepop": "icepop_prime_rl"}
-OF_SAMPLER = ("icepop", "ipo", "kpop", "rollout_is")
-
-
-def objective_case(d: Draw, name: str, options: dict[str, Any]) -> Results:
-    function = getattr(grpo_kernels.objectives, RENAMED.get(name, name))
-    if name == "clip_cov":
-        options = {**options, "generator": torch.Generator().manual_seed(5)}
-    objective = partial(function, **options)
-    c = Calls(d, dtype=torch.float32, plain=True)
-    config = loss_config(loss_type=d.choice(LOSS_TYPES[:4]))
-    inputs = loss_inputs(d, c.logps(), c.mask, config, old=name not in OF_SAMPLER)
-    if name in OF_SAMPLER and "sampling_per_token_logps" not in inputs:
-        sampled = c.logps() + d.normal(B, T, scale=0.3)
-        inputs["sampling_per_token_logps"] = sampled.clamp(max=-(2.0**-10)).float()
-    tokens = c.hidden, c.head, c.ids, c.mask, inputs.pop("advantages")
-    call = partial(grpo_kernels.grpo_loss, *tokens, config=config, objective=objective, **inputs)
-    return c.call(lambda run: call(run=run))
-
-
-def m2po_case(d: Draw) -> Results:
-    mask, old = d.mask(), -d.normal(B, T).abs()
-    return read(grpo_kernels.objectives.m2po_mask(old, old + d.normal(B, T, scale=0.3), mask))
-
-
-def rewards_of(d: Draw, functions: int = 0) -> Tensor:
-    """(6,) or (6, F), with an unscored entry at times."""
-    rewards = d.normal(6, functions) if functions else d.normal(6)
-    if d.random() < 0.3:
-        rewards = rewards.round()
-    if d.random() < 0.3:
-        rewards.view(-1)[d.randrange(rewards.numel())] = math.nan
-    return rewards.to(d.choice((torch.float32, torch.float32, torch.float64)))
-
-
-def groups_of(d: Draw) -> dict[str, Any]:
-    if d.random() < 0.5:
-        return {"num_generations": d.choice((2, 3, 6))}
-    return {"group_ids": d.choice((torch.tensor([4, 7, 4, 4, 7, 9]), [0, 0, 1, 1, 1, 1]))}
-
-
-def batch_mask(d: Draw) -> Tensor:
-    mask = (torch.arange(T) < torch.tensor([[d.randint(0, T)] for _ in range(6)])).long()
-    return d.choice((mask, mask * d.integers(4, 6, T).ne(0)))
-
-
-def advantage_arguments(d: Draw, name: str) -> dict[str, Any]:
-    functions = d.choice((0, 0, 2))
-    rewards: dict[str, Any] = {"rewards": rewards_of(d, functions)}
-    if functions:  # stated, since groups may have as many rows as there are functions
-        rewards["reward_weights"] = [1.0, 0.25 if d.random() < 0.5 else 1.0]
-    mask = batch_mask(d)
-    per_token = {"completion_mask": mask}
-    std = {"std": d.choice(("sample", "population"))}
-    if name == "group_advantages":
-        more: dict[str, Any] = {"scale_rewards": d.choice(("group", "batch", "mean", "none"))}
-        kind = d.choice(("sum_then_normalize", "normalize_then_sum"))
-        more |= {"multi_objective_aggregation": kind, **std}
-        return rewards | groups_of(d) | more
-    if name == "rloo_advantages":
-        return rewards | groups_of(d) | {"normalize_advantages": d.random() < 0.5}
-    if name == "process_advantages":
-        steps = [sorted(d.sample(range(T), d.randint(0, 3))) for _ in range(6)]
-        scores = [[d.choice((None, 0.5, 1.0, -0.25, 2.0)) for _ in row] for row in steps]
-        return {"step_rewards": scores, "step_ends": steps, "length": T, **groups_of(d), **std}
-    if name == "gae":
-        given = d.choice((d.normal(6), d.normal(6, T)))
-        more: dict[str, Any] = {"values": d.normal(6, T), "gamma": d.choice((1.0, 0.9))}
-        more["lam"] = d.choice((0.95, 1.0, 0.0))
-        more |= {"whiten_advantages": d.random() < 0.5, "last_value": d.sometimes(0.4, d.normal(6))}
-        return {"rewards": given, **per_token, **more, "std": "population"}
-    if name == "reinforce_plus_plus":
-        more = {"per_token_kl": d.sometimes(0.5, d.normal(6, T))}
-        more |= {"gamma": d.choice((1.0, 0.9)), "beta": 0.05, "std": "population"}
-        return rewards | per_token | more | d.choice(({}, groups_of(d)))
-    assert name == "whiten"
-    return {"x": d.normal(6, T), **per_token, "shift_mean": d.random() < 0.6, **std}
-
-
-ADVANTAGES = (
-    "gae", "group_advantages", "process_advantages", "reinforce_plus_plus", "rloo_advantages",
-    "whiten",
-)  # fmt: skip
-
-
 def every_field(config: LossConfig) -> str:
     values = (f"{x.name}={getattr(config, x.name)!r}" for x in fields(config))
     return f"LossConfig({', '.join(values)})"
-
-
-def advantage_case(d: Draw, name: str) -> Results:
-    return read(getattr(grpo_kernels.advantages, name)(**advantage_arguments(d, name)))
-
-
-def rollout_case(d: Draw) -> Results:
-    mask, old = d.mask(), -d.normal(B, T).abs()
-    sampling = (old + d.normal(B, T, scale=0.4)).clamp(max=-(2.0**-10))
-    if d.random() < 0.3:
-        sampling[0, 0] = math.nan
-    level = d.choice(("token", "sequence", "geometric", None))
-    more: dict[str, Any] = {"level": level}
-    if level is not None:
-        more |= {"mode": d.choice(("truncate", "mask")), "clip_max": d.choice((None, 1.1, 2.0))}
-        more |= {"clip_min": d.choice((None, 0.9)), "batch_normalize": d.random() < 0.3}
-    judged = ("token", "seq_sum", "seq_mean", "seq_max")
-    numbers = ("ratio", "k1", "k2", "k3", "reverse_k3")
-    names = [f"{a}_{b}" for a in judged for b in numbers]
-    if d.random() < 0.6:
-        more["reject"] = {
-            d.choice(names): d.choice((1.1, (0.5, 1.5), (None, 2.0))) for _ in range(2)
-        }
-    more["veto_threshold"] = d.sometimes(0.3, 0.7)
-    given = [old, sampling, mask]
-    if d.random() < 0.3:
-        given = [packed(x) for x in given]
-        more["cu_seqlens"] = bounds(d)
-    return read(grpo_kernels.rollouts.correct(*given, **more))
-
-
-def rewards_case(d: Draw) -> Results:
-    def lengths(completions: list[str], **_: Any) -> list[float]:
-        return [len(x) / 3 for x in completions]
-
-    async def vowels(completions: list[str], weight: list[float], **_: Any) -> list[float | None]:
-        return [
-            None if not x else w * sum(c in "aeiou" for c in x)
-            for x, w in zip(completions, weight, strict=True)
-        ]
-
-    prompts = ["p"] * 4
-    completions = ["".join(d.choice("abcde") for _ in range(d.randrange(6))) for _ in prompts]
-    functions = d.choice(([lengths], [vowels], [lengths, vowels], [vowels, vowels]))
-    weights = d.normal(4).tolist()
-    rewards = grpo_kernels.rewards.compute_rewards(functions, prompts, completions, weight=weights)
-    return {"result": rewards, "names": ", ".join(grpo_kernels.rewards.reward_names(functions))}
 
 
 PRESETS = (
@@ -746,7 +517,7 @@ def cases() -> Iterator[tuple[str, Callable[[Draw], Results]]]:
         policy = "off-policy" if old else "on-policy"
         fields = {"loss_type": kind, "importance_sampling_level": level, "epsilon_high": 0.28}
         options: dict[str, Any] = {"engine": engine, "backend": backend, "plain": True}
-        options |= {"kept": False, "given": {"old": old}, "dtype": torch.float32}
+        options |= {"kept": False, "old": old, "dtype": torch.float32}
         name = f"types/{kind}/{level}/{policy}/{engine}/{backend}"
         yield name, partial(loss_case, fields=fields, **options)
     numbered: dict[str, tuple[int, Callable[[Draw], Results]]] = {
@@ -754,21 +525,16 @@ def cases() -> Iterator[tuple[str, Callable[[Draw], Results]]]:
         "exact-kl": (200, exact_kl),
         "kept": (100, partial(loss_case, kept=True)),
         "module": (40, partial(loss_case, module=True)),
-        "linear": (30, of_module),
         "no-grad": (40, partial(loss_case, around=torch.no_grad)),
         "no-grad-logprob": (30, partial(logprob_case, around=torch.no_grad)),
         "mixed": (60, partial(loss_case, mixed=True)),
         "mixed-logprob": (40, partial(logprob_case, mixed=True)),
         "autocast": (40, partial(loss_case, around=autocast)),
-        "merged": (16, merged_case),
         "logprob": (500, logprob_case),
         "expectation": (80, policy_expectation_case),
         "divergence": (400, divergence_case),
         "top-k": (250, top_k_case),
         "from-logps": (400, from_logps_case),
-        "rollouts": (80, rollout_case),
-        "rewards": (8, rewards_case),
-        "m2po": (10, m2po_case),
     }
     for group, (count, function) in numbered.items():
         for i in range(count):
@@ -776,16 +542,6 @@ def cases() -> Iterator[tuple[str, Callable[[Draw], Results]]]:
     for name in PRESETS:
         for i in range(4):
             yield f"presets/{name}/{i}", partial(preset_case, name=name, dtype=torch.float32)
-    for name, declared, i in product(CUSTOM, (False, True), range(6)):
-        if not (declared and name == "centred"):
-            case = partial(custom_case, name=name, declared=declared)
-            yield f"custom/{name}/{declared}/{i}", case
-    for name, settings in OBJECTIVES.items():
-        for (j, options), i in product(enumerate(settings), range(4)):
-            case = partial(objective_case, name=name, options=options)
-            yield f"objectives/{name}/{j}/{i}", case
-    for name, i in product(ADVANTAGES, range(16)):
-        yield f"advantages/{name}/{i}", partial(advantage_case, name=name)
 
 
 def interpreted_cases() -> Iterator[tuple[str, Callable[[Draw], Results]]]:
