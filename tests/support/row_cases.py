@@ -55,11 +55,13 @@ def make_transform(
 
 
 def make_loss(logps: Tensor, kind: int) -> FusedLoss:
-    """Each surrogate and estimator in turn, with log-ratios on both sides of the bounds."""
+    """Each surrogate and estimator in turn, with log-ratios on both sides of the bounds, and a
+    reference that is near and far."""
     some = lambda: torch.randn_like(logps)  # noqa: E731
     kl, names = (None, *ESTIMATORS)[kind % 4], (*FUSED, *ON_POLICY)
     surrogate = names[kind % len(names)]
     slopes, on_policy, constants = some(), surrogate in ON_POLICY, ()
+    distance = 10.0 ** (torch.arange(len(logps), device=logps.device) % 3 * 1.5 - 3).to(logps)
     if not on_policy:
         high = 1.28 if surrogate == "cispo" else 0.28
         config = LossConfig(epsilon_high=high, delta=None if kind % 7 else 1.5)
@@ -73,7 +75,7 @@ def make_loss(logps: Tensor, kind: int) -> FusedLoss:
         d_policy=slopes if on_policy else None,
         weights=torch.rand_like(logps),
         old=None if on_policy else logps + 0.3 * some(),
-        ref=None if kl is None else logps + 0.3 * some(),
+        ref=None if kl is None else logps + distance * some(),
         gate=None if kind % 2 else torch.rand_like(logps).round(decimals=1),
         beta=0.0 if kl is None else 0.04,
         d_entropy=0.0 if kind % 3 else -0.01,

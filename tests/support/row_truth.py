@@ -127,13 +127,14 @@ def loss_terms(
         return {"loss": (policy, size), "d_logp": (a, size)}
     kl, d_kl, d_corrected = ESTIMATORS[loss.kl](logps, loss.ref.double())
     gap = loss.ref - logps
-    kl_size = (1 + gap.abs().exp() + gap.square()) * (1 + log_ratio.exp())
+    kl_size = (gap.abs() + gap.expm1().abs()) * (1 + gap.abs()) * (1 + log_ratio.exp())
     if loss.corrects_kl:
         kl, d_kl = log_ratio.exp() * kl, log_ratio.exp() * d_corrected
-    size = size + loss.beta * weights * kl_size
+    beta = loss.beta * weights
+    slope_size = beta * (kl_size + 1 + log_ratio.exp())
     return {
-        "loss": (policy + loss.beta * weights * kl, size),
-        "d_logp": (a + loss.beta * weights * d_kl, size),
+        "loss": (policy + beta * kl, size + beta * kl_size),
+        "d_logp": (a + beta * d_kl, size + slope_size),
         "kl": (kl, kl_size),
     }
 

@@ -1,4 +1,4 @@
-"""The tests that every backend's surrogates and KL estimators pass: they are torch's formulas."""
+"""The tests that every backend's surrogates pass: they are torch's formulas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig
-from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times
+from grpo_kernels.backends.formulas import SURROGATES
 from grpo_kernels.objective.losses import LOSSES
 from tests.support.row_cases import DEVICE, ON_POLICY, same
 from tests.support.row_truth import U, check
@@ -92,7 +92,6 @@ class SurrogateSuite:
     # of the dtypes that it computes in, the most precise at last
     units: ClassVar = {torch.float32: U}
     slack = 8  # roundings of a surrogate
-    log_ratios: Sequence[float] = (0.0,)  # that an estimator is tried with
 
     def run(
         self, name: str, constants: Constants, *inputs: Tensor
@@ -103,12 +102,6 @@ class SurrogateSuite:
     def seen(self, terms: Tensor) -> Tensor:
         """What a backend shows of a loss and its derivatives in R and logp (3, n)."""
         return terms
-
-    def estimate(
-        self, name: str, corrects: bool, *inputs: Tensor
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """KL, loss and slope (3, n) of an estimator; log-probabilities, reference, log-ratios."""
-        raise NotImplementedError
 
     def test_every_surrogate_is_tried(self) -> None:
         assert {name for name, _ in EACH} | {*ON_POLICY} == {*SURROGATES}
@@ -124,34 +117,3 @@ class SurrogateSuite:
             like = self.seen(mirrored(name, constants, *inputs))
             check_like(f"{name} {dtype}", got, want, bound, like)
             assert (got[:, is_nothing(name, *inputs[:2])] == 0).all()
-
-    @pytest.mark.parametrize("corrects", [False, True])
-    @pytest.mark.parametrize("name", ESTIMATORS)
-    def test_kl_estimators_are_those_of_torch(self, name: str, corrects: bool) -> None:
-        """However far the reference: of r (k3 + k3') that is -r d, not a sum of parts of e^d."""
-        far = (1e-6, -1e-6, 80, 200, 800, -1e4, -INF, INF, NAN)
-        ds = torch.tensor([*torch.linspace(-20, 20, 161).tolist(), *far])
-        log_ratios = torch.tensor(self.log_ratios if corrects else (0.0,))
-        for dtype, unit in self.units.items():
-            d, log_ratio = torch.cartesian_prod(ds, log_ratios).to(self.device, dtype).T
-            logps = torch.where(d.abs() < 1, -0.5, 0.0).to(dtype)
-            got, (logps, ref, log_ratio) = self.estimate(name, corrects, logps, d, log_ratio)
-
-            def wanted(logps: Tensor, ref: Tensor, ratio: Tensor) -> Tensor:
-                kl, slope, corrected = ESTIMATORS[name](logps, ref)
-                if corrects:
-                    kl, slope = times(ratio, kl), times(ratio, corrected)
-                return torch.stack([kl, *torch.where(ratio.isnan(), NAN, torch.stack([kl, slope]))])
-
-            d, ratio = ref.double() - logps.double(), log_ratio.double().exp()
-            want = wanted(logps.double(), ref.double(), ratio)
-            like = wanted(logps, ref, log_ratio.exp())
-            steep, grown = 1 + d.abs(), d.expm1().abs()
-            slope_of_k3 = d.abs() / steep if corrects else grown / torch.where(d < 0, steep, 1.0)
-            kl_size, slope_size = {
-                "k1": (d.abs(), torch.ones_like(d)),
-                "k2": (d * d / 2, d.abs()),
-                "k3": (grown + d.abs(), slope_of_k3),
-            }[name]
-            bound = 8 * unit * steep * torch.stack([kl_size, kl_size, slope_size]) * ratio
-            check_like(f"{name} {dtype}", got, want, bound, like)

@@ -277,7 +277,6 @@ def fused(logps: Tensor, **changes: Any) -> RowStats:
 class TestCppSurrogates(SurrogateSuite):
     device = "cpu"
     units = UNITS
-    log_ratios = (-INF, -1.0, 0.0, 0.3, 800.0, NAN)
 
     def run(self, name: str, constants: Constants, *inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
         log_ratio, advantages, logps = inputs
@@ -291,15 +290,6 @@ class TestCppSurrogates(SurrogateSuite):
     def seen(self, terms: Tensor) -> Tensor:
         """The loss, and its derivative in logp where R = logp - old."""
         return torch.stack([terms[0], terms[1] + terms[2]])
-
-    def estimate(self, name: str, corrects: bool, *inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """With an advantage of 0: the surrogate adds nothing, unless the ratio is NaN."""
-        logps, d, log_ratio = inputs
-        logps = fused(logps).logps
-        clipped = {"surrogate": "clipped", "constants": (0.8, 1.28, INF), "old": logps - log_ratio}
-        stats = fused(logps, **clipped, kl=name, ref=d + logps, corrects_kl=corrects)
-        got = torch.stack([stats.loss_terms[x] for x in ("kl", "loss", "d_logp")])
-        return got, [stats.logps, d + logps, stats.loss_terms["log_ratio"]]
 
 
 @each_dtype

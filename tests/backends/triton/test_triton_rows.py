@@ -19,7 +19,7 @@ from grpo_kernels.backends.formulas import times
 from grpo_kernels.backends.interface import Chunk
 from grpo_kernels.backends.triton_rows import device
 from grpo_kernels.backends.triton_rows.device import RowConfig, family, row_config, row_configs
-from grpo_kernels.backends.triton_rows.mathfn import ESTIMATORS, SURROGATES
+from grpo_kernels.backends.triton_rows.mathfn import SURROGATES
 from grpo_kernels.backends.triton_rows.rows import INTERPRETED, TritonRows
 from tests.support.divergence_suite import BETAS, DivergenceSuite
 from tests.support.row_cases import DEVICE, PLAIN, make_transform, rows
@@ -114,17 +114,6 @@ def surrogate_kernel(
     tl.store(out_ptr + 2 * n + i, d_logp, mask=i < n)
 
 
-@triton.jit
-def estimator_kernel(logp_ptr, ref_ptr, out_ptr, n, ESTIMATOR: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    kl, d_kl, d_corrected = ESTIMATOR(
-        tl.load(logp_ptr + i, mask=i < n, other=0.0), tl.load(ref_ptr + i, mask=i < n, other=0.0)
-    )
-    tl.store(out_ptr + i, kl, mask=i < n)
-    tl.store(out_ptr + n + i, d_kl, mask=i < n)
-    tl.store(out_ptr + 2 * n + i, d_corrected, mask=i < n)
-
-
 class TestTriton(SurrogateSuite):
     slack = 16
 
@@ -133,12 +122,6 @@ class TestTriton(SurrogateSuite):
         out, block = torch.empty(3, n, device=DEVICE), triton.next_power_of_2(n)
         surrogate_kernel[(1,)](*inputs, out, n, constants, SURROGATE=SURROGATES[name], BLOCK=block)
         return out, inputs
-
-    def estimate(self, name: str, corrects: bool, *inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
-        logps, d, log_ratio = inputs
-        ref, out = d + logps, torch.empty(3, d.numel(), device=DEVICE)
-        estimator_kernel[(1,)](logps, ref, out, d.numel(), ESTIMATOR=ESTIMATORS[name], BLOCK=256)
-        return out[[0, 0, 2 if corrects else 1]], [logps, ref, log_ratio]
 
     def test_known_losses(self) -> None:
         """On-policy: the derivative is given, the loss that times logp, or left out."""
