@@ -3,6 +3,7 @@ groups of chunks."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from grpo_kernels import Head, LoRA, Run, linear_logprob
 from tests.support.case_builder import Case, make_case
-from tests.support.cases import fixed_cases, head_cases
+from tests.support.cases import fixed_cases, random_case
 from tests.support.gpu_tape import Tape
 from tests.support.on_device import relative
 from tests.support.pretend_gpu import OnGPU, autocast, here, pretended
@@ -23,12 +24,6 @@ from tests.support.tolerance import assert_matches, bounds_of
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:.*CUDA is not available")]
 
-CASES = [c for c in fixed_cases() if c.hidden.dtype.itemsize == 2 and c.group in "ABCDGH"]
-ADAPTED = [
-    c
-    for c in head_cases()
-    if c.lora_a is not None and 2 in (c.hidden.dtype.itemsize, c.lora_a.dtype.itemsize)
-]
 KILOBYTE = 2**10
 
 
@@ -58,15 +53,25 @@ def check(case: Case, *engines: str) -> None:
         assert_matches(*run_there(case, engine), reference, case, bounds)
 
 
+def is_mixed(case: Case) -> bool:
+    """Whether all operands of a product have 16 bits, and there are no kept sets, which run as on a
+    CPU."""
+    kinds = {x.dtype.itemsize for x in (case.hidden, case.lora_a) if x is not None}
+    return case.kept_ids is None and kinds == {2}
+
+
 @pytest.mark.parametrize("part", [0, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 2, 3))])
 def test_equals_the_reference(gpu: Tape, part: int) -> None:
-    """Every case, of an adapter too, with small budgets and large ones, and engines in turn."""
-    assert len(CASES) >= 60 and len(ADAPTED) >= 10
-    for index, case in enumerate((CASES + ADAPTED)[part::4]):
+    """Of an adapter too, with small budgets and large ones, and engines in turn."""
+    cases = [case for case in (*fixed_cases(), *map(random_case, range(300))) if is_mixed(case)]
+    of_two = {"b": 4, "lora": 3, "lora_input": True, "frozen": ("weight",)}
+    for kinds in itertools.product((torch.bfloat16, torch.float32), repeat=2):
+        kind = dict(zip(("dtype", "lora_dtype"), kinds, strict=True))
+        cases.append(make_case(f"adapter of {kinds}", **of_two, **kind))
+    for index, case in enumerate(cases[part::4]):
         allowed = sorted(allowed_engines(case) - {"score"})
         engines = {"auto", *allowed[index % max(len(allowed), 1) :][:1]}
-        budget = (1, 16 * KILOBYTE, 2**29)[index % 3]
-        check(case.but(workspace_bytes=budget), *engines)
+        check(case.but(workspace_bytes=(1, 16 * KILOBYTE, 2**29)[index % 3]), *engines)
 
 
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass"])

@@ -1,4 +1,4 @@
-"""Every fixed case, engine and backend on the device, against float64, strictly."""
+"""Fixed and random cases, every engine and backend on the device, against float64, strictly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from grpo_kernels import Run, linear_logprob
 from tests.support.adapter_case import check_adapter
 from tests.support.case_builder import Case
-from tests.support.cases import fixed_cases
+from tests.support.cases import fixed_cases, random_case
 from tests.support.on_device import report, run_on
 from tests.support.reference import reference_loss
 from tests.support.run_case import allowed_engines
@@ -35,12 +35,13 @@ def check(case: Case, device: torch.device, backend: str, failures: dict[str, Ex
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_fixed_cases(device: torch.device, part: int, backend: str) -> None:
+def test_cases(device: torch.device, part: int, backend: str) -> None:
     failures: dict[str, Exception] = {}
     tried = 0
-    cases = fixed_cases()[part::PARTS]
+    every = (*fixed_cases(), *(random_case(seed, plain=True) for seed in range(450)))
+    cases = every[part::PARTS]
     if device.type == "cpu":  # a few, in the first part
-        cases = fixed_cases()[::CPU_PART] if part == 0 else ()
+        cases = every[::CPU_PART] if part == 0 else ()
     for case in cases:
         if backend == "triton" and computed_in(case) == torch.float64:
             with pytest.raises(ValueError, match="backend"):

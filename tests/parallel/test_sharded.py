@@ -17,15 +17,16 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 from grpo_kernels import Head, LoRA, Run, grpo_loss, linear_divergence, linear_logprob
 from grpo_kernels.typing import Extra
 from tests.support.case_builder import make_case, seeded
-from tests.support.cases import fixed_cases, head_cases, score_cases
+from tests.support.cases import fixed_cases, random_case, random_scores
 from tests.support.ranks import run_ranks
 from tests.support.reference import reference_loss, reference_scores
 from tests.support.run_case import allowed_engines, engines_of, run, run_scores, upstream_of
 from tests.support.sampler import PREFIX, candidates, centered_loss
 from tests.support.tolerance import assert_matches, assert_scores, bounds_of
 
-CASES = [case for case in (*head_cases(), *fixed_cases()) if case.weight.shape[0] >= 10]
-SCORED = [case for case in score_cases() if case.weight.shape[0] >= 10]
+LOSSES = (*fixed_cases(), *map(random_case, range(600)))
+CASES = [case for case in LOSSES if case.weight.shape[0] >= 10]
+SCORED = [case for case in map(random_scores, range(250)) if case.weight.shape[0] >= 10]
 
 
 def spans(vocab: int, parts: int, *, uneven: bool = False) -> list[tuple[int, int]]:

@@ -157,7 +157,6 @@ class Loss:
     # weights (B, T) from the mask: loss = sum(weight * per-token loss)
     normalizer: Callable[..., Tensor]
     per_sequence: bool = False  # one ratio per sequence at any level
-    in_trl: bool = True
 
 
 TERMS = {

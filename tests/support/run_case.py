@@ -202,11 +202,11 @@ def engines_of(case: Case) -> tuple[str, ...]:
     return ("auto", *(("one_pass",) if case.diverges else ()), "two_pass", "lean")
 
 
-def check_scores(case: Case, engines: tuple[str, ...] = ()) -> None:
-    """Results and gradients of these engines, else of every one that serves the case, within their
-    bounds."""
-    want = reference_scores(case, upstream_of(case))
-    for engine in engines or engines_of(case):
+def check_scores(case: Case, number: int | None = None) -> None:
+    """Results and gradients of every engine that serves the case, or of the default and another one
+    in turn, within their bounds."""
+    want, engines = reference_scores(case, upstream_of(case)), engines_of(case)
+    for engine in engines if number is None else {"auto", engines[number % len(engines)]}:
         results, grads = run_scores(case, engine)
         assert_scores(case.but(name=f"{case.name}, engine {engine}"), want, results, grads, engine)
 

@@ -198,7 +198,8 @@ def logit_bounds(
     hot = torch.nn.functional.one_hot(h.ids, logs.shape[1])
     wide = logs.exp()
     away = (logs.masked_fill(logs.isinf(), 0.0) + h.entropies.detach()[:, None]) * (wide > 0)
-    dz = a * (hot - p) - b * wide * away
+    parts = a * (hot - p), -b * wide * away
+    dz = parts[0] + parts[1]
     bound = (d_a + unit.term * a_size) * (hot - p).abs() + a.abs() * p * e
     bound = bound + (d_b + unit.term * b.abs()) * wide * away.abs()
     bound = bound + b.abs() * wide * (away.abs() * e + e + e_entropy)
@@ -223,7 +224,10 @@ def logit_bounds(
     bound = bound * chain.abs() + dz.abs() * slack
     if case.hidden.dtype.itemsize == 2:
         kind = torch.finfo(case.hidden.dtype)
-        bound = bound + kind.eps / 2 * d_raw.abs() + kind.smallest_normal * kind.eps
+        rounded = d_raw.abs()
+        if case.kept_ids is not None:  # a set's gradient is rounded, and the vocabulary's
+            rounded = (parts[0].abs() + parts[1].abs()) * chain.abs()
+        bound = bound + kind.eps / 2 * rounded + kind.smallest_normal * kind.eps
     return d_raw, bound
 
 
