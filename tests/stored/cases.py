@@ -331,12 +331,11 @@ def loss_case(
     *,
     fields: dict[str, Any] | None = None,
     config: LossConfig | None = None,
-    module: bool = False,
     kept: bool | None = None,
     old: bool | None = None,
     **options: Any,
 ) -> Results:
-    """One `grpo_loss`, or `GRPOLoss`, with anything not given drawn."""
+    """One `grpo_loss`, with anything not given drawn."""
     c = Calls(d, **options)
     if config is None:
         config = loss_config(**(loss_fields(d) if fields is None else fields))
@@ -357,13 +356,8 @@ def loss_case(
         c.run["workspace_bytes"] = None
     elif d.random() < 0.15 and "lora_input" not in c.leaves:
         tokens, inputs = packed_call(d, tokens, inputs)
-
-    def call(run: Run) -> Any:
-        if module:
-            return grpo_kernels.GRPOLoss(config, run=run)(*tokens, **inputs)
-        return grpo_kernels.grpo_loss(*tokens, **inputs, config=config, run=run)
-
-    return c.call(call)
+    loss = partial(grpo_kernels.grpo_loss, *tokens, **inputs, config=config)
+    return c.call(lambda run: loss(run=run))
 
 
 def autocast() -> AbstractContextManager[Any]:
@@ -403,19 +397,6 @@ def logprob_case(d: Draw, **options: Any) -> Results:
         live = d.integers(3, B, T).ne(0)
         given["expected"] = d.choice((a, (a, b), grpo_kernels.Expectation(coefficients, live)))
     return c.score(**given)
-
-
-def policy_expectation_case(d: Draw, **options: Any) -> Results:
-    """A trainer's own loss of log-probabilities, whose gradient is expected."""
-    expect = grpo_kernels.policy_expectation
-    c = Calls(d, **options)
-    fields = loss_fields(d) | {"top_entropy_quantile": 1.0}
-    config = loss_config(**fields | {"kl_estimator": d.choice(("k1", "k2", "k3"))})
-    inputs = loss_inputs(d, c.logps(config.temperature), c.mask, config)
-    expected = expect(config, completion_mask=c.mask, **inputs)
-    given = {"completion_mask": c.mask, "temperature": config.temperature, "expected": expected}
-    result = c.score(**given)
-    return result | ({} if expected.live is None else {"live": expected.live})
 
 
 def divergence_case(d: Draw, **options: Any) -> Results:
@@ -460,28 +441,6 @@ def top_k_case(d: Draw, **options: Any) -> Results:
     return c.call(lambda run: call(c.hidden, c.head, listed, logps, run=run, **given))
 
 
-def from_logps_case(d: Draw) -> Results:
-    fields = loss_fields(d)
-    fields["kl_estimator"] = d.choice(("k1", "k2", "k3"))
-    config = loss_config(**fields)
-    mask = d.mask()
-    logps = -(d.normal(B, T, scale=1.5).abs() + 0.01)
-    inputs = loss_inputs(d, logps, mask, config)
-    kind = d.choice((torch.float32, torch.float32, torch.float64, torch.bfloat16))
-    leaves = [x.to(kind) for x in (logps, d.normal(B, T).abs())]
-    tokens = [mask, inputs.pop("advantages")]
-    if d.random() < 0.2:
-        leaves = [packed(x) for x in leaves]
-        tokens, inputs = packed_call(d, tokens, inputs)
-    leaves = [x.requires_grad_() for x in leaves]
-    out = grpo_kernels.policy_loss_from_logps(*leaves, *tokens, config=config, **inputs)
-    if out.loss.requires_grad:
-        (out.loss * d.choice((1.0, -0.75))).backward()
-    names = ("d_logps", "d_entropies")
-    grads = {name: x.grad for name, x in zip(names, leaves, strict=True) if x.grad is not None}
-    return read(out) | grads
-
-
 def every_field(config: LossConfig) -> str:
     values = (f"{x.name}={getattr(config, x.name)!r}" for x in fields(config))
     return f"LossConfig({', '.join(values)})"
@@ -524,17 +483,14 @@ def cases() -> Iterator[tuple[str, Callable[[Draw], Results]]]:
         "loss": (1200, loss_case),
         "exact-kl": (200, exact_kl),
         "kept": (100, partial(loss_case, kept=True)),
-        "module": (40, partial(loss_case, module=True)),
         "no-grad": (40, partial(loss_case, around=torch.no_grad)),
         "no-grad-logprob": (30, partial(logprob_case, around=torch.no_grad)),
         "mixed": (60, partial(loss_case, mixed=True)),
         "mixed-logprob": (40, partial(logprob_case, mixed=True)),
         "autocast": (40, partial(loss_case, around=autocast)),
         "logprob": (500, logprob_case),
-        "expectation": (80, policy_expectation_case),
         "divergence": (400, divergence_case),
         "top-k": (250, top_k_case),
-        "from-logps": (400, from_logps_case),
     }
     for group, (count, function) in numbered.items():
         for i in range(count):
