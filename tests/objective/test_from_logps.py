@@ -3,63 +3,59 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 
 from grpo_kernels import LossConfig, linear_logprob, policy_loss_from_logps
-from tests.support.cases import CLIPPED, LOSSES, Case, make_case
-from tests.support.reference import reference_loss
-from tests.support.run_case import arguments, config_of, packed, run
+from tests.support.case_builder import Case
+from tests.support.cases import LOSSES, random_case
+from tests.support.flat import flat
+from tests.support.reference import reference_loss, settings
+from tests.support.run_case import CONSTANTS, arguments, config_of, packed
 from tests.support.tolerance import assert_matches
 
-EVERYTHING: dict[str, Any] = {
-    "beta": 0.05, "entropy_coef": 0.02, "top_entropy_quantile": 0.6, "sampling": True,
-    "num_items": 9.0,
-}  # fmt: skip
+OF_HEAD = ("hidden", "weight", "bias", "completion_ids", *CONSTANTS)
 
 
-def case_of(loss_type: str, level: str, **changes: Any) -> Case:
-    kind = {"loss_type": loss_type, "importance_sampling_level": level}
-    more = {"off_policy_mask_threshold": 0.05, "ratio": "token"} if loss_type != "gmpo" else {}
-    more |= {"delta": 1.5} if loss_type in CLIPPED else {}
-    return make_case(f"given/{loss_type}/{level}", **kind, **EVERYTHING | more | changes)
-
-
-def by_two_steps(case: Case, *, is_packed: bool = False) -> tuple[Any, dict[str, Tensor | None]]:
-    """Scored by `linear_logprob`, then the loss on that; with the gradients of the head's
-    tensors."""
-    given = arguments(case)
-    call = packed(case, given)[0] if is_packed else dict(given)
-    of_head = ("hidden", "weight", "completion_ids", "bias", "reference")
-    hidden, weight, ids, _, _ = (call.pop(x) for x in of_head)
-    scores = linear_logprob(hidden, weight, ids, completion_mask=call["completion_mask"])
-    out = policy_loss_from_logps(scores.logps, scores.entropies, **call, config=config_of(case))
-    out.loss.backward()
-    return out, {name: given[name].grad for name in ("hidden", "weight")}
-
-
-@pytest.mark.parametrize(("loss_type", "level"), LOSSES)
-def test_it_is_grpo_loss(loss_type: str, level: str) -> None:
-    case = case_of(loss_type, level)
-    out, grads = by_two_steps(case)
-    assert_matches(out, grads, reference_loss(case), case)
-    want, _ = run(case)
+def by_two_steps(case: Case, *, is_packed: bool) -> tuple[Any, dict[str, Tensor | None]]:
+    """Scored by `linear_logprob`, then the loss on that, padded again; with the gradients of the
+    head's tensors."""
+    given, config = arguments(case), config_of(case)
+    call, stays = packed(case, given) if is_packed else (dict(given), slice(None))
+    head = {name: call.pop(name) for name in OF_HEAD if name in call}
+    del call["reference"]
+    head |= {"completion_mask": call["completion_mask"], "temperature": config.temperature}
+    scores = flat(linear_logprob)(**head)
+    out = policy_loss_from_logps(scores.logps, scores.entropies, **call, config=config)
     assert out.engine == "given"
-    assert_close(dict(out.metrics), dict(want.metrics))
+    if out.loss.requires_grad:
+        out.loss.backward()
+    found = SimpleNamespace(loss=out.loss, metrics=out.metrics)
+    for name in ("logps", "entropies"):
+        x = getattr(out, name)
+        grid = torch.zeros(case.completion_ids.shape, dtype=x.dtype)
+        grid[stays] = x
+        setattr(found, name, grid)
+    leaves = {name: given[name] for name in OF_HEAD[:3]}
+    return found, {name: None if x is None else x.grad for name, x in leaves.items()}
 
 
-def test_on_policy_empty_and_packed() -> None:
-    for mask in ("holes", "none", "first_empty"):
-        case = case_of("dapo", "token", old=False, mask=mask, dtype=torch.float64)
-        assert_matches(*by_two_steps(case), reference_loss(case), case)
-    case = case_of("grpo", "sequence", dtype=torch.float64)
-    (want, d_want), (out, grads) = by_two_steps(case), by_two_steps(case, is_packed=True)
-    assert_close(out.loss, want.loss)
-    assert_close(grads, d_want)
+def test_it_is_grpo_loss_padded_and_packed() -> None:
+    tried = set()
+    for seed in range(200):
+        case = random_case(seed, plain=True)
+        o, ratio = settings(case), case.importance_sampling_ratio
+        if not (o.beta and o.kl_estimator == "full"):
+            fits = ratio is None or ratio.shape == case.completion_ids.shape
+            can_pack = fits and case.completion_ids.numel() > 0
+            found, grads = by_two_steps(case, is_packed=can_pack and seed % 3 == 0)
+            assert_matches(found, grads, reference_loss(case), case)
+            tried.add((o.loss_type, o.importance_sampling_level))
+    assert tried == {*LOSSES}
 
 
 def test_dtypes_masked_positions_and_a_second_derivative() -> None:
