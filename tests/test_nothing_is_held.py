@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -73,24 +74,22 @@ B, T, H, V, K = 2, 5, 8, 24, 6
 IDS = torch.arange(B * T).view(B, T) % V
 MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
 ADVANTAGES = torch.tensor([1.0, -0.5])
-TOKENS = IDS, MASK, ADVANTAGES
+MODULE = nn.Linear(H, V)
+KEPT = torch.cat([IDS[..., None], (IDS[..., None] + torch.arange(1, K)) % V], dim=-1)
+OLD = {"old_per_token_logps": torch.full((B, T), -3.0)}
 
 
 def operands() -> tuple[Tensor, Tensor]:
     return torch.randn(B, T, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
 
 
-def backward(result: Tensor) -> None:
-    if result.requires_grad:
-        result.sum().backward()
+def loss(hidden: Tensor, head: Any, **more: Any) -> Tensor:
+    return grpo_loss(hidden, head, IDS, MASK, ADVANTAGES, **more).loss
 
 
-def loss(head: Callable[[Tensor], Any] = lambda weight: weight, **more: Any) -> Callable[[], None]:
-    def call() -> None:
-        hidden, weight = operands()
-        backward(grpo_loss(hidden, head(weight), *TOKENS, **more).loss)
-
-    return call
+def scores(hidden: Tensor, head: Any, **more: Any) -> Tensor:
+    found = linear_logprob(hidden, head, IDS, completion_mask=MASK, **more)
+    return found.logps + found.entropies
 
 
 def with_lora(weight: Tensor) -> Head:
@@ -98,77 +97,55 @@ def with_lora(weight: Tensor) -> Head:
     return Head(weight, lora=LoRA(a, b, 0.5))
 
 
-def of_module() -> Callable[[], None]:
-    """The same module in every call: what one leaves on it is there in the next."""
-    module = nn.Linear(H, V)
-
-    def call() -> None:
-        backward(grpo_loss(operands()[0], module, *TOKENS).loss)
-        module.zero_grad()
-
-    return call
-
-
-def scores(**more: Any) -> Callable[[], None]:
-    def call() -> None:
-        found = linear_logprob(*operands(), IDS, completion_mask=MASK, **more)
-        backward(found.logps + (0.0 if found.entropies is None else found.entropies))
-
-    return call
-
-
-def expected() -> None:
+def expected(hidden: Tensor, head: Tensor) -> Tensor:
     """Rightly, then wrongly."""
     hint = policy_expectation(presets.DAPO, completion_mask=MASK, advantages=ADVANTAGES)
-    for expected in (hint, torch.ones(B, T)):
-        found = linear_logprob(*operands(), IDS, completion_mask=MASK, expected=expected)
-        backward(-(found.logps * ADVANTAGES[:, None] * MASK) / MASK.sum())
+    found = [
+        linear_logprob(hidden, head, IDS, completion_mask=MASK, expected=x).logps
+        for x in (hint, torch.ones(B, T))
+    ]
+    return -(sum(found) * ADVANTAGES[:, None] * MASK) / MASK.sum()
 
 
-def own(tokens: Any) -> Tensor:
-    return -tokens.logps * tokens.advantages
+def divergence(hidden: Tensor, head: Tensor) -> Tensor:
+    given = {"completion_ids": IDS, "entropy": True}
+    return linear_divergence(hidden, head, operands(), MASK, **given).divergence
 
 
-def unused() -> None:
-    """A forward whose backward never comes."""
-    hidden, head = operands()
-    grpo_loss(hidden, head, *TOKENS)
-    linear_logprob(hidden, head, IDS)
-    linear_divergence(hidden, head, (torch.randn(B, T, H), torch.randn(V, H)))
+def unused(hidden: Tensor, head: Tensor) -> Tensor:
+    """Forwards whose backward never comes."""
+    for call in (loss, scores, divergence):
+        call(hidden, head)
+    return torch.zeros(1, requires_grad=True)
 
 
-def refused() -> None:
-    """A gradient that may not be differentiated again."""
-    hidden, head = operands()
-    for result in (grpo_loss(hidden, head, *TOKENS).loss,
-                   linear_logprob(hidden, head, IDS).logps.sum()):  # fmt: skip
-        torch.autograd.grad(result, hidden, create_graph=True)
+def refused(hidden: Tensor, head: Tensor) -> Tensor:
+    """Gradients that may not be differentiated again."""
+    for call in (loss, scores):
+        torch.autograd.grad(call(hidden, head).sum(), hidden, create_graph=True)
+    return torch.zeros(1, requires_grad=True)
 
 
-KEPT = torch.cat([IDS[..., None], (IDS[..., None] + torch.arange(1, K)) % V], dim=-1)
-OLD = {"old_per_token_logps": torch.full((B, T), -3.0)}
-CASES: dict[str, Callable[[], None]] = {
-    **{f"loss, {x}": loss(run=Run(backend=x)) for x in ("torch", "cpp")},
-    **{f"loss, {x}": loss(run=Run(x), **OLD) for x in ("one_pass", "two_pass", "lean")},
-    "loss, frozen": loss(Tensor.detach),
-    "loss, LoRA": loss(with_lora),
-    "loss, a module": of_module(),
-    "loss, kept sets": loss(kept_ids=KEPT),
-    "loss, candidates": loss(
-        sampling_topk_ids=IDS[..., None], sampling_topk_logps=torch.full((B, T, 1), -1.0)
-    ),
-    "objective by token": loss(objective=token_level(own)),
-    "objective by sequence": loss(objective=lambda x: -x.logps * x.logps.detach().mean()),
-    "scores": scores(),
-    "scores, everything": scores(extras=("log_sum_sq_probs", "mean_logits", "is_top1")),
-    "scores, kept sets": scores(kept_ids=KEPT),
-    "scores, more ids": scores(topk_ids=IDS[..., None]),
+CANDIDATES = {
+    "sampling_topk_ids": IDS[..., None], "sampling_topk_logps": torch.full((B, T, 1), -1.0)
+}  # fmt: skip
+EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
+CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    **{f"loss, {x}": partial(loss, run=Run(backend=x)) for x in ("torch", "cpp")},
+    **{f"loss, {x}": partial(loss, run=Run(x), **OLD) for x in ("one_pass", "two_pass", "lean")},
+    "loss, frozen": lambda hidden, weight: loss(hidden, weight.detach()),
+    "loss, LoRA": lambda hidden, weight: loss(hidden, with_lora(weight)),
+    "loss, a module": lambda hidden, weight: loss(hidden, MODULE),
+    "loss, kept sets": partial(loss, kept_ids=KEPT),
+    "loss, candidates": partial(loss, **CANDIDATES),
+    "objective by token": partial(loss, objective=token_level(lambda x: -x.logps * x.advantages)),
+    "objective by sequence": partial(loss, objective=lambda x: -x.logps * x.logps.detach().mean()),
+    "scores": scores,
+    "scores, everything": partial(scores, extras=EXTRAS),
+    "scores, kept sets": partial(scores, kept_ids=KEPT),
+    "scores, more ids": partial(scores, topk_ids=IDS[..., None]),
     "expected": expected,
-    "divergence": lambda: backward(
-        linear_divergence(
-            *operands(), operands(), MASK, completion_ids=IDS, entropy=True
-        ).divergence
-    ),
+    "divergence": divergence,
     "unused": unused,
     "refused": refused,
 }
@@ -177,7 +154,7 @@ CASES: dict[str, Callable[[], None]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_calls_with_tensors(name: str) -> None:
-    assert_nothing_is_held(CASES[name])
+    assert_nothing_is_held(lambda: CASES[name](*operands()).sum().backward())
 
 
 @pytest.mark.slow
@@ -185,7 +162,7 @@ def test_what_is_held_is_seen() -> None:
     """A closure that names itself holds the graph: the counts rise."""
 
     def call() -> None:
-        result = linear_logprob(*operands(), IDS).logps
+        result = scores(*operands())
 
         def again(n: int) -> Any:
             return result if n == 0 else again(n - 1)
