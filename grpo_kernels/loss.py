@@ -377,8 +377,8 @@ class GRPOLoss(nn.Module):
             them: ``loss_fn.config = replace(loss_fn.config, ...)``.
 
     Raises:
-        TypeError, ValueError: an unknown field, or a wrong value. Fields that an `objective`
-            ignores are reported only when the objective runs.
+        TypeError, ValueError: an unknown field, or a wrong value. A field that the `objective`
+            ignores raises an error only when you call the module.
     """
 
     def __init__(

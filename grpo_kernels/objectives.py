@@ -385,11 +385,11 @@ def gspo_token(
 ) -> Tensor:
     """GSPO-token, verl's ``gspo``: PPO's clipped loss with the sequence's ratio.
 
-    The ratio is s = exp(sg[mean R] + logp - sg[logp]), and at most e^10. logp is the token's
+    The ratio s = exp(sg[mean R] + logp - sg[logp]) is clamped to at most e^10. logp is the token's
     log-probability, R = logp - old logp its log-ratio, the mean is over the sequence, and sg[x] is
     x without its gradient. You may pass one advantage and one importance sampling ratio per token.
-    If you have one of each per sequence, prefer `presets.GSPO`, which has the same gradient and
-    also metrics of the ratio.
+    If both are the same for all tokens of a sequence, prefer `presets.GSPO`, which has the same
+    gradient and also metrics of the ratio.
     Source: https://arxiv.org/abs/2507.18071.
     """
     logps = tokens.logps.detach()
@@ -411,9 +411,9 @@ def m2po_mask(
     The mask has the shape of `completion_mask`. With d = old - sampling, the tokens with the
     largest d^2 are dropped until the mean d^2 of the remaining tokens is below `threshold`; at
     least one token is kept. NaN (not scored by the sampler) counts as d = 0. If you pass the mask
-    as ``completion_mask=``, the mean leaves out the dropped tokens. If you convert it to floating
-    point and pass it as ``importance_sampling_ratio=``, dropped tokens still count in the
-    denominator.
+    as ``completion_mask=``, the loss's denominator leaves out the dropped tokens. If you convert it
+    to floating point and pass it as ``importance_sampling_ratio=``, dropped tokens still count in
+    the denominator.
     Source: https://arxiv.org/abs/2510.01161. `threshold` is AReaL's ``m2_threshold``; AReaL's
     example uses 0.04.
     """

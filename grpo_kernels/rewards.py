@@ -127,8 +127,8 @@ def compute_rewards(
 def reward_names(reward_funcs: RewardFunc | Sequence[RewardFunc]) -> list[str]:
     """List the names of reward functions, in order.
 
-    A function gives its own name, a reward model its checkpoint, and any other callable the name of
-    its class.
+    The name of a function is its own; of a reward model, its checkpoint; of any other callable, its
+    class.
     """
     return [_name(func) for func in _as_list(reward_funcs)]
 

@@ -111,7 +111,7 @@ def correct(
     weight w of a token:
 
         level "token"      exp(D_t)                         TIS, IcePop
-        level "sequence"   exp(sum of D over the sequence)  unbiased without bounds, high variance
+        level "sequence"   exp(sum of D over the sequence)  unbiased if unclipped; high variance
         level "geometric"  exp(mean of D over the sequence)
         level None         1; nothing is weighted
 
@@ -148,7 +148,8 @@ def correct(
         safety_bound: exponents, and D in k1, k2, k3 and reverse_k3, are clamped to
             [-safety_bound, safety_bound]. ``math.inf``: no limit.
         cu_seqlens: (B + 1,) int32 or int64, boundaries of the packed sequences, from 0 to N.
-        process_group: the ranks over which the mean weight is taken. Metrics cover only this rank.
+        process_group: with `batch_normalize`, the ranks that share one mean. Metrics cover only
+            this rank.
 
     Returns:
         `Correction`. Pass `weights`, in the dtype of `old_per_token_logps`, to the loss as

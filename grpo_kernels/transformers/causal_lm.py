@@ -481,7 +481,7 @@ def _moved(x: Any, like: Tensor) -> Any:
 
 
 class HeadInputs:
-    """The head and its input, captured from one forward; filled when the `with` block ends.
+    """The head and its input; filled when the block ``with head_inputs(model)`` ends.
 
     Attributes:
         hidden: (B, L, H), attached to the model's graph; position t predicts token t + 1.
