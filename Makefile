@@ -79,7 +79,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) $(PEERS) $(ZERO3)
 $(BENCH_PATH)/.installed: $(STAMP) $(BENCH)
 	@echo "installing the benchmarks' other peers into $(BENCH_PATH)"
 	@$(PIP) install --quiet --no-deps --upgrade --target $(BENCH_PATH) -r $(BENCH)
-	PYTHONPATH=$(BENCH_PATH) OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/benchmarks/test_peers.py -k "unsloth or cce" </dev/null
+	PYTHONPATH=$(BENCH_PATH) OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/benchmarks/test_suite.py -k "unsloth or cce" </dev/null
 	@touch $@
 
 # A real model, which the package index has.

@@ -1,36 +1,53 @@
-"""TRL's trainers with our head or divergence against TRL's own: same losses and metrics, fewer
-products."""
+"""TRL's trainers with our head, divergence or trunk against TRL's own: same losses and metrics,
+fewer products. The loss by option; each loss type for many steps is for make parity."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import warnings
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("trl")
+
+import transformers
 import trl
 import trl.trainer.distillation_trainer as trl_distillation
 from torch.utils.flop_counter import FlopCounterMode
+from trl import GRPOTrainer
 
-from benchmarks import head_flops, parity, tiny_models
+from benchmarks import head_flops, parity, tiny_models, tiny_run
+from grpo_kernels.commands.scripts import difference
 from grpo_kernels.trl import (
     FusedDistillationTrainer,
     FusedGRPOTrainer,
+    FusedLossMixin,
     distillation,
     micro_batches,
     patch_trl,
 )
-from tests.support.trl_training import Run, Written, assert_same, divergence_inputs, mixed, train
+from tests.support.training_step import distance
+from tests.support.trl_training import (
+    Half,
+    Run,
+    Written,
+    assert_same,
+    divergence_inputs,
+    mixed,
+    train,
+)
 
 pytestmark = pytest.mark.unit
 
 TWICE = {"num_iterations": 2, "beta": 0.04}
-# every option of the loss: test_training_step_trl.py; every loss type for many steps: make parity
-CASES: dict[str, dict[str, Any]] = {
+TRAININGS: dict[str, dict[str, Any]] = {
     "LoRA": {"learning_rate": 1e-2, "peft_config": parity.lora(), **TWICE},
     # a saturated cap makes many small gradients, of whose last bits Adam's first steps make
     # directions: 4.1e-5 with the C++ kernels, 1.9e-6 with torch, both as near to float64
@@ -41,9 +58,9 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TRAININGS)
 def test_training_is_the_same(name: str) -> None:
-    options = {**CASES[name]}
+    options = {**TRAININGS[name]}
     tolerance = options.pop("tolerance", None)
     assert_same(*(train(x, **options) for x in (trl.GRPOTrainer, FusedGRPOTrainer)), tolerance)
 
@@ -225,3 +242,394 @@ def test_each_head_is_projected_once() -> None:
         with FlopCounterMode(display=False) as counter:
             distillation.divergence_loss(beta=beta, **given)[0].backward()
         assert counter.get_total_flops() == 8 * 21 * 50 * 12  # two projections, d hidden, d weight
+
+
+# The loss with a trunk that computes what carries gradient, by option
+
+B, P, T = 8, 10, 14
+SAVINGS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "trim": {"layout": "trim"},
+    "skip": {"zero_advantage": "skip"},
+}
+SGD: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.05}
+
+
+def noisy() -> Tensor:
+    return -5.2 + 0.3 * torch.randn(B, T)
+
+
+def far_off_dead(given: dict[str, Any]) -> dict[str, Any]:
+    """A ratio of e^200 where the advantage is 0 would be a NaN, were it computed."""
+    old = given["old_per_token_logps"].clone()
+    old[[1, 3]] -= 2.0
+    return {"old_per_token_logps": old}
+
+
+CHANGES: dict[str, Any] = {
+    "old": lambda _: {"old_per_token_logps": noisy()},
+    "reference": lambda _: {"ref_per_token_logps": noisy()},
+    "tools": lambda _: {"tool_mask": (torch.rand(B, T) < 0.7).long()},
+    "per_token": lambda x: {"advantages": x["advantages"][:, None] * (torch.rand(B, T) < 0.5)},
+    "token_ratios": lambda _: {"importance_sampling_ratio": torch.rand(B, T)},
+    "sequence_ratios": lambda _: {"importance_sampling_ratio": (torch.rand(B, 1) < 0.5).float()},
+    "all_clipped": lambda _: {
+        "old_per_token_logps": torch.full((B, T), -9.0),
+        "advantages": torch.ones(B),
+    },
+    "all_dead": lambda _: {"advantages": torch.zeros(B)},
+    "far_off_dead": far_off_dead,
+}
+
+
+def batch(changes: str = "") -> dict[str, Any]:
+    """Two prompts with four completions each; half of the advantages are 0."""
+    prompts = torch.randint(3, tiny_models.VOCAB, (2, P)).repeat_interleave(4, dim=0)
+    prompt_mask = (torch.arange(P) >= torch.tensor([6] * 4 + [1] * 4)[:, None]).long()
+    completions = torch.randint(3, tiny_models.VOCAB, (B, T))
+    lengths = torch.randint(5, T + 1, (B, 1))  # so long that not all tokens are clipped
+    mask = (torch.arange(T) < lengths).long()
+    given = {
+        "prompt_ids": prompts * prompt_mask,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completions * mask,
+        "completion_mask": mask,
+        "advantages": torch.tensor([1.2, 0.0, -0.7, 0.0, 0.0, 0.0, 0.4, 0.0]),
+        "num_items_in_batch": mask.sum(),
+    }
+    for name in changes.split():
+        given |= CHANGES[name](given)
+    return given
+
+
+SEQUENCE = {"importance_sampling_level": "sequence"}
+# name -> (what changes in the batch, options of the configuration)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"{name}, on-policy": ("", {"loss_type": name}) for name in parity.LOSS_TYPES},
+    **{f"{name}, old": ("old", {"loss_type": name}) for name in parity.LOSS_TYPES},
+    "gspo": ("old", {"loss_type": "grpo", **SEQUENCE}),
+    "beta": ("reference", {"beta": 0.04}),
+    "entropy bonus": ("", {"entropy_coef": 0.01}),
+    "adaptive entropy": ("", {"entropy_coef": 0.01, "use_adaptive_entropy": True}),
+    "entropy quantile": ("", {"top_entropy_quantile": 0.4}),
+    "off-policy mask": ("old", {"off_policy_mask_threshold": 0.01}),
+    "delta": ("old", {"delta": 1.5}),
+    # some sequences have few tokens: not all clipped
+    "tools": ("old tools", {"epsilon": 0.9, "epsilon_high": 3.0}),
+    "advantages per token": ("per_token", {}),
+    "token ratios": ("old token_ratios", {}),
+    "sequence ratios": ("old sequence_ratios", {}),
+    "all clipped": ("all_clipped", {}),
+    "all dead": ("all_dead", {"loss_type": "grpo"}),
+    "far off, dead": ("old far_off_dead", {"loss_type": "grpo"}),
+    "checkpointing": ("old", {"gradient_checkpointing": True}),
+}
+ENTROPY_STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
+NO_SKIP = ("adaptive entropy", "entropy quantile")
+# where each sequence's gradient is known beforehand, exactly those have a graph
+EXACTLY_LIVE = ("dapo, on-policy", "grpo, old", "all dead", "tools", "checkpointing")
+
+
+@cache
+def model() -> Any:
+    return tiny_models.model("qwen3").train()
+
+
+def trainer_of(base: type, options: dict[str, Any], **more: Any) -> Any:
+    beta = options.get("beta", 0.0)
+    sizes = {"per_device_train_batch_size": B, "num_generations": 4}
+    sizes |= {"gradient_checkpointing": False}
+    args = tiny_run.config(tempfile.gettempdir(), **{**sizes, **options, "beta": 0.0})
+    tiny_run.quiet()
+    policy = model()
+    policy.gradient_checkpointing_disable()
+    trainer = base(
+        model=policy,
+        args=args,
+        reward_funcs=tiny_run.reward,
+        train_dataset=tiny_run.dataset(16),
+        processing_class=tiny_models.tokenizer(),
+        **more,
+    )
+    trainer.current_gradient_accumulation_steps = 2
+    trainer.beta = args.beta = beta  # afterwards: it would load a reference
+    trainer.state_of_entropy = {name: vars(trainer).get(name) for name in ENTROPY_STATE}
+    policy.train()
+    return trainer
+
+
+def step(trainer: Any, given: dict[str, Any]) -> tuple[float, dict[str, Tensor], dict[str, float]]:
+    trainer.model.zero_grad()
+    trainer.use_vllm = "importance_sampling_ratio" in given
+    trainer._metrics["train"].clear()
+    vars(trainer).update(trainer.state_of_entropy)
+    loss = trainer._compute_loss(trainer.model, dict(given))
+    loss.backward()
+    gradients = {name: x.grad.clone() for name, x in trainer.model.named_parameters()}
+    return loss.item(), gradients, {name: x[-1] for name, x in trainer._metrics["train"].items()}
+
+
+def assert_metrics(got: dict[str, float], want: dict[str, float], what: str = "") -> None:
+    for name, x in want.items():
+        assert difference(name, x, got[name]) <= 1e-5, f"{what}: {name}"
+
+
+class Spied(GRPOTrainer):
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self.arrived: list[Tensor] = []
+        for x in found[:2]:
+            x.register_hook(self.arrived.append)
+        return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_gradients_and_metrics_are_stock_trls(name: str) -> None:
+    changes, options = CASES[name]
+    given = batch(changes)
+    stock = trainer_of(Spied, options)
+    loss, gradients, metrics = step(stock, given)
+    live = int(torch.stack([(x != 0).any(dim=1) for x in stock.arrived]).any(dim=0).sum())
+    for saving, of_body in SAVINGS.items():
+        if saving == "skip" and name in NO_SKIP:
+            continue
+        ours = trainer_of(FusedGRPOTrainer, options, **of_body)
+        got_loss, got, got_metrics = step(ours, given)
+        assert abs(got_loss - loss) <= 1e-6 * max(1.0, abs(loss)), saving
+        assert not gradients["lm_head.weight"].any() or distance(got, gradients) <= 5e-6, saving
+        graphs = ours._shares.pairs["sequences/gradient"][0]
+        assert graphs >= live, f"{saving}: {graphs} for {live}"
+        assert graphs == live or name not in EXACTLY_LIVE, f"{saving}: {graphs} for {live}"
+        if saving != "skip":
+            assert got_metrics.keys() == metrics.keys()
+            assert_metrics(got_metrics, metrics, saving)
+
+
+def test_skipped_sequences_leave_the_metrics() -> None:
+    given = batch("old")
+    ours = trainer_of(FusedGRPOTrainer, {}, zero_advantage="skip")
+    _, _, got = step(ours, given)
+    live = given["advantages"] != 0
+    alone = {name: x[live] if isinstance(x, Tensor) and x.dim() else x for name, x in given.items()}
+    _, _, want = step(trainer_of(GRPOTrainer, {}), alone)
+    assert want["clip_ratio/region_mean"] > 0
+    assert_metrics(got, want)
+    assert ours._shares.pairs["tokens/computed"][0] == ours._shares.pairs["tokens/gradient"][0]
+    _, gradients, metrics = step(ours, given | CHANGES["all_dead"](given))
+    assert metrics == {}, "a micro-batch without a live sequence has nothing to measure"
+    assert not any(x.any() for x in gradients.values())
+
+
+class WithATermOfItsOwn(FusedGRPOTrainer):
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        logps, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self.own = logps.square().mean()
+        return logps, *others
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        return super()._compute_loss(model, inputs) + 0.1 * self.own
+
+
+def test_a_gradient_that_was_not_foreseen_is_an_error() -> None:
+    message = r"zero_advantage: expected no gradient for the sequences \[1, 3, 4, 5, 7\].*'train'"
+    with pytest.raises(RuntimeError, match=message):
+        step(trainer_of(WithATermOfItsOwn, {}), batch())
+    trainer = trainer_of(WithATermOfItsOwn, {}, zero_advantage="train")
+    assert step(trainer, batch())[1]["lm_head.weight"].any()
+
+
+SKIP, REGROUP = {"zero_advantage": "skip"}, {"regroup": True}
+WINDOWS = {"gradient_accumulation_steps": 4, "steps_per_generation": 6}
+# options of the configuration, arguments of the trainer, message
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"top_entropy_quantile": 0.4}, SKIP, "zero_advantage: .*top_entropy_quantile"),
+    ({"use_adaptive_entropy": True}, SKIP, "zero_advantage: .*use_adaptive_entropy"),
+    ({}, {"fused_sampling_correction": True, **SKIP}, "zero_advantage: .*fused_sampling"),
+    ({"loss_type": "bnpo"}, REGROUP, "regroup: expected 'auto' or False with loss_type='bnpo'"),
+    ({"entropy_coef": 0.01}, REGROUP, "regroup: expected 'auto' or False with entropy_coef"),
+    ({"top_entropy_quantile": 0.4}, REGROUP, "regroup: .*top_entropy_quantile"),
+    (WINDOWS, REGROUP, "regroup: .*steps_per_generation=6 and gradient_accumulation_steps=4"),
+    ({}, {"regoup": True}, r"regoup: .* has no such argument; did you mean regroup\?"),
+    ({}, {"kl_estimator": "k1"}, "kl_estimator: expected one of k3, full, got 'k1'"),
+    ({}, {"kl_estimator": "full"}, "kl_estimator: expected 'k3' with beta = 0, .* set beta"),
+    ({}, {"on_missing_set": True}, "on_missing_set: expected one of error, full, got True; None"),
+    ({}, {"on_missing_set": "error"}, "on_missing_set: expected None without a rollout_func"),
+    ({}, {"fused_sampling_correction": "on"}, "fused_sampling_.*: expected 'auto', True or False"),
+    ({}, {"zero_advantage": "drop"}, "zero_advantage: expected one of score, skip, train"),
+    ({}, {"layout": True}, "layout: expected one of tree, trim, padded, got True"),
+    ({}, {"tokens_per_forward": 0, **REGROUP}, "tokens_per_forward: expected a number of tokens"),
+    ({}, {"tokens_per_forward": 64, "regroup": False}, "tokens_per_forward: .* None .* got 64"),
+    ({"loss_type": "bnpo"}, {"tokens_per_forward": 64}, "tokens_per_forward: .*bnpo.* got 64"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "arguments", "message"), REFUSED, ids=str)
+def test_options_that_the_loss_does_not_allow_are_refused(options, arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        trainer_of(FusedGRPOTrainer, options, **arguments)
+
+
+def test_a_mixin_in_front_of_no_grpo_trainer_or_behind_one_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"expected a subclass .* got RLOOTrainer; .* patch_trl"):
+        type("OfRLOO", (FusedLossMixin, trl.RLOOTrainer), {})
+    with pytest.raises(TypeError, match=r"Behind: .* class Behind\(FusedLossMixin, GRPOTrainer\)"):
+        type("Behind", (GRPOTrainer, FusedLossMixin), {})
+    before = type("Before", (FusedLossMixin,), {})  # a mixin of the user's own
+    assert issubclass(mixed(before, GRPOTrainer), FusedLossMixin)
+
+
+def assert_regrouped(stock: Run, ours: Run) -> None:
+    """Samples have other micro-batches, and nothing that is logged tells."""
+    assert ours.trainer.regroup
+    assert stock.losses != pytest.approx(ours.losses, rel=1e-3), "each has the micro-batch it had"
+    assert_same(stock, ours)
+
+
+# each normalizer, and what a loss may read besides
+OF_STEPS: dict[str, dict[str, Any]] = {
+    **{name: parity.loss_options(name) for name in ("luspo", "dr_grpo", "vespo")},
+    "GSPO, beta": {"loss_type": "grpo", **SEQUENCE, "beta": 0.04},
+    "exact KL": {"beta": 0.04, "kl_estimator": "full"},
+    "off-policy mask, delta": {"off_policy_mask_threshold": 0.01, "delta": 1.1},
+    "truncated": {"mask_truncated_completions": True},
+}
+
+
+@pytest.mark.parametrize("name", OF_STEPS)
+def test_regrouped_steps_are_stock_trls(name: str) -> None:
+    options: dict[str, Any] = {"epsilon": 0.02, **OF_STEPS[name], **SGD, "steps": 4}
+    options |= {"num_iterations": 2, "steps_per_generation": 4}
+    of_ours = {"tokens_per_forward": 200, "kl_estimator": options.pop("kl_estimator", "k3")}
+    ours = train(FusedGRPOTrainer, **of_ours, **options)
+    if name == "exact KL":  # not stock TRL's
+        del of_ours["tokens_per_forward"]
+        stock = train(FusedGRPOTrainer, regroup=False, **of_ours, **options)
+    else:
+        stock = train(GRPOTrainer, **options)
+    assert_regrouped(stock, ours)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_a_subclass_that_keeps_a_part_of_the_samples(loss_type: str) -> None:
+    options = {**parity.loss_options(loss_type), "beta": 0.04, **SGD}
+    stock = train(mixed(Half, GRPOTrainer), **options)
+    for fused in (mixed(Half, FusedGRPOTrainer), mixed(FusedLossMixin, mixed(Half, GRPOTrainer))):
+        assert_regrouped(stock, train(fused, tokens_per_forward=120, **REGROUP, **options))
+
+
+def test_a_class_that_sees_micro_batches_keeps_them_unless_it_is_trusted() -> None:
+    assert trainer_of(FusedGRPOTrainer, {}).regroup
+    of_loss = ("get_off_policy_mask", "get_gamma_weights", "compute_loss", "_compute_loss")
+    for name in (*of_loss, "training_step"):
+        reader = type("Reader", (FusedGRPOTrainer,), {name: getattr(FusedGRPOTrainer, name)})
+        assert not trainer_of(reader, {}).regroup
+        assert trainer_of(reader, {}, **REGROUP).regroup
+
+
+class Changed(transformers.TrainerCallback):  # type: ignore[misc]
+    """At the end of the first step, and of each later one, it changes the trainer."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        self.change = change
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.change(self.trainer)
+
+
+def losses_by_size(trainer: Any) -> None:
+    if "compute_loss" in vars(trainer):
+        return
+    compute = trainer.compute_loss
+
+    def compute_loss(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        return (1 + inputs["advantages"].abs().mean()) * compute(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+
+
+def reference_as_policy(trainer: Any) -> None:
+    trainer.ref_model.load_state_dict(trainer.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "regroups"),
+    [
+        (lambda x: setattr(x, "loss_type", "bnpo"), False),
+        (losses_by_size, False),
+        (reference_as_policy, True),
+    ],
+    ids=["a loss that is not regrouped", "a method of its own", "the reference"],
+)
+def test_what_a_callback_changes_is_stock_trls(change: Any, regroups: bool) -> None:
+    found = []
+    for base in (GRPOTrainer, FusedGRPOTrainer):
+        callback = Changed(change)
+        prepare = partial(setattr, callback, "trainer")
+        options = {"steps": 3, "steps_per_generation": 4, "callbacks": [callback], **SGD}
+        options |= {"beta": 0.04}
+        found.append(train(base, prepare=prepare, **options))
+    assert found[1].trainer.regroup == regroups
+    assert max(parity.differences(found[0].steps, found[1].steps).values()) <= parity.TOLERANCE
+
+
+class PaidByBeta:
+    """In front of a trainer: its reward reads options that TRL scores a batch with."""
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        rewards: Tensor = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+        steps = self.args.gradient_accumulation_steps  # type: ignore[attr-defined]
+        return rewards * (1 + self.beta) + 0.1 * steps * rewards.square()  # type: ignore[attr-defined]
+
+
+def test_rewards_see_the_trainers_own_options() -> None:
+    options = {"beta": 0.3, "steps_per_generation": 4, **SGD}
+    assert_same(*(train(mixed(PaidByBeta, x), **options) for x in (GRPOTrainer, FusedGRPOTrainer)))
+
+
+class Interrupted:
+    """In front of a trainer: its training stops once, before the last loss of the third step."""
+
+    stops_in = 2  # the first step of the second generation
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        state, accelerator = self.state, self.accelerator  # type: ignore[attr-defined]
+        if state.global_step == self.stops_in and accelerator.sync_gradients:
+            self.stops_in = -1
+            raise KeyboardInterrupt
+        return super().training_step(*args, **kwargs)  # type: ignore[misc,no-any-return]
+
+
+def trained_again(trainer_class: type, **options: Any) -> list[dict[str, float]]:
+    """What a trainer has logged that was interrupted within an optimizer step and called again."""
+    found: list[Any] = []
+    with pytest.raises(KeyboardInterrupt):
+        train(mixed(Interrupted, trainer_class), prepare=found.append, steps=4, **options)
+    run = tiny_run.recorded(found[0])
+    found[0].train()
+    return run.steps
+
+
+@pytest.mark.parametrize("again", [{"num_iterations": 2}, {"steps_per_generation": 4}], ids=str)
+def test_a_training_that_was_interrupted_goes_on_as_stock_trls(again: dict[str, Any]) -> None:
+    """Regrouping ends, since steps are no longer of whole windows, and it is said."""
+    options = {"epsilon": 0.02, **SGD, **again}
+    stock = trained_again(GRPOTrainer, **options)
+    ours = trained_again(FusedGRPOTrainer, regroup=False, **options)
+    assert len(stock) == 4
+    assert max(parity.differences(stock, ours).values()) <= 1e-5
+    with pytest.warns(UserWarning, match="regroup: training was interrupted within an optimizer"):
+        ours = trained_again(FusedGRPOTrainer, **REGROUP, **options)
+    for i, (want, got) in enumerate(zip(stock, ours, strict=True)):
+        # of the step that was interrupted stock TRL has logged what it had measured by then
+        for name in want.keys() if i else ("loss", "grad_norm"):
+            assert difference(name, want[name], got[name]) <= 1e-5, (i, name)
+
+
+@pytest.mark.usefixtures("forget_warnings")
+def test_a_compiled_model_trains_as_stock_trls_and_it_is_said() -> None:
+    options = {"torch_compile": True, "torch_compile_backend": "eager", "steps": 1}
+    stock = train(GRPOTrainer, **options)
+    with pytest.warns(UserWarning, match="torch_compile: the loss's forward is not compiled"):
+        ours = trainer_of(FusedGRPOTrainer, options).args
+    assert ours.torch_compile
+    assert_same(stock, train(FusedGRPOTrainer, **options))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +18,24 @@ if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
 
 import accelerate.accelerator
 
-from tests.support.trl_ranks import fsdp2_without_gpus
+
+@contextmanager
+def fsdp2_without_gpus() -> Iterator[None]:
+    """accelerate's own FSDP, which it takes on GPUs alone: else it makes DDP of it, silently."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    begin = AcceleratorState.__init__
+
+    def as_on_a_gpu(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        begin(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    with mock.patch.object(AcceleratorState, "__init__", as_on_a_gpu):
+        yield
 
 
 def main() -> None:
