@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from tests.support import tiny_architectures as tiny
-from tests.support.model_checks import positions_of_generate, text_batch
+from tests.support.tiny_architectures import positions_of_generate, text_batch
 
 PAGE = Path(__file__).parents[1] / "docs/start/plain-loop.md"
 SECTION = PAGE.read_text().partition("## Six tasks")[2].partition("\n## ")[0]

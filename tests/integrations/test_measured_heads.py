@@ -14,7 +14,7 @@ from benchmarks import tiny_models, tiny_run
 from grpo_kernels import GRPOLoss
 from grpo_kernels.transformers import causal_lm_loss, completion_logprobs, describe_head
 from tests.support import tiny_architectures as tiny
-from tests.support.model_checks import with_logits
+from tests.support.tiny_architectures import with_logits
 from tests.support.training_step import SCORED, batch
 
 pytestmark = pytest.mark.usefixtures("forget_warnings")

@@ -27,7 +27,7 @@ from grpo_kernels.transformers import (
     head_inputs,
 )
 from tests.support import tiny_architectures as tiny
-from tests.support.model_checks import (
+from tests.support.tiny_architectures import (
     assert_as_model,
     last_columns,
     peft_model,

@@ -18,7 +18,7 @@ import transformers
 from grpo_kernels import GRPOLoss, LossConfig
 from grpo_kernels.transformers import causal_lm_loss, completion_logprobs, describe_head
 from tests.support import tiny_architectures as tiny
-from tests.support.model_checks import scene
+from tests.support.tiny_architectures import scene
 
 pytestmark = pytest.mark.usefixtures("forget_warnings")
 
