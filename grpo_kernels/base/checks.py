@@ -61,6 +61,8 @@ _SYNONYMS = {
     "logit_softcapping": "final_logit_softcapping", "group_size": "num_generations",
     "n_generations": "num_generations", "labels": "completion_ids", "ids": "completion_ids",
     "weight": "head", "lm_head": "head", "clip_eps": "epsilon", "targets": "completion_ids",
+    "kl": "divergence beta", "kl_penalty": "kl_estimator", "clip": "epsilon",
+    "mask": "completion_mask", "reduction": "loss_type",
     "target": "completion_ids", "input_ids": "completion_ids", "attention_mask": "completion_mask",
     "chunk_size": "workspace_bytes run", "num_chunks": "workspace_bytes run",
     "without_set": "on_missing_set", "per_token_logps": "logps", "kind": "divergence",
@@ -115,15 +117,25 @@ INSTEAD = {
 }
 
 
+def _plain(name: str) -> str:
+    return name.replace("log_prob", "logp").replace("logprob", "logp")
+
+
+def _synonym(name: str, names: Iterable[str]) -> list[str]:
+    """The first of `names` that another library calls `name`, if there is one."""
+    candidates = [*names]
+    synonyms = (_SYNONYMS.get(name) or _SYNONYMS.get(_plain(name), "")).split()
+    return [x for x in synonyms if x in candidates][:1]
+
+
 def _nearest(name: str, names: Iterable[str]) -> list[str]:
     """The names in `names` that `name` probably means."""
-    candidates, plain = [*names], name.replace("log_prob", "logp").replace("logprob", "logp")
-    synonyms = (_SYNONYMS.get(name) or _SYNONYMS.get(plain, "")).split()
-    if same := [x for x in synonyms if x in candidates]:
-        return same[:1]
+    candidates = [*names]
+    if same := _synonym(name, candidates):
+        return same
     if name in INSTEAD:
         return []
-    name = plain
+    name = _plain(name)
     parts = {*name.split("_")}
     # `longer`: old_per_token_logps for old_logps
     longer = [x for x in candidates if parts <= {*x.split("_")}]
@@ -142,10 +154,11 @@ def did_you_mean(
     "" if nothing is known. If the nearest name is one of `others`, the suggestion adds that it is
     `elsewhere`.
     """
-    near, of_others = _nearest(name, names), False
-    if not near:
-        near = _nearest(name, others)
-        of_others = bool(near)
+    names, others = [*names], [*others]
+    groups = [
+        (find(name, x), x is others) for find in (_synonym, _nearest) for x in (names, others)
+    ]
+    near, of_others = next((x for x in groups if x[0]), ([], False))
     if not near:
         known = (x for x in (name, *_SYNONYMS.get(name, "").split()) if x in INSTEAD)
         return next((f"; {INSTEAD[x]}" for x in known), "")

@@ -75,6 +75,8 @@ ELSEWHERE = {
     "engine": "did you mean run=Run(engine=...)?$",
     "chunk_size": "did you mean run=Run(workspace_bytes=...)?$",
     "compiled": "no such argument$",
+    "mask": "did you mean completion_mask? It is an argument of the module's call$",
+    "clip": "did you mean epsilon?$",
     "model": "causal_lm_loss",
     "adv_estimator": "grpo_kernels.advantages has a function for each$",
     "final_logit_softcapping": OF_HEAD,
