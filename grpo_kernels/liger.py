@@ -119,7 +119,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             ref_input, ref_weight, ref_bias: the reference model's hidden states (B, T, H'), head
                 weight (V, H') and bias (V,). They are used if there is a KL term and no
                 `ref_per_token_logps`.
-            vllm_is_ratio: (B, T), (B, 1) or (B,), importance sampling ratio of the sampler.
+            vllm_is_ratio: (B, T), (B, 1) or (B,), importance sampling ratio to the sampler.
             num_items_in_batch: number of counted tokens in the whole generation batch, over all
                 ranks; dapo, cispo and vespo divide the loss by this number / world size. None: the
                 counted tokens of this call, averaged over the ranks; every rank must then make the

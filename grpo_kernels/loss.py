@@ -209,9 +209,9 @@ def grpo_loss(
             soft-caps its logits, pass a `Head` with these values; they cannot be read from a weight
             or a module. ``grpo_kernels.transformers.describe_head(model)`` makes this `Head`.
         completion_ids: (B, T) or (N,) integers, in [0, V) at every counted position.
-        completion_mask: (B, T) or (N,), bool, int or float. A token counts if its mask is not 0,
-            even if it is negative. NaN and an additive attention mask (0 and -inf) raise an error.
-            None: every token counts, and no host-device sync is needed to count them.
+        completion_mask: (B, T) or (N,), bool, int or float. A token counts if its mask value is not
+            0, even if the value is negative. NaN and an additive attention mask (0 and -inf) raise
+            an error. None: every token counts, and no host-device sync is needed to count them.
         advantages: (B,), one per sequence, or (B, T) or (N,), one per token. If N = B, a 1-d tensor
             is ambiguous, and is read as per-sequence.
         config: the loss; default `LossConfig()`.
@@ -228,8 +228,8 @@ def grpo_loss(
         reference: a pair (hidden states (B, T, H') or (N, H'), head) of the reference model, for
             the KL term over the whole vocabulary; both are constants. Required if ``config.beta``
             is not 0 and ``config.kl_estimator`` is ``"full"``. The head is a weight (V, H'), a
-            `Head` or a module, for the policy's ids; H' may differ from H. This KL term costs one
-            more product with a head, and one more chunk of logits in the workspace.
+            `Head` or a module, with the same ids as the policy's head; H' may differ from H. This
+            KL term adds one product with a head, and one chunk of logits in the workspace.
         num_items_in_batch: a number, or a 0-d tensor: the normalizer of ``"dapo"``, ``"cispo"`` and
             ``"vespo"``. Pass the number of counted tokens in the whole batch, over all accumulation
             steps and ranks. If gradients are averaged over ranks, divide this number by the number
@@ -243,8 +243,7 @@ def grpo_loss(
         sampling_per_token_logps: (B, T) or (N,), log-probabilities under the sampler. The
             off-policy mask reads them. If ``vllm_importance_sampling_correction`` is on in the
             config, the loss computes the importance sampling ratio from them, with no extra forward
-            pass. NaN means that the sampler could not score the token; its log-ratio then counts as
-            0.
+            pass. NaN means that the sampler could not score the token, whose log-ratio counts as 0.
         importance_sampling_ratio: (B, T), (B, 1) or (B,), or packed (N,): a factor on the policy
             term that corrects for the sampler. If N = B, it is read as one per sequence, like
             `advantages`. In ``"vespo"`` it is part of VESPO's weight; ``"gmpo"`` does not use it.
@@ -267,8 +266,8 @@ def grpo_loss(
 
         Packed sequences:
 
-        cu_seqlens: (B + 1,) int32 or int64, the bounds of the packed sequences; per-token arguments
-            are then (N,). The host reads the bounds.
+        cu_seqlens: (B + 1,) int32 or int64, the bounds of the packed sequences. With `cu_seqlens`,
+            per-token arguments are (N,). The host reads the bounds.
 
         How it is computed:
 

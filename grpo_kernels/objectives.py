@@ -6,7 +6,7 @@ them as ``objective=``::
 
 Parameters and defaults are those of the named trainer. Let A be the token's advantage, and p, old
 and mu the probabilities of the sampled token under the policy, the old policy and the sampler. With
-logp = log(p), r = p / mu, R = log(p / old), and sg[x] for an x without gradient, the loss of a
+logp = log(p), r = p / mu, R = log(p / old), and sg[x] for x without its gradient, the loss of a
 token is::
 
     ipo               -A min(r, ratio_max) where |p - mu| <= eps; + kl_tau log(r)^2
@@ -150,7 +150,7 @@ def kpop(tokens: TokenInputs, *, threshold: float = 0.1, kl_tau: float = 1e-3) -
 
     The loss of other tokens is 0. To every token's loss, `kl_tau` log(r)^2 is added. A is the
     advantage, p and mu are the token's probabilities under policy and sampler, and r = p / mu.
-    Unlike `icepop_prime_rl`, this loss allows a rare token a larger ratio.
+    Unlike `icepop_prime_rl`, this loss allows rare tokens larger ratios than likely tokens.
 
     In both KLs, the probabilities are clamped to [1e-6, 1 - 1e-6]. The ratio has no cap.
     Sources: https://ringtech.notion.site/kpop, prime-rl's #3283.

@@ -6,7 +6,7 @@ A preset sets only the loss. Compute the advantages yourself, for example with
 ========= ==========================================================================
 GRPO      mean over each sequence, then over sequences; a KL term with beta 0.04
 DR_GRPO   constant normalizer `max_completion_length`, for unscaled advantages
-DAPO      mean over all tokens; the upper clip bound is higher
+DAPO      mean over all tokens; upper clip bound 0.28, lower 0.2
 GSPO      one ratio per sequence, and a narrow clip range
 CISPO     -w A log p: the capped ratio w is a constant weight
 SAPO      a sigmoid gate instead of the clip
@@ -17,7 +17,7 @@ PPO       one ratio and one advantage (`gae`) per token
 REINFORCE -A log p per token; off-policy, weighted by a ratio of at most 1 (Williams)
 RLOO      REINFORCE leave-one-out, with `rloo_advantages`
 TIS       PPO's loss times a truncated weight per token, to correct for the sampler
-ICEPOP    the same weight, or 0 outside [0.5, 5]
+ICEPOP    PPO's loss times the untruncated weight, or 0 outside [0.5, 5]
 MIS       PPO's loss times the sequence's weight, or 0 above 3
 OPSM      GRPO's loss, but 0 for off-policy sequences with A < 0
 ========= ==========================================================================

@@ -74,7 +74,7 @@ class Metrics(Mapping[str, Tensor]):
 
         ``policy_loss`` is averaged as the loss is: over sequences if its `loss_type` averages over
         sequences or divides by their number, else over counted tokens. If ``num_items_in_batch``
-        divides it, the parts are added.
+        divides the loss, the losses of the parts are added.
 
         Raises:
             TypeError, ValueError: `parts` is empty, contains objects that are not `Metrics`, or
@@ -166,7 +166,8 @@ class LossOutput:
     Attributes:
         loss: a 0-d tensor, attached to the graph, in fp32 (fp64 for fp64 inputs).
         logps: (B, T) or (N,) log-probabilities in the dtype of `loss`, 0 where masked. They have no
-            gradient: a backward through them raises, so detach them where they are constants.
+            gradient: a backward through them raises an error. To use them as constants, detach
+            them.
         entropies: entropies in the shape and dtype of `logps`, also without gradient; None if
             `policy_loss_from_logps` got none.
         metrics: `Metrics`, a mapping from names to means; ``metrics.pairs`` maps names to (sum,

@@ -169,10 +169,10 @@ def linear_logprob(
             min-p) kept there, as `KeptIds` or as (..., K) signed integers padded with -1. Sets at
             masked positions are never read. The ids may have any order, and a repeated id counts
             once. Operands keep their stored dtype, or are rounded to autocast's dtype under
-            autocast; products are fp32. Needs no vocabulary-sized tensor except the gradients of
+            autocast; products are fp32. The only vocabulary-sized tensors are the gradients of
             weight and bias, in fp32 (fp64). Each kept id takes 8 bytes (12 in fp64) from forward to
-            backward. Causes a host-device sync. With a sharded head, pass the same sets on every
-            rank.
+            backward. The host waits for the device. With a sharded head, pass the same sets on
+            every rank.
         on_missing_set: what to do with a position whose set is empty or lacks the sampled id.
             ``"error"`` raises on a CPU; elsewhere, its results are NaN. ``"full"`` scores it over
             the whole vocabulary, as prime-rl does; this costs as much as a call without sets.
@@ -275,7 +275,7 @@ def linear_divergence(
             module without active adapters. If FSDP2 or ZeRO-3 shards the module, this call gathers
             it, so all ranks that share the module must make the call. V' may differ from V, and the
             ``vocab_size`` of the heads may differ, too. Both distributions then cover only the ids
-            that both heads have. The call warns of that, unless a head states its ``vocab_size``.
+            that both heads have. The call warns of this, unless a head states its ``vocab_size``.
             With a process group, both heads must have the same number of ids, or the same
             ``vocab_size``, and each rank must hold the same ids of both.
         completion_mask: (...), as in `linear_logprob`.

@@ -109,8 +109,8 @@ class LossConfig(Config):
             ``"sapo"`` (https://arxiv.org/abs/2511.20347), ``"luspo"``
             (https://arxiv.org/abs/2602.05261), ``"vespo"`` (https://arxiv.org/abs/2602.10693) and
             ``"gmpo"`` (*not in TRL*, https://arxiv.org/abs/2507.20673). In ``"gmpo"``, the ratio is
-            always per sequence, and the top-entropy mask selects the tokens of that ratio;
-            ``"gmpo"`` ignores the off-policy mask and any importance sampling ratio.
+            always per sequence, and `top_entropy_quantile` selects the tokens that enter this
+            ratio. ``"gmpo"`` ignores the off-policy mask and any importance sampling ratio.
         importance_sampling_level: ``"token"``: one ratio per token. ``"sequence"``: one ratio per
             sequence, the exp of the sequence's mean log-ratio (GSPO,
             https://arxiv.org/abs/2507.18071).
@@ -132,8 +132,8 @@ class LossConfig(Config):
             estimate: sum_v p_v log(p_v / q_v) over the vocabulary, with q from `reference`.
         temperature: divisor of the logits.
         top_entropy_quantile: share of the tokens that carry the policy loss; these are the tokens
-            with the highest entropy. 1 means all tokens; 0 keeps those of the highest entropy, as
-            in TRL.
+            with the highest entropy. 1 means all tokens; 0 keeps only the tokens that have the
+            highest entropy, as in TRL.
         entropy_coef: weight of the entropy bonus, which is subtracted from the loss. The bonus is
             the mean entropy of the tokens that `top_entropy_quantile` keeps. As in TRL, the weight
             may be negative: the loss then lowers the entropy.
@@ -141,16 +141,16 @@ class LossConfig(Config):
             negative and its sequence's mean of (sampling logp - logp) is above this threshold.
             Without sampling log-probabilities, the mean of (old logp - logp) decides.
         vllm_importance_sampling_correction: compute the importance sampling ratio in the loss, from
-            the old log-probabilities and `sampling_per_token_logps`; you must pass the latter.
-            Without old log-probabilities, the loss uses the current ones, held constant. Off by
-            default; in TRL, this option is on, and the trainer computes the ratio. ``"gmpo"``
+            the old log-probabilities and `sampling_per_token_logps`, which you must pass. Without
+            old log-probabilities, the loss uses the current log-probabilities, held constant. Off
+            by default; in TRL, this option is on, and the trainer computes the ratio. ``"gmpo"``
             ignores it, and needs no sampling log-probabilities.
         vllm_importance_sampling_mode: ``"token_*"`` computes one ratio per token; ``"sequence_*"``
-            computes one per sequence, from its summed differences. ``"*_truncate"`` clamps the
-            ratio to the bounds; ``"*_mask"`` sets it to 0 outside the bounds.
+            computes one per sequence, from the sum of its tokens' log-ratios. ``"*_truncate"``
+            clamps the ratio to the bounds; ``"*_mask"`` sets it to 0 outside the bounds.
             ``"sequence_mean_mask"`` (*not in TRL*) computes one ratio per token, and sets it to 0
             in sequences whose geometric mean ratio is outside the bounds.
-        vllm_importance_sampling_clip_max, vllm_importance_sampling_clip_min: bounds of that ratio;
+        vllm_importance_sampling_clip_max, vllm_importance_sampling_clip_min: bounds of this ratio;
             None means no bound.
         max_completion_length: the most tokens that you generate in a completion, by which
             ``"dr_grpo"`` divides. Required for ``"dr_grpo"``, and not used otherwise. (TRL's
@@ -265,10 +265,10 @@ class LossConfig(Config):
         Soft-cap and scale, which TRL reads from the model, belong to the `Head`.
         ``max_completion_length`` is copied only with ``loss_type="dr_grpo"``, which reads it.
         ``vllm_importance_sampling_correction`` is not copied: TRL's trainer computes the ratio
-        beforehand, and a second ratio would be wrong. If you pass only `sampling_per_token_logps`,
-        turn the correction on: ``from_trl(args, vllm_importance_sampling_correction=True)``. The
-        deprecated ``vllm_importance_sampling_cap`` sets ``vllm_importance_sampling_clip_max``, as
-        in TRL.
+        beforehand, and a second ratio would be wrong. If you pass `sampling_per_token_logps` but no
+        ratio, turn the correction on: ``from_trl(args, vllm_importance_sampling_correction=True)``.
+        The deprecated ``vllm_importance_sampling_cap`` sets ``vllm_importance_sampling_clip_max``,
+        as in TRL.
 
         Raises:
             ValueError: `args` has a loss type that this library does not know, or turns on an

@@ -126,9 +126,9 @@ class FusedDistillationTrainer(LogsShares, DistillationTrainer):
     """Train like ``trl.DistillationTrainer``, with less work: same arguments, losses and metrics.
 
     With heads of equal width, the heads take a third fewer operations per completion token than in
-    TRL. With a `beta` between 0 and 1, they take half as many. Prompt and padding tokens are not
-    projected at all. You can use LoRA on the student's body; LoRA on its head raises an error, as
-    in TRL. The trainer also logs ``rows/projected`` and ``rows/gradient``.
+    TRL. With a `beta` between 0 and 1, they take half as many as in TRL. Prompt and padding tokens
+    are not projected at all. You can use LoRA on the student's body; LoRA on its head raises an
+    error, as in TRL. The trainer also logs ``rows/projected`` and ``rows/gradient``.
 
     The trainer does not affect other trainers in the process. To speed up those, use `patch_trl`.
     """

@@ -725,8 +725,8 @@ class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
             and the ratio to the sampler if TRL corrects for vLLM. ``"auto"``: skip it while the
             policy is still the one that generated the batch. TRL still scores if the model has
             dropout, or if a subclass overrides a method that may read the scores. True: skip it
-            without these two checks; raise an error if there is no sampler to correct for. False:
-            TRL always scores.
+            without checking for dropout and overridden methods; raise an error if there is no
+            sampler to correct for. False: TRL always scores.
         kl_estimator: ``"k3"``: TRL's estimate from sampled tokens. ``"full"``: the KL term (`beta`)
             and the metric ``kl`` are the exact divergence from the reference, over the whole
             vocabulary; `use_bias_correction_kl` is ignored. Each micro-batch then keeps the
@@ -746,11 +746,12 @@ class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
         on_missing_set: None: score over the whole vocabulary, as TRL does. ``"error"`` or
             ``"full"``: score over the ids that a truncating sampler kept, which your `rollout_func`
             returns as ``"sampling_mask"``. ``"error"`` refuses tokens without a set, and ``"full"``
-            scores them over the whole vocabulary. This logs ``kept/size``, the mean size of a set,
-            and ``kept/without_set``, the share of tokens without one.
+            scores them over the whole vocabulary. Both settings log ``kept/size``, the mean size of
+            a set, and ``kept/without_set``, the share of tokens without one.
         engine, backend, workspace_bytes: as in `grpo_kernels.Run`, for every call of the head. On a
-            GPU with free memory, the default needs more memory than TRL's head, and
-            ``workspace_bytes=512 * 2**20`` needs less than TRL's head (docs/memory.md).
+            GPU with free memory, the default needs more memory than TRL's head. With
+            ``workspace_bytes=512 * 2**20``, a head that trains needs less than TRL's
+            (docs/memory.md).
         args, kwargs: arguments of TRL's trainer.
 
     Raises:
