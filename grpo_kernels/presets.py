@@ -38,8 +38,8 @@ DR_GRPO = LossConfig(loss_type="dr_grpo")
 unscaled advantages. Pass the constant: ``GRPOLoss(presets.DR_GRPO, max_completion_length=...)``."""
 
 DAPO = LossConfig(loss_type="dapo", epsilon=0.2, epsilon_high=0.28)
-"""DAPO, https://arxiv.org/abs/2503.14476: a mean over all tokens of the batch, and a higher upper
-clip bound."""
+"""DAPO, https://arxiv.org/abs/2503.14476: a mean over all tokens of the batch, with the
+ratio clipped to [0.8, 1.28]."""
 
 GSPO = LossConfig(
     loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4
@@ -62,7 +62,7 @@ LUSPO = LossConfig(
 
 VESPO = LossConfig(loss_type="vespo")
 """Variational sequence-level soft policy optimization, https://arxiv.org/abs/2602.10693: a
-gamma-shaped weight."""
+gamma-shaped weight per sequence."""
 
 GMPO = LossConfig(loss_type="gmpo", importance_sampling_level="sequence", epsilon=0.4)
 """Geometric-mean policy optimization, https://arxiv.org/abs/2507.20673: token ratios are clipped to
@@ -87,8 +87,8 @@ TIS = LossConfig(
     vllm_importance_sampling_clip_max=2.0,
 )
 """Truncated importance sampling, https://fengyao.notion.site/off-policy-rl: PPO's loss times min(w,
-2), where w is a token's old probability over its probability under the sampler. slime and verl use
-this bound; OpenRLHF clamps to [0.5, 5]."""
+2), where w is a token's probability under the old policy, divided by that under the sampler. slime
+and verl use this bound; OpenRLHF clamps to [0.5, 5]."""
 
 ICEPOP = LossConfig(
     vllm_importance_sampling_correction=True,
@@ -106,8 +106,8 @@ MIS = LossConfig(
     vllm_importance_sampling_clip_max=3.0,
 )
 """Masked importance sampling, TRL's default (https://github.com/huggingface/trl): PPO's loss times
-the whole sequence's old probability over its probability under the sampler, or 0 if this ratio is
-above 3."""
+the sequence's probability under the old policy, divided by that under the sampler, or 0 if this
+ratio is above 3."""
 
 OPSM = LossConfig(loss_type="grpo", off_policy_mask_threshold=1e-4)
 """Off-policy sequence masking, https://arxiv.org/abs/2512.02556, with slime's threshold: GRPO's

@@ -158,7 +158,7 @@ def linear_logprob(
             - an `Expectation`, or its `coefficients`.
 
         topk_ids: (..., K) signed integers in any order, padded with -1: more ids to score at each
-            position in the same pass, such as a sampler's most likely ids
+            position, in the same pass. A sampler's most likely ids are an example
             (https://arxiv.org/abs/2609.20807). The call returns their log-probabilities as
             `topk_logps`. Not available with `kept_ids`. To get log-probabilities over a set S, pass
             S as `topk_ids` and take ``topk_logps - topk_logps.logsumexp(-1, keepdim=True)``.
@@ -277,7 +277,7 @@ def linear_divergence(
             ``vocab_size`` of the heads may differ, too. Both distributions then cover only the ids
             that both heads have. The call warns of this, unless a head states its ``vocab_size``.
             With a process group, both heads must have the same number of ids, or the same
-            ``vocab_size``, and each rank must hold the same ids of both.
+            ``vocab_size``. Each rank must hold the same ids of both heads.
         completion_mask: (...), as in `linear_logprob`.
         divergence: ``"reverse_kl"``, KL(student || teacher); ``"forward_kl"``, KL(teacher ||
             student); or ``"jsd"``.

@@ -160,9 +160,9 @@ class LossConfig(Config):
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape of the VESPO surrogate
             for positive and negative advantages.
 
-    If you set a field that only other loss types read, or an option of the sampler correction while
-    the correction is off, the call ignores it and warns. To change fields of a config or of a
-    preset, use `dataclasses.replace`, or pass the fields after the config: ``GRPOLoss(presets.DAPO,
+    The call warns if you set a field that it ignores: a field of other loss types, or an option of
+    the sampler correction while the correction is off. To change fields of a config or of a preset,
+    use `dataclasses.replace`, or pass the fields after the config: ``GRPOLoss(presets.DAPO,
     beta=0.1)``. Soft-cap, scale and precision of the logits are options of the head,
     `grpo_kernels.Head`.
 
