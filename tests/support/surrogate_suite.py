@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import ClassVar
+from dataclasses import replace
+from itertools import product
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig
-from grpo_kernels.backends.formulas import SURROGATES
+from grpo_kernels.backends.formulas import SURROGATES, times
+from grpo_kernels.backends.interface import Chunk, FusedLoss, FusedRowBackend, RowStats
 from grpo_kernels.objective.losses import LOSSES
-from tests.support.row_cases import DEVICE, ON_POLICY, same
+from tests.support.row_cases import DEVICE, ON_POLICY, PLAIN, same
 from tests.support.row_truth import U, check
 
 INF, NAN = math.inf, math.nan
@@ -59,8 +61,9 @@ each_surrogate = pytest.mark.parametrize(("name", "constants"), EACH, ids=str)
 
 
 def mirrored(name: str, constants: Constants, *inputs: Tensor) -> Tensor:
-    """What torch makes of the formula: (3, n)."""
-    return torch.stack(SURROGATES[name](*inputs, *constants))
+    """What torch makes of the formula: loss, and its derivative in logp where R = logp - old."""
+    loss, d_log_ratio, d_logp = SURROGATES[name](*inputs, *constants)
+    return torch.stack([loss, d_log_ratio + d_logp])
 
 
 def steepness(name: str, constants: Constants, log_ratio: Tensor) -> Tensor:
@@ -88,20 +91,24 @@ def check_like(name: str, got: Tensor, want: Tensor, bound: Tensor, like: Tensor
 
 
 class SurrogateSuite:
+    """On rows of two logits, by the fused kernel."""
+
+    kernels: FusedRowBackend
     device = DEVICE
-    # of the dtypes that it computes in, the most precise at last
-    units: ClassVar = {torch.float32: U}
+    units: ClassVar = {torch.float32: U}  # the dtypes that it computes in
     slack = 8  # roundings of a surrogate
 
-    def run(
-        self, name: str, constants: Constants, *inputs: Tensor
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """What `seen` has of a surrogate, and its inputs as they came out."""
-        raise NotImplementedError
-
-    def seen(self, terms: Tensor) -> Tensor:
-        """What a backend shows of a loss and its derivatives in R and logp (3, n)."""
-        return terms
+    def fused(self, logps: Tensor, **changes: Any) -> RowStats:
+        """The terms of a loss whose log-probabilities (n,) are `logps` up to rounding."""
+        other = logps.neg().expm1().log()  # p = 1 / (1 + e^z)
+        raw, nothing = torch.stack([torch.zeros_like(logps), other], 1), torch.zeros_like(logps)
+        chunk = Chunk(raw, torch.zeros_like(logps, dtype=torch.int64), PLAIN)
+        loss = FusedLoss(
+            surrogate="constant", constants=(), kl=None, corrects_kl=False, weights=nothing + 1.0,
+            advantages=None, d_policy=None, old=None, ref=None, gate=None, d_entropy=0.0, beta=0.0,
+        )  # fmt: skip
+        slopes = "d_policy" if changes.get("old") is None else "advantages"
+        return self.kernels.fused(chunk, replace(loss, **{slopes: nothing} | changes), None)
 
     def test_every_surrogate_is_tried(self) -> None:
         assert {name for name, _ in EACH} | {*ON_POLICY} == {*SURROGATES}
@@ -111,9 +118,26 @@ class SurrogateSuite:
         """In every branch, at ties, at exact bounds, and where the ratio overflows, is 0 or NaN."""
         for dtype, unit in self.units.items():
             given = (x.to(dtype) for x in grid(self.device, special=True))
-            got, inputs = self.run(name, constants, *given)
-            want = self.seen(mirrored(name, constants, *(x.double() for x in inputs)))
+            log_ratio, advantages, logps = given
+            logps = self.fused(logps).logps
+            old = torch.where(logps.isinf(), 0.0, logps) - log_ratio
+            options = {"surrogate": name, "constants": constants, "old": old}
+            terms = self.fused(logps, advantages=advantages, **options).loss_terms
+            assert same(terms["log_ratio"], logps - old)
+            got = torch.stack([terms["loss"], terms["d_logp"]])
+            inputs = terms["log_ratio"], advantages, logps
+            want = mirrored(name, constants, *(x.double() for x in inputs))
             bound = self.slack * unit * want.abs() * steepness(name, constants, inputs[0])
-            like = self.seen(mirrored(name, constants, *inputs))
-            check_like(f"{name} {dtype}", got, want, bound, like)
+            check_like(f"{name} {dtype}", got, want, bound, mirrored(name, constants, *inputs))
             assert (got[:, is_nothing(name, *inputs[:2])] == 0).all()
+
+    def test_known_losses(self) -> None:
+        """On-policy the derivative is `d_policy`, the loss that times logp, or left out."""
+        both = torch.tensor([-3.0, -0.2, 0.0, -INF]), torch.tensor([-2.0, -0.0, 0.0, 3.0])
+        for dtype, name in product(self.units, ON_POLICY):
+            logps, a = torch.cartesian_prod(*both).to(self.device, dtype).T.contiguous()
+            found = self.fused(logps, surrogate=name, d_policy=a, weights=torch.full_like(a, 7.0))
+            assert not found.loss_terms["log_ratio"].any()
+            loss = times(found.logps, a) if name == "linear" else torch.zeros_like(a)
+            assert same(found.loss_terms["loss"], loss + (found.logps - found.logps))
+            assert same(found.loss_terms["d_logp"], a)

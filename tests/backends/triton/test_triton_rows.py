@@ -3,29 +3,23 @@ alone; the table of tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
-import triton
-import triton.language as tl
-
-from grpo_kernels.backends.formulas import times
 from grpo_kernels.backends.interface import Chunk
 from grpo_kernels.backends.triton_rows import device
 from grpo_kernels.backends.triton_rows.device import RowConfig, family, row_config, row_configs
-from grpo_kernels.backends.triton_rows.mathfn import SURROGATES
 from grpo_kernels.backends.triton_rows.rows import INTERPRETED, TritonRows
 from tests.support.divergence_suite import BETAS, DivergenceSuite
 from tests.support.row_cases import DEVICE, PLAIN, make_transform, rows
 from tests.support.row_suite import RowSuite, SpecialSuite, check_kernels
 from tests.support.row_truth import check_stats, truth
-from tests.support.surrogate_suite import Constants, SurrogateSuite, grid
+from tests.support.surrogate_suite import SurrogateSuite
 
 pytestmark = pytest.mark.unit
 
@@ -74,6 +68,11 @@ class TestDivergence(DivergenceSuite):
     betas = BETAS[:3] if DEVICE == "cpu" else BETAS
 
 
+class TestSurrogates(SurrogateSuite):
+    kernels = small(16, 16)
+    slack = 16
+
+
 @pytest.mark.parametrize("n", NS)
 def test_every_kernel_on_every_shape(n: int) -> None:
     """Each vocabulary with two of `NS`; every other shape and its gradient are in fp16."""
@@ -96,42 +95,6 @@ def test_many_rows() -> None:
     raw, ids = rows(70_001, 3)
     kernels = small(4096 if INTERPRETED else 1, 16)
     check_stats(kernels.stats(Chunk(raw, ids, PLAIN), entropy=False), truth(raw, ids, PLAIN))
-
-
-@triton.jit
-def surrogate_kernel(
-    log_ratio_ptr, advantage_ptr, logp_ptr, out_ptr, n, constants, SURROGATE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    i = tl.arange(0, BLOCK)
-    loss, d_log_ratio, d_logp = SURROGATE(
-        tl.load(log_ratio_ptr + i, mask=i < n, other=0.0),
-        tl.load(advantage_ptr + i, mask=i < n, other=0.0),
-        tl.load(logp_ptr + i, mask=i < n, other=0.0), *constants,
-    )  # fmt: skip
-    tl.store(out_ptr + i, loss, mask=i < n)
-    tl.store(out_ptr + n + i, d_log_ratio, mask=i < n)
-    tl.store(out_ptr + 2 * n + i, d_logp, mask=i < n)
-
-
-class TestTriton(SurrogateSuite):
-    slack = 16
-
-    def run(self, name: str, constants: Constants, *inputs: Tensor) -> tuple[Tensor, Sequence]:
-        n = inputs[0].numel()
-        out, block = torch.empty(3, n, device=DEVICE), triton.next_power_of_2(n)
-        surrogate_kernel[(1,)](*inputs, out, n, constants, SURROGATE=SURROGATES[name], BLOCK=block)
-        return out, inputs
-
-    def test_known_losses(self) -> None:
-        """On-policy: the derivative is given, the loss that times logp, or left out."""
-        log_ratio, d_logps, logps = grid(DEVICE, special=True)
-        for name, loss in (
-            ("constant", torch.zeros_like(logps)),
-            ("linear", times(logps, d_logps)),
-        ):
-            out, _ = self.run(name, (), log_ratio, d_logps, logps)
-            assert torch.equal(out, torch.stack([loss, torch.zeros_like(loss), d_logps]))
 
 
 ARCHES = {  # and their families
