@@ -114,9 +114,9 @@ def test_every_way_of_verl_trains_alike(packed: bool) -> None:
     """Its scoring and update at toy size: all heads find the same gradient."""
     pytest.importorskip("verl")
     from benchmarks import verl_step
-    from tests.support import verl_engine
+    from tests.support import verl_peer
 
-    with verl_engine.on_one_rank():
+    with verl_peer.on_one_rank():
         found = verl_step.measure(verl_step.TOY_SIZE, verl_step.TOY_SHAPE, 1, 2, packed=packed)
     assert found["status"] == "ok"
     variants = verl_step.TORCH, verl_step.SCORED, verl_step.OURS, verl_step.TREE

@@ -24,22 +24,25 @@ pytest.importorskip("verl")
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from grpo_kernels.verl import rows
-from tests.support import verl_engine, verl_peer
+from tests.support import verl_peer
 from tests.support.flash_attention import flash_attention, set_attention
 from tests.support.ranks import Ranks
-from tests.support.verl_engine import (
+from tests.support.verl_peer import (
     AS_GIVEN,
     HIDDEN,
     OURS,
     SCORE,
+    TEMPERATURE,
     VOCAB,
     config,
+    draw,
     gap,
     metrics_of,
     ppo_loss,
+    relative,
     run,
+    verl_module,
 )
-from tests.support.verl_peer import TEMPERATURE, draw, relative, verl_module
 
 pytestmark = pytest.mark.unit
 
@@ -56,13 +59,13 @@ PROMPTS = [0, 2, 4, 6], [1, 3, 5, 7]  # the responses of each
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    with verl_engine.on_one_rank():
+    with verl_peer.on_one_rank():
         yield
 
 
 @functools.cache
 def batch(**options: Any) -> Any:
-    return verl_engine.batch(group=4, **options)
+    return verl_peer.batch(group=4, **options)
 
 
 def tokens_of(data: Any) -> int:
@@ -72,7 +75,7 @@ def tokens_of(data: Any) -> int:
 def tree_tokens(data: Any, *parts: list[int]) -> int:
     """Distinct tokens of micro-batches, without the responses' last ones."""
     found = 0
-    sequences, lengths = data["input_ids"].unbind(), data["attention_mask"][:, verl_engine.PROMPT :]
+    sequences, lengths = data["input_ids"].unbind(), data["attention_mask"][:, verl_peer.PROMPT :]
     for part in parts or [[*range(len(data))]]:
         own = {i: int(lengths[i].sum()) for i in part}
         prompts = {tuple(sequences[i].tolist()[: len(sequences[i]) - own[i]]) for i in part}
@@ -169,7 +172,7 @@ def test_what_counts_is_computed(name: str) -> None:
     """verl's own way takes 6 products of all tokens, prompts too, and of padding."""
     scene = SCENES[name]
     data = batch(**scene.batch)
-    given = verl_engine.nested(data) if scene.jagged else data
+    given = verl_peer.nested(data) if scene.jagged else data
     unfused, ours = both(given, ppo_loss(config(**scene.config)), **scene.flags)
     theirs, s = nvh(unfused, data), share(data)
     tokens = tokens_of(data) / int(data["response_mask"].sum())
@@ -341,7 +344,7 @@ HALF = torch.arange(8) % 2 == 0
     ],
 )
 def test_sequences_without_gradient(mode: str, dead: Any, more: dict[str, Any]) -> None:
-    data = verl_engine.batch(group=4, dead=dead)
+    data = verl_peer.batch(group=4, dead=dead)
     _, score = both(data, ppo_loss(config(mode, **SEQ_MEAN)), SCORE, **more)
     if dead is HALF:
         parts = PROMPTS if more == DYNAMIC else ([0, 2], [4, 6], [1, 3], [5, 7])
@@ -349,7 +352,7 @@ def test_sequences_without_gradient(mode: str, dead: Any, more: dict[str, Any]) 
 
 
 def test_sequences_without_gradient_run_forward_only() -> None:
-    data, loss = verl_engine.batch(dead=HALF), ppo_loss(config())
+    data, loss = verl_peer.batch(dead=HALF), ppo_loss(config())
     got, usual = (
         run(options | AS_GIVEN, data, loss, micro=2).products for options in (SCORE, OURS)
     )
@@ -377,7 +380,7 @@ def test_ulysses_runs_as_given_and_says_so() -> None:
     data = batch()
     with pytest.warns(UserWarning, match="layout=tree: Ulysses divides sequences"):
         ours = run(
-            OURS, data, ppo_loss(config()), prepare=verl_engine.divided_by_ulysses, strategy=None
+            OURS, data, ppo_loss(config()), prepare=verl_peer.divided_by_ulysses, strategy=None
         )
     verl_module("utils.ulysses").set_ulysses_sequence_parallel_group(None)
     assert ours.products.tokens == tokens_of(data)
@@ -408,7 +411,7 @@ def distilling(data: Any, **fields: Any) -> tuple[Any, Any]:
     ("rewards", "least", "most"), [(False, 6, 6), (True, 12, 14)], ids=["alone", "with rewards"]
 )
 def test_within_verls_engine(rewards: bool, least: int, most: int) -> None:
-    data, loss = distilling(verl_engine.batch(dead=0, tools=True), use_task_rewards=rewards)
+    data, loss = distilling(verl_peer.batch(dead=0, tools=True), use_task_rewards=rewards)
     flags = {"distillation_use_topk": True, "distillation_only": not rewards}
     unfused, ours = (run(options, data, loss, **flags) for options in (None, OURS))
     assert ours.loss == pytest.approx(unfused.loss, rel=1e-6)
@@ -430,7 +433,7 @@ def test_within_verls_engine(rewards: bool, least: int, most: int) -> None:
 def test_what_verls_fused_heads_do_not_serve_is_refused(
     mode: str, more: dict[str, Any], message: str
 ) -> None:
-    data, loss = distilling(verl_engine.batch(), loss_mode=mode)
+    data, loss = distilling(verl_peer.batch(), loss_mode=mode)
     with pytest.raises(ValueError, match=message):
         run(OURS, data, loss, distillation_use_topk=True, **more)
 
@@ -467,7 +470,7 @@ def patched(kind: str, **fields: Any) -> tuple[nn.Module, dict[str, Tensor]]:
 def on_fsdp2(rank: int, ranks: int, kind: str, fields: dict[str, Any]) -> None:
     """The head is a unit of its own if it is not tied; two micro-batches that accumulate."""
     model, want = patched(kind, **fields)
-    verl_engine.wrap(model, "fsdp2")
+    verl_peer.wrap(model, "fsdp2")
     assert isinstance(model.lm_head, FSDPModule) == (not fields.get("tie_word_embeddings"))
     for row in (2 * rank, 2 * rank + 1):
         loss_of(model, slice(row, row + 1)).backward()
@@ -482,20 +485,20 @@ def on_fsdp1(rank: int, ranks: int) -> None:
     `use_orig_params` is False as in verl."""
     model, want = patched("Qwen3")
     before = {name: x.detach().clone() for name, x in model.named_parameters()}
-    wrapped = verl_engine.wrap(model, "fsdp", use_orig_params=False)
+    wrapped = verl_peer.wrap(model, "fsdp", use_orig_params=False)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
     loss_of(wrapped, slice(2 * rank, 2 * rank + 2)).backward()
     optimizer.step()
     with FullyShardedDataParallel.summon_full_params(wrapped):
         for name, x in wrapped.named_parameters():
-            name = name.replace(f"{verl_engine.WRAPPED}.", "")
+            name = name.replace(f"{verl_peer.WRAPPED}.", "")
             assert relative(before[name] - x.detach(), want[name]) < 1e-12, name
 
 
 def trees(rank: int, ranks: int, strategy: str, more: dict[str, Any]) -> None:
     """One rank's responses share two prompts, and the other's none. Ranks have equally many
     micro-batches; FSDP1's units run one forward each, of all tokens."""
-    data = verl_engine.batch(8, seed=rank, group=(4, 1)[rank], dead=(6, 3)[rank])
+    data = verl_peer.batch(8, seed=rank, group=(4, 1)[rank], dead=(6, 3)[rank])
     loss = ppo_loss(config())
     flags: dict[str, Any] = {"strategy": strategy, "layers": 2, **more}
     unfused = run(None, data, loss, **flags)
@@ -509,10 +512,10 @@ def trees(rank: int, ranks: int, strategy: str, more: dict[str, Any]) -> None:
 
 def on_ulysses(rank: int, ranks: int, options: dict[str, Any], nvh: float) -> None:
     """Without layers, since verl's attention under Ulysses is for GPUs: embedding, norm, head."""
-    data, loss = verl_engine.batch(), ppo_loss(config(**SEQ_MEAN, **options))
+    data, loss = verl_peer.batch(), ppo_loss(config(**SEQ_MEAN, **options))
     flags: dict[str, Any] = {"layers": 0, "strategy": None, "calculate_entropy": bool(options)}
     want = run(None, data, loss, **flags)
-    flags |= {"prepare": verl_engine.divided_by_ulysses, "global_batch_size": len(data)}
+    flags |= {"prepare": verl_peer.divided_by_ulysses, "global_batch_size": len(data)}
     got = run(OURS, data, loss, **flags)
     verl_peer.verl_module("utils.ulysses").set_ulysses_sequence_parallel_group(None)
     for x in got.gradients.values():

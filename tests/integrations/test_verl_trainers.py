@@ -2,7 +2,7 @@
 the old policy to the update, against themselves with ``old_logprobs=score``; responses of a prompt
 come to one rank, in the optimizer steps of verl.
 
-They run over verl's own workers and its FSDP engine (`verl_engine`). Stand-ins: the sampler, which
+They run over verl's own workers and its FSDP engine (`verl_peer`). Stand-ins: the sampler, which
 repeats the same responses; Ray, whose part `Workers` plays on the ranks of a group, each of which
 runs the trainer; the store of the newer trainer; packages that verl's trainers import for servers,
 data and that store. All are made without their constructors."""
@@ -33,10 +33,9 @@ pytest.importorskip("ray")
 
 from benchmarks.verl_step import Products
 from grpo_kernels.verl import patch_verl, trainers, unpatch_verl
-from tests.support import verl_engine, verl_peer
+from tests.support import verl_peer
 from tests.support.ranks import run_ranks
-from tests.support.verl_engine import OURS, PROMPT, RESPONSE, SCORE, VOCAB, places
-from tests.support.verl_peer import verl_module
+from tests.support.verl_peer import OURS, PROMPT, RESPONSE, SCORE, VOCAB, places, verl_module
 
 pytestmark = pytest.mark.unit
 
@@ -145,9 +144,9 @@ def worker(options: dict[str, str], settings: Any, strategy: str | None, model: 
     memory = SimpleNamespace(used=0)  # a metric, which ranks have to agree on
     module.psutil = SimpleNamespace(virtual_memory=lambda: memory)
     verl_module("utils.fsdp_utils").get_device_id = lambda: "cpu"
-    net = verl_engine.model() if model is None else model
-    verl_engine.use_backend(net, options)
-    engine = verl_engine.engine(net, options, strategy)
+    net = verl_peer.model() if model is None else model
+    verl_peer.use_backend(net, options)
+    engine = verl_peer.engine(net, options, strategy)
     engine.engine_config.fsdp_size = dist.get_world_size()
     engine.engine_config.forward_only = False
     engine._is_offload_param = engine._is_offload_optimizer = engine._qat_enabled = False
@@ -170,7 +169,7 @@ def worker(options: dict[str, str], settings: Any, strategy: str | None, model: 
         use_fused_kernels=True,
     )
     made.flops_counter = SimpleNamespace(estimate_flops=lambda *_, **__: (1.0, 1.0))
-    made.loss_fn = verl_engine.ppo_loss(omega_conf_to_dataclass(actor))
+    made.loss_fn = verl_peer.ppo_loss(omega_conf_to_dataclass(actor))
     return made
 
 
@@ -346,7 +345,7 @@ def _jagged(padded: dict[str, Tensor]) -> dict[str, Any]:
     there = padded["attention_mask"]
     inside = {"prompts": there[:, :PROMPT], "input_ids": there, "position_ids": there}
     made: dict[str, Any] = {
-        name: verl_engine.jagged(x, inside.get(name, there[:, PROMPT:]))
+        name: verl_peer.jagged(x, inside.get(name, there[:, PROMPT:]))
         for name, x in padded.items()
         if name != "attention_mask"
     }
@@ -363,7 +362,7 @@ OTHER = ("timing_", "perf/", "actor/perf/")
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    with verl_engine.on_one_rank():
+    with verl_peer.on_one_rank():
         yield
 
 
@@ -452,7 +451,7 @@ def with_own_update(trainer: Any) -> None:
 
 
 def model_with_dropout() -> Any:
-    model = verl_engine.model()
+    model = verl_peer.model()
     model.model.layers[0].self_attn.attention_dropout = 1e-9
     return model
 
@@ -475,7 +474,7 @@ SCORING: dict[str, dict[str, Any]] = {
 def test_verl_scores_where_it_has_to(reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     """All is as without the option, operations too, and one line says why."""
     flags = dict(SCORING[reason])
-    make = flags.pop("model", verl_engine.model)
+    make = flags.pop("model", verl_peer.model)
     runs = [train(OURS | more, v1=True, model=make(), **flags) for more in ({}, SCORED)]
     check_same(*runs)
     assert runs[0].products.all == runs[1].products.all
@@ -510,7 +509,7 @@ def test_a_second_step_is_refused(more: dict[str, int]) -> None:
 def on_ranks(rank: int, ranks: int) -> None:
     for strategy, v1 in (("fsdp2", True), ("fsdp", False)):
         auto, score = (
-            train(SCORE | more, v1=v1, strategy=strategy, model=verl_engine.model(layers=2))
+            train(SCORE | more, v1=v1, strategy=strategy, model=verl_peer.model(layers=2))
             for more in ({}, SCORED)
         )
         check_same(auto, score)

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.verl_step import Products
-from tests.support import verl_engine
+from tests.support import verl_peer
 from tests.support.case_builder import seeded
 from tests.support.verl_peer import draw, relative, verl_module
 
@@ -95,7 +95,7 @@ def engine_of(model: nn.Module) -> Any:
     made.tf_config = None
     flags = {"pad_to_length": False, "dynamic_context_parallel": False}
     made.engine_config = SimpleNamespace(use_fused_kernels=True, use_remove_padding=True, **flags)
-    options = verl_engine.SCORE | {}
+    options = verl_peer.SCORE | {}
     made.model_config = SimpleNamespace(
         fused_kernel_options=options,
         mtp=SimpleNamespace(enable=False),
@@ -116,14 +116,14 @@ def scores_of(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def step(sequence_parallel: bool, tied: bool, **options: Any) -> dict[str, float]:
-    """A step of verl's engine on a micro-batch of `verl_engine.batch`: errors against the model's
+    """A step of verl's engine on a micro-batch of `verl_peer.batch`: errors against the model's
     own logits, and the products of the head in N V H, unless the vocabulary is divided; `options`
     are those of the loss, ``ppo_loss``."""
     module = verl_module("workers.engine.megatron.transformer_impl")
     module.get_device_id = lambda: "cpu"
     model = megatron_model(sequence_parallel, tied)
     engine = engine_of(model)
-    data = verl_engine.batch()
+    data = verl_peer.batch()
     ids, offsets = data["input_ids"].values() % TOKENS, data["input_ids"].offsets()
     data["input_ids"] = torch.nested.nested_tensor_from_jagged(ids, offsets)
     tensordict_utils = verl_module("utils.tensordict_utils")
@@ -131,7 +131,7 @@ def step(sequence_parallel: bool, tied: bool, **options: Any) -> dict[str, float
     more = {"use_fused_kernels": True, "num_micro_batch": 1, "global_batch_size": len(data)}
     more["batch_num_tokens"] = int(data["response_mask"].sum())
     tensordict_utils.assign_non_tensor(data, **flags, **more)
-    loss_function = verl_engine.ppo_loss(verl_engine.config(**options))
+    loss_function = verl_peer.ppo_loss(verl_peer.config(**options))
 
     weights = {
         name: whole(name, x.detach()).requires_grad_() for name, x in model.named_parameters()
