@@ -12,8 +12,6 @@ import sys
 import pytest
 
 pytest.importorskip("triton")
-
-
 from benchmarks import tune
 from benchmarks.aot.checks import broken_by_code, may_spill, narrow_products, spills_in_inner_loops
 from benchmarks.aot.sass import parsed

@@ -13,8 +13,6 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-
-
 from benchmarks import __main__ as command
 from benchmarks import groups, step, tables, tiny_models
 from benchmarks.figures import DEFAULTS, STOCK

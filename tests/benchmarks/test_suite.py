@@ -18,8 +18,6 @@ import torch
 
 pytest.importorskip("trl")
 pytest.importorskip("liger_kernel")
-
-
 from benchmarks import __main__ as command
 from benchmarks.cases import (
     HEADS,

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 pytest.importorskip("transformers")
-
-
 from grpo_kernels import GRPOLoss, Head, KeptIds, LossOutput, linear_logprob
 from grpo_kernels.transformers import (
     causal_lm_divergence,

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("trl")
-
 import transformers
 import trl
 import trl.trainer.distillation_trainer as trl_distillation

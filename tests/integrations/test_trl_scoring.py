@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("trl")
-
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 

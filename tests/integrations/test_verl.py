@@ -21,8 +21,6 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
-
-
 from benchmarks import tiny_models
 from grpo_kernels import verl as plugin
 from grpo_kernels.verl import forward as verl_forward
@@ -33,7 +31,7 @@ from tests.support import verl_peer
 from tests.support.case_builder import seeded
 from tests.support.verl_peer import TEMPERATURE, relative
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, verl_peer.needs_verl]
 
 Scored = tuple[Tensor, Tensor, dict[str, Tensor]]
 

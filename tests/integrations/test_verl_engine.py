@@ -19,8 +19,6 @@ pytest.importorskip("transformers")
 import transformers.integrations.flash_attention as flash_integration
 
 pytest.importorskip("verl")
-
-
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from grpo_kernels.verl import rows

@@ -1,4 +1,5 @@
-"""Short trainings with TRL's trainers and with ours: what they log, and that it is the same."""
+"""Short trainings with TRL's trainers and with ours: what they log, and that it is the same. TRL's
+GRPO loss out of all logits, to hold a trainer against: its own, and with the exact KL."""
 
 from __future__ import annotations
 
