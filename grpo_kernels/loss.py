@@ -261,8 +261,8 @@ def grpo_loss(
             then taken over these sets, and only the head's rows of these ids are read. Compute old,
             reference and sampling log-probabilities over the same sets.
         on_missing_set: what to do with a position whose set is empty or lacks the sampled id.
-            ``"error"`` raises on a CPU; elsewhere, its results are NaN. ``"full"`` scores it over
-            the whole vocabulary.
+            ``"error"`` raises an error on a CPU; elsewhere, the position's results are NaN.
+            ``"full"`` scores the position over the whole vocabulary.
 
         Packed sequences:
 

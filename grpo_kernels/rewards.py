@@ -50,8 +50,8 @@ def compute_rewards(
         advantages = group_advantages(rewards, num_generations=8)
 
     An nn.Module counts as a reward model for sequence classification; its score is
-    ``outputs.logits[:, 0]``. The model reads prompt + completion, formatted with its chat template
-    if they are lists of messages. It runs in evaluation and inference mode.
+    ``outputs.logits[:, 0]``. The model reads prompt + completion, in evaluation and inference mode.
+    Lists of messages are formatted with the tokenizer's chat template.
 
     Async functions run concurrently on a separate event loop, which lives as long as the process.
     They also work while another event loop is running, as in a notebook, and may keep clients (HTTP

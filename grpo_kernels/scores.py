@@ -174,8 +174,9 @@ def linear_logprob(
             backward. The host waits for the device. With a sharded head, pass the same sets on
             every rank.
         on_missing_set: what to do with a position whose set is empty or lacks the sampled id.
-            ``"error"`` raises on a CPU; elsewhere, its results are NaN. ``"full"`` scores it over
-            the whole vocabulary, as prime-rl does; this costs as much as a call without sets.
+            ``"error"`` raises an error on a CPU; elsewhere, the position's results are NaN.
+            ``"full"`` scores the position over the whole vocabulary, as prime-rl does; this costs
+            as much as a call without sets.
 
         How it is computed:
 

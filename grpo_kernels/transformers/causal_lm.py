@@ -303,7 +303,7 @@ def completion_logprobs(
 
     Raises:
         TypeError: the model's head is not one linear layer, or an argument has the wrong type or an
-            unknown name. This is raised before the model runs.
+            unknown name. The error is raised before the model runs.
         ValueError: an invalid argument; or the model changes its logits in any way other than a
             scale, a soft-cap or the removal of the last ids.
         RuntimeError: the model's forward does not call its head exactly once.

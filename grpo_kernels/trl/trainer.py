@@ -721,12 +721,12 @@ class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
 
     Args:
         fused_sampling_correction: whether to skip the forward with which TRL scores a batch before
-            computing its loss. The forward of the loss then also gives the old log-probabilities,
-            and the ratio to the sampler if TRL corrects for vLLM. ``"auto"``: skip it while the
-            policy is still the one that generated the batch. TRL still scores if the model has
-            dropout, or if a subclass overrides a method that may read the scores. True: skip it
-            without checking for dropout and overridden methods; raise an error if there is no
-            sampler to correct for. False: TRL always scores.
+            computing its loss. If this forward is skipped, the forward of the loss also gives the
+            old log-probabilities, and the ratio to the sampler if TRL corrects for vLLM.
+            ``"auto"``: skip it while the policy is still the one that generated the batch. TRL
+            still scores if the model has dropout, or if a subclass overrides a method that may read
+            the scores. True: skip it without checking for dropout and overridden methods; raise an
+            error if there is no sampler to correct for. False: TRL always scores.
         kl_estimator: ``"k3"``: TRL's estimate from sampled tokens. ``"full"``: the KL term (`beta`)
             and the metric ``kl`` are the exact divergence from the reference, over the whole
             vocabulary; `use_bias_correction_kl` is ignored. Each micro-batch then keeps the
