@@ -67,18 +67,6 @@ Surrogated<T> unclipped(T log_ratio, T advantage, T) {
   return {loss, loss, full_like(loss, T(0.0))};
 }
 
-// On-policy, where d_logp is known beforehand. So is the loss, which is left out.
-template <class T>
-Surrogated<T> constant(T, T d_logp, T logp) {
-  return {full_like(logp, T(0.0)), full_like(logp, T(0.0)), d_logp};
-}
-
-// On-policy, d_logp times logp.
-template <class T>
-Surrogated<T> linear(T, T d_logp, T logp) {
-  return {times(logp, d_logp), full_like(logp, T(0.0)), d_logp};
-}
-
 // With d = ref - logp, KL(policy || reference) per token, -d (http://joschu.net/blog/kl-approx.html).
 template <class T>
 Estimated<T> k1(T logp, T ref) {
@@ -100,14 +88,14 @@ Estimated<T> k3(T logp, T ref) {
   return {expm1(d) - d, -expm1(d), -d};
 }
 
-enum class Surrogate : int64_t { clipped, cispo, sapo, vespo, unclipped, constant, linear };
+enum class Surrogate : int64_t { none, clipped, cispo, sapo, vespo, unclipped };
 enum class Estimator : int64_t { none, k1, k2, k3 };
-constexpr const char* kSurrogates[] = {"clipped", "cispo", "sapo", "vespo", "unclipped", "constant", "linear"};
+constexpr const char* kSurrogates[] = {"none", "clipped", "cispo", "sapo", "vespo", "unclipped"};
 constexpr const char* kEstimators[] = {"none", "k1", "k2", "k3"};
-constexpr int64_t kConstants[] = {3, 1, 2, 4, 0, 0, 0};
+constexpr int64_t kConstants[] = {0, 3, 1, 2, 4, 0};
 constexpr int64_t kMostConstants = 4;
 
-// `advantage` is on-policy d loss / d logp; `c` are the surrogate's constants.
+// `c` are the surrogate's constants.
 template <class T>
 Surrogated<T> surrogate(Surrogate which, T log_ratio, T advantage, T logp, const T* c) {
   switch (which) {
@@ -116,8 +104,7 @@ Surrogated<T> surrogate(Surrogate which, T log_ratio, T advantage, T logp, const
     case Surrogate::sapo: return sapo(log_ratio, advantage, logp, c[0], c[1]);
     case Surrogate::vespo: return vespo(log_ratio, advantage, logp, c[0], c[1], c[2], c[3]);
     case Surrogate::unclipped: return unclipped(log_ratio, advantage, logp);
-    case Surrogate::constant: return constant(log_ratio, advantage, logp);
-    case Surrogate::linear: return linear(log_ratio, advantage, logp);
+    case Surrogate::none: break;
   }
   return {NAN, NAN, NAN};
 }

@@ -12,23 +12,24 @@ template <class T>
 struct LossConstants {
   Surrogate surrogate;
   Estimator estimator;
+  bool is_linear;  // on-policy: the policy term is d_policy * logp, not left out
   bool corrects_kl;
   T beta, d_entropy;
   T constants[kMostConstants];  // the surrogate's own
 
   template <class To>
   LossConstants<To> to() const {
-    LossConstants<To> made{surrogate, estimator, corrects_kl, To(beta), To(d_entropy), {}};
+    LossConstants<To> made{surrogate, estimator, is_linear, corrects_kl, To(beta), To(d_entropy), {}};
     for (int64_t i = 0; i < kMostConstants; ++i) made.constants[i] = To(constants[i]);
     return made;
   }
 };
 
-// The inputs of one token. `factor` is the advantage; on-policy, it is the derivative of the policy term, weight and gate
-// included. With a reference the KL is the divergence of the whole row.
+// The inputs of one token. On-policy, `d_policy` is the derivative of the policy term, weight and gate included; else 0.
+// With a reference the KL is the divergence of the whole row.
 template <class T>
 struct Token {
-  T factor, weight, gate, old, ref, divergence;
+  T advantage, d_policy, weight, gate, old, ref, divergence;
   bool on_policy, has_gate, has_reference;
 };
 
@@ -41,11 +42,12 @@ struct TokenTerms {
 template <class T>
 TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T logp) {
   const T log_ratio = token.on_policy ? T(0) : logp - token.old;
-  Surrogated<T> s = surrogate(c.surrogate, log_ratio, token.factor, logp, c.constants);
-  TokenTerms<T> terms{s.loss, s.d_logp, log_ratio, T(0), T(0)};
+  TokenTerms<T> terms{T(0), token.d_policy, log_ratio, T(0), T(0)};
   if (token.on_policy) {
-    terms.loss += logp - logp;  // NaN without a finite log-probability: nothing else makes it NaN
+    terms.loss = logp - logp;  // NaN without a finite log-probability: nothing else makes it NaN
+    if (c.is_linear) terms.loss += times(logp, token.d_policy);
   } else {
+    Surrogated<T> s = surrogate(c.surrogate, log_ratio, token.advantage, logp, c.constants);
     if (token.has_gate) {
       s = {times(s.loss, token.gate), times(s.d_log_ratio, token.gate), times(s.d_logp, token.gate)};
     }

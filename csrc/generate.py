@@ -87,14 +87,14 @@ def header(source: str) -> str:
         for name in names:
             lines += [*function(functions[name], result, callees), ""]
     lines += [
-        f"enum class Surrogate : int64_t {{ {', '.join(surrogates)} }};",
+        f"enum class Surrogate : int64_t {{ none, {', '.join(surrogates)} }};",
         f"enum class Estimator : int64_t {{ none, {', '.join(estimators)} }};",
-        f"constexpr const char* kSurrogates[] = {{{quoted(surrogates)}}};",
+        f"constexpr const char* kSurrogates[] = {{{quoted(['none', *surrogates])}}};",
         f"constexpr const char* kEstimators[] = {{{quoted(['none', *estimators])}}};",
-        f"constexpr int64_t kConstants[] = {{{', '.join(map(str, counts))}}};",
+        f"constexpr int64_t kConstants[] = {{{', '.join(map(str, [0, *counts]))}}};",
         f"constexpr int64_t kMostConstants = {max(counts)};",
         "",
-        "// `advantage` is on-policy d loss / d logp; `c` are the surrogate's constants.",
+        "// `c` are the surrogate's constants.",
         "template <class T>",
         "Surrogated<T> surrogate(Surrogate which, T log_ratio, T advantage, T logp, const T* c) {",
         "  switch (which) {",
@@ -104,7 +104,7 @@ def header(source: str) -> str:
         lines.append(
             f"    case Surrogate::{name}: return {name}(log_ratio, advantage, logp{constants});"
         )
-    lines += ["  }", "  return {NAN, NAN, NAN};", "}", ""]
+    lines += ["    case Surrogate::none: break;", "  }", "  return {NAN, NAN, NAN};", "}", ""]
     lines += [
         "template <class T>",
         "Estimated<T> estimate_kl(Estimator which, T logp, T ref) {",

@@ -193,7 +193,7 @@ void fused_of(const Chunk<T>& chunk, const TokenTensors& tokens, const LossConst
   const bool on_policy = !tokens.old.has_value();
   STD_TORCH_CHECK(tokens.d_policy.has_value() == on_policy && tokens.advantages.has_value() != on_policy,
                   "old, advantages: expected together, and without them d_policy");
-  const T* factors = on_policy ? d_policy : advantages;
+  STD_TORCH_CHECK((constants.surrogate == Surrogate::none) == on_policy, "surrogate: expected with old, none without");
   std::optional<Matrix> gradients;
   if (results.out.has_value()) {
     gradients.emplace(*results.out, n, chunk.vocab, "out");
@@ -205,7 +205,8 @@ void fused_of(const Chunk<T>& chunk, const TokenTensors& tokens, const LossConst
       write_reference_stats(chunk, reference, i);
       write_divergence(chunk, stats.max_logit, stats.log_sum, reference, i);
     }
-    const Token<T> token{factors[i], weights[i], gate ? gate[i] : T(1), old ? old[i] : T(0), ref ? ref[i] : T(0),
+    const Token<T> token{on_policy ? T(0) : advantages[i], on_policy ? d_policy[i] : T(0), weights[i],
+                         gate ? gate[i] : T(1), old ? old[i] : T(0), ref ? ref[i] : T(0),
                          has_reference ? kl[i] : T(0), on_policy, gate != nullptr, has_reference};
     const TokenTerms<T> terms = token_terms(constants, token, stats.logps[i]);
     loss[i] = terms.loss, d_logp[i] = terms.d_logp, log_ratio[i] = terms.log_ratio;
@@ -262,7 +263,7 @@ int64_t place_of(const std::string& name, const char* const (&names)[n]) {
 
 void fused(ROWS_IN, REFERENCE_IN, const MaybeTensor& advantages, const MaybeTensor& d_policy, const Tensor& weights,
            const MaybeTensor& old, const MaybeTensor& ref, const MaybeTensor& gate, std::string surrogate_name,
-           std::vector<double> constants, std::string estimator_name, bool corrects_kl, double beta, double d_entropy,
+           std::vector<double> constants, bool is_linear, std::string estimator_name, bool corrects_kl, double beta, double d_entropy,
            const Tensor& logps, const Tensor& max_logit, const Tensor& log_sum, const Tensor& entropies,
            const Tensor& loss, const Tensor& d_logp, const Tensor& log_ratio, const MaybeTensor& kl,
            const MaybeTensor& sum_k, const MaybeTensor& reference_max_logit, const MaybeTensor& reference_log_sum,
@@ -270,8 +271,8 @@ void fused(ROWS_IN, REFERENCE_IN, const MaybeTensor& advantages, const MaybeTens
   const int64_t surrogate = place_of(surrogate_name, kSurrogates), estimator = place_of(estimator_name, kEstimators);
   STD_TORCH_CHECK(static_cast<int64_t>(constants.size()) == kConstants[surrogate], "constants: expected ",
                   kConstants[surrogate], " for this surrogate");
-  LossConstants<double> given{static_cast<Surrogate>(surrogate), static_cast<Estimator>(estimator), corrects_kl, beta,
-                              d_entropy, {}};
+  LossConstants<double> given{static_cast<Surrogate>(surrogate), static_cast<Estimator>(estimator), is_linear, corrects_kl,
+                              beta, d_entropy, {}};
   std::copy(constants.begin(), constants.end(), given.constants);
   with_chunk(ROWS_GIVEN, REFERENCE_GIVEN, [&](const auto& chunk) {
     fused_of(chunk, {advantages, d_policy, weights, old, ref, gate}, given,
@@ -301,7 +302,7 @@ STABLE_TORCH_LIBRARY(grpo_kernels_cpp, m) {
         "Tensor? sum_k, Tensor? reference_max_logit, Tensor? reference_log_sum, int first_id, *, Tensor(a!) out) -> ()");
   m.def("fused(" ROWS REFERENCE
         "Tensor? advantages, Tensor? d_policy, Tensor weights, Tensor? old, Tensor? ref, Tensor? gate, str surrogate, "
-        "float[] constants, str estimator, bool corrects_kl, float beta, float d_entropy, "
+        "float[] constants, bool is_linear, str estimator, bool corrects_kl, float beta, float d_entropy, "
         "*, Tensor(a!) logps, Tensor(b!) max_logit, Tensor(c!) log_sum, Tensor(d!) entropies, Tensor(e!) loss, "
         "Tensor(f!) d_logp, Tensor(g!) log_ratio, Tensor(h!)? kl, Tensor(i!)? sum_k, Tensor(j!)? reference_max_logit, "
         "Tensor(k!)? reference_log_sum, Tensor(l!)? out) -> ()");

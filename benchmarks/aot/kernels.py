@@ -34,8 +34,10 @@ class Loss(NamedTuple):
         on_policy = self.surrogate in ("constant", "linear")
         constants = {x.surrogate: x.constants(LossConfig()) for x in losses.LOSSES.values()}
         return FusedLoss(
-            surrogate=self.surrogate, constants=constants.get(self.surrogate, ()), kl=self.kl,
-            corrects_kl=self.corrects_kl, advantages=None if on_policy else numbers(),
+            surrogate=None if on_policy else self.surrogate,
+            constants=constants.get(self.surrogate, ()), kl=self.kl, corrects_kl=self.corrects_kl,
+            is_linear=self.surrogate == "linear",
+            advantages=None if on_policy else numbers(),
             d_policy=numbers() if on_policy else None, weights=numbers(),
             old=None if on_policy else -numbers(), ref=None if self.kl is None else -numbers(),
             gate=numbers() if self.has_gate else None, beta=0.04, d_entropy=self.d_entropy,

@@ -77,16 +77,6 @@ def unclipped(log_ratio, advantage, logp):
     return loss, loss, full_like(loss, 0.0)
 
 
-def constant(log_ratio, d_logp, logp):
-    """On-policy, where `d_logp` is known beforehand. So is the loss, which is left out."""
-    return full_like(logp, 0.0), full_like(logp, 0.0), d_logp
-
-
-def linear(log_ratio, d_logp, logp):
-    """On-policy, `d_logp` times logp."""
-    return times(logp, d_logp), full_like(logp, 0.0), d_logp
-
-
 def k1(logp, ref):
     """With d = ref - logp, KL(policy || reference) per token, ``-d`` (http://joschu.net/blog/kl-approx.html).
 
@@ -116,9 +106,7 @@ def times(x, factor):
 
 
 HELPERS = (times, phi)  # functions that the formulas call; the callee first
-SURROGATES: dict[str, Formula] = {
-    f.__name__: f for f in (clipped, cispo, sapo, vespo, unclipped, constant, linear)
-}
+SURROGATES: dict[str, Formula] = {f.__name__: f for f in (clipped, cispo, sapo, vespo, unclipped)}
 # a weight, which is a constant, times logp: the derivative in the log-ratio is 0
 LINEAR = ("cispo", "vespo")
 ESTIMATORS: dict[str, Formula] = {f.__name__: f for f in (k1, k2, k3)}

@@ -169,15 +169,14 @@ class FusedLoss:
         d_entropy = d loss / d entropy_t, the same for every token
 
     A loss whose tokens share R can only be fused on-policy. There R is 0, and the policy term's
-    derivative, `d_policy`, is known beforehand, whatever the loss. Two
-    surrogates exist only for that case: ``"linear"``, with the loss d_logp * logp, and
-    ``"constant"``, which leaves the loss out because it is known too. The loss is NaN where the
-    log-probability is not finite. Where the id is -1, d_logp is NaN as well.
+    derivative, `d_policy`, is known beforehand, whatever the surrogate. Its loss is known too, and
+    left out, or it is ``d_policy * logp`` (`is_linear`). The loss is NaN where the log-probability
+    is not finite. Where the id is -1, d_logp is NaN as well.
     `PolicyLoss.fused_loss` makes the record, which knows no vocabulary. The kernels know no
     loss type, config or sequence.
     """
 
-    surrogate: str  # one of `formulas.SURROGATES`
+    surrogate: str | None  # one of `formulas.SURROGATES`; None on-policy
     constants: tuple[float, ...]  # of the surrogate, in the order of its arguments
     # one of `formulas.ESTIMATORS`, or "full" with a second head; None without a KL term
     kl: str | None
@@ -191,6 +190,7 @@ class FusedLoss:
     gate: Tensor | None  # None: 1
     beta: float
     d_entropy: float  # d loss / d entropy
+    is_linear: bool = False  # on-policy: the policy term is d_policy * logp
 
     @property
     def terms(self) -> tuple[str, ...]:

@@ -119,7 +119,7 @@ class ExpectedGradient:
             return None
         weights, d_logp = self.coefficients.d_divergence, self.coefficients.d_logp
         return FusedLoss(
-            surrogate="constant",
+            surrogate=None,
             constants=(),
             kl="full",
             corrects_kl=False,

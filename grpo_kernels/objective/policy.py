@@ -247,9 +247,8 @@ class PolicyLoss:
         if self.known == "all_rows" or self.lacks_sampling_ratio or self.is_centered:
             return None
         config, tokens = self.config, self.tokens
-        on_policy_surrogate = "linear" if self.loss_type.is_linear else "constant"
         return FusedLoss(
-            surrogate=on_policy_surrogate if self.on_policy else self.loss_type.surrogate,
+            surrogate=None if self.on_policy else self.loss_type.surrogate,
             constants=() if self.on_policy else self._constants,
             kl=config.kl_estimator if config.beta != 0.0 else None,
             corrects_kl=_corrects_kl(config),
@@ -261,6 +260,7 @@ class PolicyLoss:
             gate=None if self.on_policy else self._gate(None, None),
             beta=float(config.beta),
             d_entropy=self._d_entropy if self.has_entropy_gradient else 0.0,
+            is_linear=self.loss_type.is_linear,
         )
 
     def evaluate(self, stats: RowStats) -> Evaluation:

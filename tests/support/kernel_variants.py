@@ -43,10 +43,9 @@ def launch_all(n: int, at: int, swept: float) -> None:
     stats = launch_stats(Chunk(x, ids, transform), config["stats"], entropy=True, extras=())
     known, both = replace(stats, logps=ones), Coefficients(ones, ones)
     launch_grad(Chunk(x, ids, transform, at), known, both, x, config["grad"])
-    on_policy = replace(
-        loss, surrogate="linear", constants=(), advantages=None, d_policy=ones, old=None, gate=None
-    )
-    for each in (loss, on_policy):
+    on_policy = {"surrogate": None, "is_linear": True, "constants": (), "old": None, "gate": None}
+    on_policy |= {"advantages": None, "d_policy": ones}
+    for each in (loss, replace(loss, **on_policy)):
         launch_fused(Chunk(x, ids, transform), each, x, config["fused"])
     pair = Chunk(x, ids, transform, at, ReferenceLogits(x, transform, (0.5 + swept) / 2))
     launch_diverge(pair, stats, stats, config["stats"])

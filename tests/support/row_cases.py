@@ -32,7 +32,7 @@ FUSED = {
     for loss in LOSSES.values()
     if loss.ratio_per == "level" and not loss.argument
 }
-ON_POLICY = ("constant", "linear")  # surrogates of a derivative that is known
+ON_POLICY = ("constant", "linear")  # losses whose derivative is known
 
 
 def rows(n: int, vocab: int, device: str = DEVICE) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,8 @@ def make_loss(logps: Tensor, kind: int) -> FusedLoss:
         config = LossConfig(epsilon_high=high, delta=None if kind % 7 else 1.5)
         constants = FUSED[surrogate].constants(config)
     return FusedLoss(
-        surrogate=surrogate,
+        surrogate=None if on_policy else surrogate,
+        is_linear=surrogate == "linear",
         constants=constants,
         kl=kl,
         corrects_kl=kind % 3 == 0,

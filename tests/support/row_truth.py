@@ -114,7 +114,7 @@ def loss_terms(
     logps, log_ratio, slopes, weights = (x.double() for x in given)
     ratio = log_ratio.exp()
     if loss.old is None:
-        policy, a = times(logps, slopes) if loss.surrogate == "linear" else 0 * logps, slopes
+        policy, a = times(logps, slopes) if loss.is_linear else 0 * logps, slopes
     else:
         gate = torch.ones_like(weights) if loss.gate is None else loss.gate.double()
         found = SURROGATES[loss.surrogate](log_ratio, slopes, logps, *loss.constants)

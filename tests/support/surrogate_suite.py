@@ -15,7 +15,7 @@ from grpo_kernels import LossConfig
 from grpo_kernels.backends.formulas import SURROGATES, times
 from grpo_kernels.backends.interface import Chunk, FusedLoss, FusedRowBackend, RowStats
 from grpo_kernels.objective.losses import LOSSES
-from tests.support.row_cases import DEVICE, ON_POLICY, PLAIN, same
+from tests.support.row_cases import DEVICE, PLAIN, same
 from tests.support.row_truth import U, check
 
 INF, NAN = math.inf, math.nan
@@ -104,14 +104,14 @@ class SurrogateSuite:
         raw, nothing = torch.stack([torch.zeros_like(logps), other], 1), torch.zeros_like(logps)
         chunk = Chunk(raw, torch.zeros_like(logps, dtype=torch.int64), PLAIN)
         loss = FusedLoss(
-            surrogate="constant", constants=(), kl=None, corrects_kl=False, weights=nothing + 1.0,
+            surrogate=None, constants=(), kl=None, corrects_kl=False, weights=nothing + 1.0,
             advantages=None, d_policy=None, old=None, ref=None, gate=None, d_entropy=0.0, beta=0.0,
         )  # fmt: skip
         slopes = "d_policy" if changes.get("old") is None else "advantages"
         return self.kernels.fused(chunk, replace(loss, **{slopes: nothing} | changes), None)
 
     def test_every_surrogate_is_tried(self) -> None:
-        assert {name for name, _ in EACH} | {*ON_POLICY} == {*SURROGATES}
+        assert {name for name, _ in EACH} == {*SURROGATES}
 
     @each_surrogate
     def test_surrogates_are_those_of_torch(self, name: str, constants: Constants) -> None:
@@ -134,10 +134,11 @@ class SurrogateSuite:
     def test_known_losses(self) -> None:
         """On-policy the derivative is `d_policy`, the loss that times logp, or left out."""
         both = torch.tensor([-3.0, -0.2, 0.0, -INF]), torch.tensor([-2.0, -0.0, 0.0, 3.0])
-        for dtype, name in product(self.units, ON_POLICY):
+        for dtype, is_linear in product(self.units, (False, True)):
             logps, a = torch.cartesian_prod(*both).to(self.device, dtype).T.contiguous()
-            found = self.fused(logps, surrogate=name, d_policy=a, weights=torch.full_like(a, 7.0))
+            given = {"is_linear": is_linear, "d_policy": a, "weights": torch.full_like(a, 7.0)}
+            found = self.fused(logps, **given)
             assert not found.loss_terms["log_ratio"].any()
-            loss = times(found.logps, a) if name == "linear" else torch.zeros_like(a)
+            loss = times(found.logps, a) if is_linear else torch.zeros_like(a)
             assert same(found.loss_terms["loss"], loss + (found.logps - found.logps))
             assert same(found.loss_terms["d_logp"], a)

@@ -51,8 +51,9 @@ def launch_fused(
         advantages_ptr=loss.advantages, d_policy_ptr=loss.d_policy, weights_ptr=loss.weights,
         old_ptr=loss.old, ref_ptr=loss.ref, gate_ptr=loss.gate,
         constants=loss.constants, beta=loss.beta, d_entropy=loss.d_entropy,
-        SURROGATE=SURROGATES[loss.surrogate], HAS_ENTROPY_GRADIENT=loss.d_entropy != 0.0,
+        SURROGATE=SURROGATES[loss.surrogate], IS_LINEAR=loss.is_linear,
         ESTIMATOR=ESTIMATORS[loss.kl], CORRECTS_KL=loss.corrects_kl,
+        HAS_ENTROPY_GRADIENT=loss.d_entropy != 0.0,
         # results
         **{f"{name}_ptr": x for name, x in results.items()},
         out_ptr=out, stride_out_n=0 if out is None else out.stride(0),
@@ -73,8 +74,8 @@ def fused_kernel(
     # shapes and strides
     n, V, stride_n, stride_out_n,
     # the loss
-    constants, beta, d_entropy, SURROGATE: tl.constexpr, ESTIMATOR: tl.constexpr,
-    CORRECTS_KL: tl.constexpr, HAS_ENTROPY_GRADIENT: tl.constexpr,
+    constants, beta, d_entropy, SURROGATE: tl.constexpr, IS_LINEAR: tl.constexpr,
+    ESTIMATOR: tl.constexpr, CORRECTS_KL: tl.constexpr, HAS_ENTROPY_GRADIENT: tl.constexpr,
     # the transform: (V,), (n,), numbers
     bias_ptr, inv_t_ptr, inner, outer, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     # the tile
@@ -98,12 +99,12 @@ def fused_kernel(
     logp = tl.where(is_id, target_logp(m, rest, z_target), float("nan"))
 
     weight = tl.load(weights_ptr + rows)
-    if old_ptr is None:  # on-policy: `SURROGATE` reads the policy term's derivative as advantage
+    if old_ptr is None:  # on-policy
         log_ratio = tl.where(logp == logp, 0.0, logp)
-        loss, d_log_ratio, d_logp = SURROGATE(
-            log_ratio, tl.load(d_policy_ptr + rows), logp, *constants
-        )
-        loss += logp - logp  # NaN without a finite log-probability: nothing else makes it NaN
+        d_logp = tl.load(d_policy_ptr + rows)
+        loss = logp - logp  # NaN without a finite log-probability: nothing else makes it NaN
+        if IS_LINEAR:
+            loss += times(logp, d_logp)
     else:
         log_ratio = logp - tl.load(old_ptr + rows)
         loss, d_log_ratio, d_logp = SURROGATE(

@@ -177,7 +177,10 @@ def compiled(formula: Any, names: dict[str, Any] = _GLOBALS) -> Any:
 for _helper in formulas.HELPERS:
     compiled(_helper)
 times = _GLOBALS["times"]
-SURROGATES = {name: compiled(f) for name, f in formulas.SURROGATES.items()}
+SURROGATES: dict[str | None, Any] = {
+    None: None,
+    **{name: compiled(f) for name, f in formulas.SURROGATES.items()},
+}
 ESTIMATORS: dict[str | None, Any] = {
     None: None,
     **{name: compiled(f) for name, f in formulas.ESTIMATORS.items()},
