@@ -280,36 +280,22 @@ def test_compiled_layers_see_few_shapes() -> None:
 
 # Models, adapters and batches that a forward in parts could get wrong
 
-INVOCATION = [91, 92]
-KL = {"beta": 0.04}
-
-
-def logps_of(model: Any, given: dict[str, Any]) -> Tensor:
-    with torch.no_grad():
-        return completion_logprobs(model, **{name: given[name] for name in SCORED}).logps
-
-
-def adapted(**fields: Any) -> Any:
-    peft = pytest.importorskip("peft")
-    fields |= {"r": 3, "lora_alpha": 6, "task_type": "CAUSAL_LM"}
-    lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], **fields)
-    return peft.get_peft_model(family("llama"), lora).float().eval()
-
-
-def invoked() -> tuple[Any, dict[str, Any]]:
-    """An adapter that acts after the invocation tokens, which each prompt has."""
-    given = batch()
-    given["input_ids"][:, 6:8] = torch.tensor(INVOCATION)
-    return adapted(alora_invocation_tokens=INVOCATION, init_lora_weights=False), given
-
 
 def test_an_invoked_adapter_is_seen_at_the_first_call_and_after_one_without_adapters() -> None:
-    """The reference of a run with a KL term is scored first, with adapters off."""
-    assert_right(*invoked(), "aLoRA begins at columns of the padded batch")
-    model, given = invoked()
-    with model.disable_adapter():
-        given["ref_per_token_logps"] = logps_of(model, given)
-    assert_same(loss_of(model, given, **KL)[1], loss_of(model, given, **PADDED, **KL)[1])
+    """It acts after tokens that each prompt has. The reference of a run with a KL term is scored
+    first, with adapters off."""
+    peft = pytest.importorskip("peft")
+    fields = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    fields |= {"r": 3, "lora_alpha": 6, "task_type": "CAUSAL_LM"}
+    lora, given = peft.LoraConfig(alora_invocation_tokens=[91, 92], **fields), batch()
+    given["input_ids"][:, 6:8] = torch.tensor([91, 92])
+    first, second = (peft.get_peft_model(family("llama"), lora).float().eval() for _ in range(2))
+    assert_right(first, given, "aLoRA begins at columns of the padded batch")
+    with second.disable_adapter(), torch.no_grad():
+        scores = completion_logprobs(second, **{name: given[name] for name in SCORED})
+    given["ref_per_token_logps"] = scores.logps
+    got, want = (loss_of(second, given, beta=0.04, **options)[1] for options in ({}, PADDED))
+    assert_same(got, want)
 
 
 @pytest.mark.parametrize(

@@ -64,13 +64,6 @@ def mixed(inner: Callable[[Tensor], Tensor], x: Tensor, amount: float = 0.5) -> 
     return inner(x + amount * x.mean(1, keepdim=True))
 
 
-def counting(model: Any) -> list[int]:
-    calls, mlp = list[int](), model.model.layers[0].mlp
-    plain = mlp.forward
-    mlp.forward = lambda x: (calls.append(1), plain(x))[1]
-    return calls
-
-
 # A guest in the user's model
 
 
@@ -235,8 +228,10 @@ def test_what_begins_late_is_seen_when_it_begins() -> None:
 
 
 def test_a_longer_batch_tries_again_a_handful_of_times() -> None:
-    model, tried = llama(max_position_embeddings=2048), 0
-    calls = counting(model)
+    model, tried, calls = llama(max_position_embeddings=2048), 0, list[int]()
+    mlp = model.model.layers[0].mlp
+    plain = mlp.forward
+    mlp.forward = lambda x: (calls.append(1), plain(x))[1]
     for times in range(1, 17):
         calls.clear()
         assert is_a_tree(model, lengthened(batch(), times))

@@ -342,18 +342,16 @@ def test_kernels_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.metrics["tokens/computed"] < 0.6 and any(begun)
 
 
-def from_zeros(segments: Any, inner: Callable[..., Any], recurrence: Any, *given: Any) -> Any:
-    def forgetful(*args: Any, **kwargs: Any) -> Any:
-        first = kwargs.get("initial_state")
-        return inner(*args, **{**kwargs, "initial_state": None if first is None else 0 * first})
-
-    return RECUR(segments, forgetful, recurrence, *given)
-
-
-RECUR = paths._recur
-
-
 def test_the_trial_sees_a_wrong_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    recur = paths._recur
+
+    def from_zeros(segments: Any, inner: Callable[..., Any], *given: Any) -> Any:
+        def forgetful(*args: Any, initial_state: Tensor | None = None, **kwargs: Any) -> Any:
+            zeros = None if initial_state is None else 0 * initial_state
+            return inner(*args, initial_state=zeros, **kwargs)
+
+        return recur(segments, forgetful, *given)
+
     monkeypatch.setattr(paths, "_recur", from_zeros)
     assert_right(every.build("qwen3_5_text"), large(), "states are off by", "'trim' is used")
 
@@ -378,17 +376,12 @@ def test_layers_that_are_not_known_are_refused_by_name() -> None:
     assert_right(every.build("jamba"), large(), *said)
 
 
-def four_rows() -> dict[str, Tensor]:
-    ids = torch.randint(3, 90, (4, 64), generator=torch.Generator().manual_seed(0))
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    given["advantages"] = torch.tensor([1.0, -1, 2, 3])
-    return given | {"completion_mask": torch.ones(4, 32)}
-
-
 def test_rows_that_share_nothing_run_as_rows() -> None:
     """A recurrence computes as much of them as rows side by side, and tokens are gathered."""
-    model, given = every.build("qwen3_5_text"), four_rows()
-    ids = given["input_ids"]
+    ids = torch.randint(3, 90, (4, 64), generator=torch.Generator().manual_seed(0))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    given |= {"advantages": torch.tensor([1.0, -1, 2, 3]), "completion_mask": torch.ones(4, 32)}
+    model = every.build("qwen3_5_text")
     for share, expected in ((0, 4 * 63), (48, 48 + 4 * 15)):
         ids[:, :share] = ids[0, :share]
         out = assert_right(model, given)
