@@ -32,7 +32,7 @@ from benchmarks.cases import (
 from benchmarks.machine import ROOT
 from benchmarks.plan import cpu_cases
 from benchmarks.providers import Outcome, build, heads
-from benchmarks.reference import Reference, errors, is_right, reference
+from benchmarks.reference import errors, is_right, reference
 from benchmarks.run import How, Results, check, measure_case, step
 from benchmarks.timing import Clock, interleaved, quantiles
 
@@ -44,17 +44,12 @@ POLICIES |= {"more rows than are sampled, in two chunks": replace(PLAIN, n=320)}
 POLICIES |= {"frozen": replace(PLAIN, frozen=True), "scored": replace(PLAIN, score=True)}
 
 
-def stepped(given: BenchCase) -> tuple[Any, Reference, Outcome]:
-    inputs = make_inputs(given, CPU)
-    want = reference(inputs)
-    return inputs, want, step(build("eager", inputs))
-
-
 @pytest.mark.parametrize("given", POLICIES.values(), ids=POLICIES)
 def test_reference_is_right_and_sees_errors(given: BenchCase) -> None:
     """Plain autograd in float32 agrees with the reference to its rounding; with a planted fault it
     does not."""
-    inputs, want, outcome = stepped(given)
+    inputs = make_inputs(given, CPU)
+    want, outcome = reference(inputs), step(build("eager", inputs))
     found = errors(outcome, inputs, want)
     assert is_right(found, given)
     assert max(found.values()) < 1e-5

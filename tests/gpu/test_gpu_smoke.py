@@ -116,11 +116,6 @@ def triton_kernels(device: torch.device) -> Any:
     return choose_backend("triton", device)[0]
 
 
-def ways(kernel: str, dtype: torch.dtype) -> tuple[bool, ...]:
-    """Whether the gradient is written in the place of the logits, for each way that there is."""
-    return (False, True) if dtype == FP32 and kernel in WRITES else (False,)
-
-
 def worst(found: Iterator[Compared]) -> tuple[float, str]:
     """The largest error as a share of what is allowed, and what has it."""
     shares = []
@@ -144,7 +139,7 @@ def test_kernel(
         if vocab not in CPU_VOCABS or dtype not in CPU_DTYPES:
             pytest.skip("too much for Triton's interpreter, or bf16, which it rounds otherwise")
         vocab = CPU_VOCABS[vocab]
-    for in_place in ways(kernel, dtype):
+    for in_place in (False, True) if dtype == FP32 and kernel in WRITES else (False,):
         share, name = worst(compared(kernel, device, vocab, dtype, in_place))
         record_property("error", f"{share:.2g} of what is allowed, in {name}")
         assert share <= 1, f"{share:.2g} of what is allowed, in {name}"

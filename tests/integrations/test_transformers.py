@@ -327,19 +327,14 @@ def test_hooks_on_the_head() -> None:
             completion_logprobs(model, *args)
 
 
-def with_head(model: Any, head: Any) -> Any:
-    model.lm_head = head
+def with_new(model: Any, name: str, value: Any) -> Any:
+    setattr(model, name, value)
     return model
 
 
 def with_head_forward(model: Any, change: Callable[[Tensor], Tensor]) -> Any:
     plain = model.lm_head.forward
     model.lm_head.forward = lambda hidden: plain(change(hidden))
-    return model
-
-
-def with_forward(model: Any, forward: Callable[..., Any]) -> Any:
-    model.forward = forward
     return model
 
 
@@ -362,11 +357,11 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
         r"expected a scale, a soft-cap or a cut of the logits, but LlamaForCausalLM .* \(id 5\)"),
     (lambda x: with_logits(x, lambda y: y * next(growing)), ValueError, "expected one scale"),
     (lambda x: with_head_forward(x, torch.tanh), ValueError, "its log-probabilities differ"),
-    (lambda x: with_head(x, nn.Sequential(nn.Linear(16, tiny.VOCAB)).double()), TypeError,
+    (lambda x: with_new(x, "lm_head", nn.Sequential(nn.Linear(16, tiny.VOCAB)).double()), TypeError,
         r"got torch\.nn\.modules\.container\.Sequential"),
     (lambda x: x.model, TypeError, "returns None"),
     (lambda _: nn.Linear(2, 2), TypeError, "expected a transformers model, .* got Linear"),
-    (lambda x: with_forward(x, lambda input_ids, **_: x.model(input_ids)), RuntimeError,
+    (lambda x: with_new(x, "forward", lambda input_ids, **_: x.model(input_ids)), RuntimeError,
         "was not called"),
     (Rounds, ValueError, r"expected results of torch\.float64, .* cast them to torch\.bfloat16"),
 ]  # fmt: skip

@@ -546,16 +546,12 @@ def losses_by_size(trainer: Any) -> None:
     trainer.compute_loss = compute_loss
 
 
-def reference_as_policy(trainer: Any) -> None:
-    trainer.ref_model.load_state_dict(trainer.model.state_dict())
-
-
 @pytest.mark.parametrize(
     ("change", "regroups"),
     [
         (lambda x: setattr(x, "loss_type", "bnpo"), False),
         (losses_by_size, False),
-        (reference_as_policy, True),
+        (lambda x: x.ref_model.load_state_dict(x.model.state_dict()), True),
     ],
     ids=["a loss that is not regrouped", "a method of its own", "the reference"],
 )
