@@ -8,8 +8,8 @@ the case's name, which has its seed: `check(random_case(seed))`, or
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import asdict
-from functools import lru_cache
 
 import pytest
 import torch
@@ -20,13 +20,12 @@ from tests.support.cases import fixed_cases, random_case, random_scores
 from tests.support.flat import flat
 from tests.support.reference import ReferenceResult, reference_loss
 from tests.support.run_case import allowed_engines, arguments, check_scores, config_of, run
-from tests.support.tolerance import Bounds, assert_matches, bounds_of
+from tests.support.tolerance import assert_matches, bounds_of
 
 ENGINES = ("score", "frozen", "one_pass", "two_pass", "lean")
 BLOCKS, BLOCK_SIZE = 8, 100
 FACTOR = int(os.environ.get("GRPO_KERNELS_RANDOM_FACTOR", "1"))
 pytestmark = pytest.mark.usefixtures("every_backend")
-CASES = fixed_cases()
 
 
 def check_row_shares(case: Case, output, reference: ReferenceResult) -> None:
@@ -41,20 +40,10 @@ def check_row_shares(case: Case, output, reference: ReferenceResult) -> None:
     assert least <= float(output.metrics["rows/gradient"]) <= 1.0, case.name
 
 
-def truth_of(case: Case) -> tuple[ReferenceResult, Bounds]:
-    reference = reference_loss(case)
-    return reference, bounds_of(reference, case)
-
-
-@lru_cache(maxsize=1)  # the backends of a case come one after another
-def fixed_truth(i: int) -> tuple[ReferenceResult, Bounds]:
-    return truth_of(CASES[i])
-
-
-def check(case, engines=("auto", *ENGINES), truth=None):
+def check(case: Case, engines: Iterable[str] = ("auto", *ENGINES)) -> None:
     """The library on `case`, by every engine that is exact for it; the others must refuse."""
-    reference, bounds = truth or truth_of(case)
-    allowed, done = allowed_engines(case), set()
+    reference, allowed, done = reference_loss(case), allowed_engines(case), set()
+    bounds = bounds_of(reference, case)
     for engine in engines if case.kept_ids is None else ("auto",):
         if engine in allowed & done:  # "auto" came to it
             continue
@@ -62,27 +51,22 @@ def check(case, engines=("auto", *ENGINES), truth=None):
             with pytest.raises(ValueError, match="engine"):
                 run(case, engine)
             continue
-        try:
-            output, grads = run(case, engine)
-            done.add(output.engine)
-            assert_matches(output, grads, reference, case, bounds)
-            assert set(reference.metrics) <= set(output.metrics)
-            assert not any(x.requires_grad for x in output.metrics.values())
-            if engine == "auto" and not bounds.ambiguous and case.kept_ids is None:
-                check_row_shares(case, output, reference)
-        except Exception as error:
-            if hasattr(error, "add_note"):
-                error.add_note(f"{case.name}, engine {engine!r}")
-            raise
+        output, grads = run(case, engine)
+        done.add(output.engine)
+        named = case.but(name=f"{case.name}, engine {engine}")
+        assert_matches(output, grads, reference, named, bounds)
+        assert set(reference.metrics) <= set(output.metrics)
+        assert not any(x.requires_grad for x in output.metrics.values())
+        if engine == "auto" and not bounds.ambiguous and case.kept_ids is None:
+            check_row_shares(case, output, reference)
 
 
-@pytest.mark.parametrize("every_backend", ["torch", "triton", "cpp"], indirect=True)
-@pytest.mark.parametrize("i", range(len(CASES)), ids=lambda i: CASES[i].name)
-def test_fixed_case(i: int, every_backend: str) -> None:
+@pytest.mark.parametrize("case", fixed_cases(), ids=lambda case: case.name)
+def test_fixed_case(case: Case, every_backend: str) -> None:
     """By all engines in torch, by the choice of a compiled backend and one of the others."""
-    others = sorted(allowed_engines(CASES[i]) - {"auto"})
-    others = ENGINES if every_backend == "torch" else others[i % len(others) :][:1]
-    check(CASES[i], ("auto", *others), fixed_truth(i))
+    others = sorted(allowed_engines(case) - {"auto"})
+    turn = sum(map(ord, case.name)) % len(others)
+    check(case, ("auto", *(ENGINES if every_backend == "torch" else others[turn:][:1])))
 
 
 @pytest.mark.parametrize("block", range(BLOCKS * FACTOR))

@@ -54,11 +54,6 @@ class Case:
     sampling_topk_logps: Tensor | None = None  # (B, T, K)
 
     @property
-    def group(self) -> str:
-        """The first word of the name."""
-        return self.name.split("/")[0]
-
-    @property
     def diverges(self) -> bool:
         """Whether its scores have a divergence."""
         return self.teacher_hidden is not None or self.listed_ids is not None
