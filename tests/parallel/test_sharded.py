@@ -24,9 +24,9 @@ from tests.support.run_case import allowed_engines, engines_of, run, run_scores,
 from tests.support.sampler import PREFIX, candidates, centered_loss
 from tests.support.tolerance import assert_matches, assert_scores, bounds_of
 
-LOSSES = (*fixed_cases(), *map(random_case, range(600)))
+LOSSES = (*fixed_cases(), *map(random_case, range(400)))
 CASES = [case for case in LOSSES if case.weight.shape[0] >= 10]
-SCORED = [case for case in map(random_scores, range(250)) if case.weight.shape[0] >= 10]
+SCORED = [case for case in map(random_scores, range(150)) if case.weight.shape[0] >= 10]
 
 
 def spans(vocab: int, parts: int, *, uneven: bool = False) -> list[tuple[int, int]]:

@@ -188,6 +188,7 @@ def loss_options(draw: Draw) -> Options:
         "top_entropy_quantile": draw.sometimes(0.2, draw.uniform(0.1, 0.9), 1.0),
         "max_completion_length": draw.choice((1, 33, 512)),
         "old": draw.random() < 0.7,
+        "noise": draw.choice((0.25, 0.25, 0.6)),
         "zero_adv": draw.random() < 0.25,
         "num_items": draw.sometimes(0.3, draw.choice((0.0, 3.0, 50.5))),
     }
@@ -204,7 +205,7 @@ def loss_options(draw: Draw) -> Options:
             "sampling": draw.random() < 0.3,
         }
     if kind in CLIPPED:
-        options["delta"] = draw.sometimes(0.25, draw.choice((1.05, 1.5, 4.0)))
+        options["delta"] = draw.sometimes(0.4, draw.choice((1.05, 1.5, 4.0)))
     return options
 
 
