@@ -14,6 +14,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -95,10 +96,7 @@ def config(**changes: Any) -> Any:
         f"{actor}ppo_mini_batch_size": SIZE // GROUP,
         f"{actor}ppo_micro_batch_size_per_gpu": 2,
         f"{actor}rollout_n": GROUP,
-        "trainer.critic_warmup": 0,
         "trainer.val_before_train": False,
-        "trainer.test_freq": -1,
-        "trainer.save_freq": -1,
         "trainer.balance_batch": False,
         "trainer.total_epochs": 1,
         "trainer.logger": [],
@@ -270,11 +268,11 @@ def _fit(trainer: Any, data: list[dict[str, Tensor]]) -> tuple[list[Any], list[A
     return logged, seen
 
 
+@dataclass
 class Store:
     """TransferQueue's part for one batch: its fields by name."""
 
-    def __init__(self, fields: dict[str, Any]) -> None:
-        self.fields = fields
+    fields: dict[str, Any]
 
     def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> Any:
         from tensordict import TensorDict
@@ -287,13 +285,14 @@ class Store:
         return Meta(keys)
 
 
+@dataclass
 class Meta:
     """A reference to that batch."""
 
-    partition_id = "train"
-
-    def __init__(self, keys: list[str], tags: Sequence[dict[str, int]] = ()) -> None:
-        self.keys, self.tags, self.extra_info = keys, tags, {}
+    keys: list[str]
+    tags: Sequence[dict[str, int]] = ()
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    partition_id: str = "train"
 
     def __len__(self) -> int:
         return len(self.keys)
