@@ -40,7 +40,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 class HeadTensors(NamedTuple):
     """One value for each tensor of a head; None where the head has no such tensor.
 
-    The value is the tensor itself, its gradient, or True if it needs one. The raw logits are
+    The value is the tensor itself, its gradient, its shape and dtype, or True if it needs a
+    gradient. The raw logits are
     ``hidden @ weight.T + lora_u @ lora_b.T``; row backends add the bias.
     """
 
@@ -232,28 +233,6 @@ def outside_graphs(function: F) -> F:
     return cast(Any, call)
 
 
-def takes_heads(within_module: Callable[..., Any]) -> Callable[[F], F]:
-    """Decorate a public call whose second argument is a `Head`: it also takes a weight or a module.
-
-    For a module, `within_module` makes the call.
-    """
-
-    def decorate(function: F) -> F:
-        @outside_graphs
-        @functools.wraps(function)
-        def call(hidden: Any, head: Any, *args: Any, **options: Any) -> Any:
-            head = Head.of(head)
-            if not isinstance(head.weight, nn.Module):
-                return function(hidden, head, *args, **options)
-            return within_module(
-                lambda states, whole: function(states, whole, *args, **options), hidden, head
-            )
-
-        return cast(Any, call)
-
-    return decorate
-
-
 def with_its_group(hidden: Any, head: Any) -> Head:
     """Set the process group of `head`, from the argument or from DTensors."""
     if head.process_group is not None:
@@ -402,7 +381,7 @@ def tensors_of(hidden: Tensor, head: Head, positions: Tensor) -> HeadTensors:
     )
 
 
-def gradients_wanted(hidden: Tensor, head: Head) -> HeadTensors:
+def needs_grad_of(hidden: Tensor, head: Head) -> HeadTensors:
     """True for each of `tensors_of` whose gradient autograd will need."""
     if not torch.is_grad_enabled():
         return HeadTensors(False, False)

@@ -86,7 +86,7 @@ from grpo_kernels.base.checks import (
 )
 from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.base.tensors import accumulator_of
-from grpo_kernels.engine.autograd import LossWithGradient, first_order, for_reading
+from grpo_kernels.engine.autograd import LossFromLogps, LossWithGradient, for_reading
 from grpo_kernels.engine.kept import score_kept
 from grpo_kernels.engine.passes import FirstPass, first_pass, scale_frozen_
 from grpo_kernels.engine.plan import (
@@ -94,10 +94,10 @@ from grpo_kernels.engine.plan import (
     Rows,
     Run,
     check_run,
-    checked_on_all_ranks,
     dtype_and_memory,
     plan,
 )
+from grpo_kernels.engine.ranks import checked_on_all_ranks
 from grpo_kernels.engine.topk import TopKLogps, check_topk
 from grpo_kernels.head import (
     HeadLike,
@@ -105,11 +105,10 @@ from grpo_kernels.head import (
     outside_graphs,
     read_heads,
     read_reference,
-    takes_heads,
     with_its_group,
 )
 from grpo_kernels.kept_ids import KeptIds, read_kept_ids
-from grpo_kernels.module import whole_reference, within_module
+from grpo_kernels.module import takes_heads, whole_reference
 from grpo_kernels.objective.config import (
     FIELDS,
     LossConfig,
@@ -133,7 +132,7 @@ from grpo_kernels.objective.losses import (
 from grpo_kernels.objective.metrics import loss_metrics
 from grpo_kernels.objective.policy import Evaluation, PolicyLoss
 from grpo_kernels.results import LossOutput, Metrics
-from grpo_kernels.tokens import Layout, Tokens, read_tokens
+from grpo_kernels.tokens import Tokens, read_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -157,7 +156,7 @@ class LossInputKeywords(TypedDict, total=False):
     cu_seqlens: Tensor | None
 
 
-@takes_heads(within_module)
+@takes_heads
 def grpo_loss(
     hidden: Tensor,  # (B, T, H), or packed (N, H)
     head: HeadLike,
@@ -307,7 +306,7 @@ def grpo_loss(
         # the tokens that count, and their loss
         dtype, memory = dtype_and_memory(hidden, head, run, reference)
         tokens = _tokens(completion_ids, completion_mask, advantages, dtype, arguments)
-        positions = tokens.layout.positions
+        positions = tokens.layout.index
         ids = completion_ids.reshape(-1)[positions].long()
         rows = Rows(positions, ids, 1.0 / config.temperature)
         if sampling_topk_ids is not None:
@@ -532,7 +531,7 @@ def policy_loss_from_logps(
     check_shape("entropies", entropies, ("logps.shape", tuple(logps.shape)))
     dtype = accumulator_of(logps.dtype)
     tokens = _tokens(logps, completion_mask, advantages, dtype, arguments)
-    check_logps("logps", logps.detach().reshape(-1)[tokens.layout.positions])
+    check_logps("logps", logps.detach().reshape(-1)[tokens.layout.index])
     row_loss = _row_loss(config, objective, tokens, num_items_in_batch)
     if isinstance(row_loss, CustomLoss):
         row_loss.has_entropies = has_entropies
@@ -683,7 +682,7 @@ def _loss_of_logps(
     """The loss, differentiable in `logps` and `entropies`, both (B, T) or (N,)."""
     layout, dtype = tokens.layout, tokens.advantages.dtype
     results = (logps, entropies)
-    logps, entropies = (x.detach().reshape(-1)[layout.positions].to(dtype) for x in results)
+    logps, entropies = (x.detach().reshape(-1)[layout.index].to(dtype) for x in results)
     evaluation = row_loss.of_logps(logps, entropies)
     reads_entropies = evaluation.coefficients.d_entropy is not None and torch.is_grad_enabled()
     given_logps, given_entropies = results
@@ -692,7 +691,8 @@ def _loss_of_logps(
             "entropies: the loss has a gradient in them, but they have no graph, so this gradient "
             "is lost; do not detach them, and compute them with gradient, as linear_logprob does"
         )
-    loss = _LossOfLogps.apply(*results, evaluation, layout)
+    d_entropy = evaluation.coefficients.d_entropy
+    loss = LossFromLogps.apply(*results, evaluation.loss, evaluation.d_logp, d_entropy, layout)
     count = evaluation.has_gradient.sum()
     metrics = _metrics(config, tokens, logps, entropies, evaluation, count, num_items_in_batch)
     logps, entropies = for_reading(loss, *map(layout.scatter, (logps, entropies)))
@@ -719,24 +719,3 @@ def _loss_over_sets(
     logps, entropies = scores.logps, scores.entropies
     out = _loss_of_logps(config, row_loss, tokens, logps, entropies, items, "kept_sets")
     return replace(out, metrics=out.metrics.joined(metrics))
-
-
-@first_order
-class _LossOfLogps(torch.autograd.Function):
-    """``forward(ctx, logps, entropies, evaluation, layout)`` -> the loss () of `evaluation`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logps: Tensor, entropies: Tensor, evaluation: Evaluation, layout: Layout
-    ) -> Tensor:
-        ctx.layout, ctx.dtypes = layout, (logps.dtype, entropies.dtype)
-        ctx.save_for_backward(evaluation.d_logp, evaluation.coefficients.d_entropy)
-        return evaluation.loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        grads = [
-            None if x is None else ctx.layout.scatter(d_loss * x).to(dtype)
-            for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
-        return *grads, None, None

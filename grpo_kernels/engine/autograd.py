@@ -29,6 +29,7 @@ from grpo_kernels.engine.remainder import check_remainder, ratio_at, split_off
 from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import HeadTensors
 from grpo_kernels.results import Scores
+from grpo_kernels.tokens import Layout
 
 F = TypeVar("F", bound=type[torch.autograd.Function])
 OF_ROWS = ("hidden", "lora_u")  # the head's tensors with one row per position
@@ -171,6 +172,37 @@ class LossWithGradient(torch.autograd.Function):
 
 
 @first_order
+class LossFromLogps(torch.autograd.Function):
+    """A scalar loss of given log-probabilities and entropies, (B, T) or (N,) each.
+
+    ``forward(ctx, logps, entropies, loss, d_logp, d_entropy, layout)`` -> loss (). The caller has
+    computed `loss` and its derivatives (n,), at the tokens of `layout`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logps: Tensor,
+        entropies: Tensor,
+        loss: Tensor,
+        d_logp: Tensor,
+        d_entropy: Tensor | None,
+        layout: Layout,
+    ) -> Tensor:
+        ctx.layout, ctx.dtypes = layout, (logps.dtype, entropies.dtype)
+        ctx.save_for_backward(d_logp, d_entropy)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [
+            None if x is None else ctx.layout.scatter(d_loss * x).to(dtype)
+            for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *grads, *[None] * 4
+
+
+@first_order
 class LinearScores(torch.autograd.Function):
     """Log-probabilities, entropies and divergences from a second head, all differentiable.
 
@@ -306,7 +338,7 @@ def _gradient(
     more, indices = again(remainder)
     if job.when == "now" and 2 * len(indices) > len(rows):
         warn_once(WRONG_EXPECTATION)
-    scaled = map_tensors(lambda x: _times(x, factor, x.dtype, job.backend), stored)
+    scaled = map_tensors(lambda x: _scaled(x, factor, x.dtype, job.backend), stored)
     ratio = ratio_at(upstream, remainder, indices)
     total = _merge(scaled, live_rows, more, indices, len(rows), ratio)
     every = torch.arange(len(rows), device=rows.positions.device)
@@ -320,7 +352,7 @@ WRONG_EXPECTATION = (
 )
 
 
-def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBackend) -> Tensor:
+def _scaled(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBackend) -> Tensor:
     """``x * factor``, rounded once to `dtype`.
 
     May overwrite `x` unless this backward can be called again. On a GPU one pass multiplies and
@@ -352,7 +384,7 @@ def _merge(
     nothing from the stored gradient: the sum could be a small difference of large numbers. `ratio`
     is NaN where a row has several coefficients.
     """
-    keeps = _retains_graph()
+    retains = _retains_graph()
     total = []
     for name, x, y in zip(HeadTensors._fields, stored, more, strict=True):
         if name in OF_ROWS and x is not None and y is not None:
@@ -364,7 +396,7 @@ def _merge(
         elif x is None or y is None:
             total.append(y if x is None else x)
         else:
-            total.append(x + y if keeps else x.add_(y))
+            total.append(x + y if retains else x.add_(y))
     return HeadTensors(*total)
 
 
@@ -385,11 +417,11 @@ def _input_gradients(
     def row_by_row(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if shard is not None:
             # exchange all rows of the call, since every rank has the same number of them
-            summed = shard.sum_(spread(_times(x, factor, x.dtype, backend), indices, len(rows)))
+            summed = shard.sum_(spread(_scaled(x, factor, x.dtype, backend), indices, len(rows)))
             return spread(summed.to(dtype), rows.positions, shape[0])
         complete = indices.shape == rows.positions.shape
         positions = rows.positions if complete else rows.positions[indices]
-        return spread(_times(x, factor, dtype, backend), positions, shape[0])
+        return spread(_scaled(x, factor, dtype, backend), positions, shape[0])
 
     returned: list[Tensor | None] = []
     for name, x, spec in zip(HeadTensors._fields, grads, shapes_and_dtypes, strict=True):
@@ -398,7 +430,7 @@ def _input_gradients(
         elif name in OF_ROWS:
             returned.append(row_by_row(x, *spec))
         else:
-            returned.append(_times(x, factor, spec[1], backend))
+            returned.append(_scaled(x, factor, spec[1], backend))
     return tuple(returned)
 
 

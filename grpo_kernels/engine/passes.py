@@ -70,7 +70,7 @@ def first_pass(
         # an empty batch needs no kernel: its loss is 0
         fuses = n > 0 and job.when == "now" and job.fuses
         fused_loss = row_loss.fused_loss() if fuses else None
-        kept: dict[str, Tensor] = {}
+        noted: dict[str, Tensor] = {}
 
         def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
             if job.when == "unit":
@@ -79,7 +79,9 @@ def first_pass(
             if keeps_coefficients:  # a user's function may answer differently later
                 for name, x in coefficients._asdict().items():
                     if x is not None:
-                        kept.setdefault(name, x.new_zeros(n))[live_rows[at]] = x
+                        if name not in noted:
+                            noted[name] = x.new_zeros(n, *x.shape[1:])
+                        noted[name][live_rows[at]] = x
             return coefficients
 
         # the rows with gradient; in fp16, d logits need a factor that depends on all coefficients
@@ -93,7 +95,7 @@ def first_pass(
 
         if is_part:  # the rows without
             assert live is not None
-            others = _indices_of_false(live, n - live_rows.shape[0])
+            others = _indices_of(~live, n - live_rows.shape[0])
             part = job.at(others)
             work = _value_work(part, take(fused_loss, others))
             parts = [stats] if len(live_rows) else []
@@ -102,7 +104,7 @@ def first_pass(
         if not keeps_coefficients or job.when == "unit":
             return FirstPass(stats, grads, live_rows)
         if fused_loss is None:
-            coefficients = Coefficients(**kept)
+            coefficients = Coefficients(**noted)
         else:
             coefficients = row_loss.coefficients_at(every, stats)
         if job.d_result(coefficients) is None:
@@ -143,7 +145,7 @@ def second_pass(
     tensors, reference = job.converted(tensors, reference)
     stats_of_first = lambda chunk, rows, at, out: (take(stats, at), None)  # noqa: E731
     coefficients_of = lambda at, _: take(coefficients, at)  # noqa: E731
-    work = gradient_work(job, tensors, coefficients_of, stats_of_first, keeps=False)
+    work = gradient_work(job, tensors, coefficients_of, stats_of_first, returns_stats=False)
     grads = sweep(job, tensors, reference, work, job.needs_grad)[1]
     assert grads is not None
     return grads, indices
@@ -162,16 +164,16 @@ def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
     count, *counts = torch.stack([any_nonzero.sum(), *(x.sum() for x in present)]).tolist()
     next_count = iter(counts)
     kept = (x if x is not None and next(next_count) else None for x in coefficients)
-    return _indices_of_false(~any_nonzero, count), Coefficients(*kept)
+    return _indices_of(any_nonzero, count), Coefficients(*kept)
 
 
-def _indices_of(chosen: Tensor) -> Tensor:
-    """The indices where `chosen` (n,) is True; in a CUDA graph, all n. Waits for the device."""
+def _indices_of(chosen: Tensor, count: int | None = None) -> Tensor:
+    """The indices where `chosen` (n,) is True; in a CUDA graph, all n.
+
+    Waits for the device, unless you pass their `count`.
+    """
+    if count is not None:
+        return (~chosen).to(torch.uint8).argsort(stable=True)[:count]
     if device_of(chosen.device).is_capturing():
         return torch.arange(chosen.shape[0], device=chosen.device)
     return chosen.nonzero()[:, 0]
-
-
-def _indices_of_false(x: Tensor, count: int) -> Tensor:
-    """The indices where `x` (n,) is False. Does not wait, since you pass their `count`."""
-    return x.to(torch.uint8).argsort(stable=True)[:count]

@@ -25,8 +25,8 @@ coefficients turn out to be 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol
 
@@ -69,7 +69,7 @@ from grpo_kernels.head import (
     HeadTensors,
     Reference,
     first_ids,
-    gradients_wanted,
+    needs_grad_of,
     operand_dtype_of,
     tensors_of,
 )
@@ -320,29 +320,6 @@ def _converted(tensors: HeadTensors, dtype: torch.dtype) -> HeadTensors:
     return tensors if wanted is None else tensors._replace(weight=tensors.weight.to(wanted))
 
 
-@contextmanager
-def checked_on_all_ranks(
-    call: str, group: Any, arguments: Mapping[str, Any]
-) -> Iterator[Ranks | None]:
-    """Context for a public call's checks and plan; yields its `Ranks`, or None without a group.
-
-    If one rank raises inside it before `Ranks.compare`, all ranks raise: each rank sends the same
-    number of integers, whatever its call. `arguments` are the call's arguments, compared between
-    ranks, except heads, hidden states and `run`, which `plan` compares.
-    """
-    if group is None:
-        yield None
-        return
-    apart = ("hidden", "head", "reference", "teacher", "run")
-    ranks = Ranks(call, group, {k: x for k, x in arguments.items() if k not in apart})
-    try:
-        yield ranks
-    except Exception:
-        if not ranks.compared:
-            ranks.exchange(1)
-        raise
-
-
 def dtype_and_memory(
     hidden: Tensor, head: Head, run: Run | None, reference: Reference | None = None
 ) -> tuple[torch.dtype, Memory]:
@@ -356,7 +333,7 @@ def dtype_and_memory(
     if reference is not None:
         weights.append((reference[1].weight, dtypes[1]))
     budget = None if run is None else run.workspace_bytes
-    memory = free_memory(weights, hidden, gradients_wanted(hidden, head), budget)
+    memory = free_memory(weights, hidden, needs_grad_of(hidden, head), budget)
     return accumulator_of(dtypes[0]), memory
 
 
@@ -396,7 +373,7 @@ def plan(
         jsd_beta, entropy, extras: as in `Job`.
     """
     run = Run() if run is None else run
-    needs_grad = gradients_wanted(hidden, head)
+    needs_grad = needs_grad_of(hidden, head)
     dtype, *of_reference = _operand_dtypes(hidden, head, reference)
     _warn_if_promoted("hidden", hidden, "head.weight", head.weight, dtype)
     reference_dtype, reference_transform = None, _AS_IT_IS
@@ -413,7 +390,7 @@ def plan(
             "dtype of the products": [dtype, reference_dtype],
             "backend that serves": choose_backend(run.backend, hidden.device, dtype)[0].name,
         }
-        shard, memory = _agreed(ranks, values, head, memory)
+        shard, memory = ranks.agree(values, head, memory)
         head, reference = first_ids(head, reference, shard.sizes[shard.rank], prefix)
         if len(shard.sizes) == 1:
             shard = None
@@ -442,17 +419,6 @@ def plan(
     if reference is not None:
         reference_tensors = tensors_of(*reference, rows.positions).map(Tensor.detach)
     return job, tensors, reference_tensors
-
-
-def _agreed(
-    ranks: Ranks, values: Mapping[str, Any], head: Head, memory: Memory
-) -> tuple[Shard, Memory]:
-    """Compare the ranks' calls; return this rank's shard, and the memory that all ranks have."""
-    of_ranks = ranks.compare(values, {"rows of weight": head.weight.shape[0], **memory._asdict()})
-    sizes = _sizes(head.vocab_size, of_ranks["rows of weight"])
-    tight, converts = any(of_ranks["tight"]), all(of_ranks["converts"])
-    shard = Shard(ranks.group, torch.distributed.get_rank(ranks.group), tuple(sizes))
-    return shard, Memory(tight, converts, min(of_ranks["workspace"]))
 
 
 def with_engine(
@@ -559,24 +525,6 @@ def _compared(
         "hidden": hidden,
         "counted tokens": len(rows),
     }
-
-
-def _sizes(vocab_size: int | None, sizes: list[int]) -> list[int]:
-    """The head's rows on each rank, without padding rows."""
-    if vocab_size is not None:
-        if vocab_size > sum(sizes):
-            raise ValueError(
-                f"head.vocab_size: expected at most the {sum(sizes)} rows of all shards, got "
-                f"{vocab_size}"
-            )
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        pairs = zip(sizes, starts, strict=True)
-        sizes = [min(size, max(0, vocab_size - start)) for size, start in pairs]
-    if min(sizes) == 0:
-        raise ValueError(
-            f"head.weight: expected at least one row of the vocabulary on every rank, got {sizes}"
-        )
-    return sizes
 
 
 def _warn_if_promoted(

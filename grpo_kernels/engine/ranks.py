@@ -19,7 +19,8 @@ The ranks must make the same call: `Ranks` compares it once, before any work.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import RowBackend, RowStats
 from grpo_kernels.base.distributed import all_reduce, gather_stacked, group_device
+from grpo_kernels.engine.workspace import Memory
+from grpo_kernels.head import Head
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -209,6 +212,57 @@ class Ranks:
             what = what if len({*calls}) == 1 else f"call, {self.call} here,"
             raise ValueError(f"process_group: expected the same {what} on every rank")
         return {name: of_ranks[name] for name in own}
+
+    def agree(self, values: Mapping[str, Any], head: Head, memory: Memory) -> tuple[Shard, Memory]:
+        """`compare`; return this rank's shard, and the memory that all ranks have."""
+        of_ranks = self.compare(
+            values, {"rows of weight": head.weight.shape[0], **memory._asdict()}
+        )
+        sizes = _sizes(head.vocab_size, of_ranks["rows of weight"])
+        tight, converts = any(of_ranks["tight"]), all(of_ranks["converts"])
+        shard = Shard(self.group, torch.distributed.get_rank(self.group), tuple(sizes))
+        return shard, Memory(tight, converts, min(of_ranks["workspace"]))
+
+
+@contextmanager
+def checked_on_all_ranks(
+    call: str, group: Any, arguments: Mapping[str, Any]
+) -> Iterator[Ranks | None]:
+    """Context for a public call's checks and plan; yields its `Ranks`, or None without a group.
+
+    If one rank raises inside it before `Ranks.compare`, all ranks raise: each rank sends the same
+    number of integers, whatever its call. `arguments` are the call's arguments, compared between
+    ranks, except heads, hidden states and `run`, which `plan` compares.
+    """
+    if group is None:
+        yield None
+        return
+    apart = ("hidden", "head", "reference", "teacher", "run")
+    ranks = Ranks(call, group, {k: x for k, x in arguments.items() if k not in apart})
+    try:
+        yield ranks
+    except Exception:
+        if not ranks.compared:
+            ranks.exchange(1)
+        raise
+
+
+def _sizes(vocab_size: int | None, sizes: list[int]) -> list[int]:
+    """The head's rows on each rank, without padding rows."""
+    if vocab_size is not None:
+        if vocab_size > sum(sizes):
+            raise ValueError(
+                f"head.vocab_size: expected at most the {sum(sizes)} rows of all shards, got "
+                f"{vocab_size}"
+            )
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        pairs = zip(sizes, starts, strict=True)
+        sizes = [min(size, max(0, vocab_size - start)) for size, start in pairs]
+    if min(sizes) == 0:
+        raise ValueError(
+            f"head.weight: expected at least one row of the vocabulary on every rank, got {sizes}"
+        )
+    return sizes
 
 
 def _checksum(x: Any) -> int:

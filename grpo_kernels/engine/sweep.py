@@ -73,7 +73,7 @@ def gradient_work(
     coefficients_of: Callable[[Index, RowStats], Coefficients],
     statistics_by: RowWork,
     *,
-    keeps: bool = True,
+    returns_stats: bool = True,
 ) -> RowWork:
     """Row work: d logits from the statistics of `statistics_by` and the rows' coefficients."""
     products = job.products(tensors.weight)
@@ -86,7 +86,7 @@ def gradient_work(
         coefficients = coefficients_of(at, stats)
         scaled, fp16_scale = products.with_fp16_scale(coefficients, stats, chunk.transform)
         write_gradient(job, chunk, rows, stats, scaled, out)
-        return stats if keeps else None, fp16_scale
+        return stats if returns_stats else None, fp16_scale
 
     return work
 
@@ -360,13 +360,13 @@ def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor 
 
 def new_sums(
     tensors: HeadTensors,
-    wanted: HeadTensors,
+    needs_grad: HeadTensors,
     rows: int,
     dtype: torch.dtype,
     *,
     rounds: bool = False,
 ) -> tuple[list[Tensor | None], list[Tensor | None], Tensor | None]:
-    """Memory for the gradients that are `wanted`: per factor (rows, K) and (V, K), and (V,).
+    """Memory for the gradients in `needs_grad`: per factor (rows, K) and (V, K), and (V,).
 
     The first product overwrites that of the factors, unless there are no rows. With `rounds`, the
     matrices have their own dtype instead of `dtype`.
@@ -375,12 +375,12 @@ def new_sums(
     new = like.new_empty if rows else like.new_zeros
     d_rows: list[Tensor | None] = []
     d_matrices: list[Tensor | None] = []
-    pairs = zip(tensors.factors(), wanted.factors(), strict=True)
+    pairs = zip(tensors.factors(), needs_grad.factors(), strict=True)
     for (x, matrix), (needs_rows, needs_matrix) in pairs:
         d_rows.append(like.new_empty(rows, x.shape[1], dtype=dtype) if needs_rows else None)
         own = matrix.dtype if rounds else dtype
         d_matrices.append(new(matrix.shape, dtype=own) if needs_matrix else None)
-    bias = like.new_zeros(tensors.weight.shape[0], dtype=dtype) if wanted.bias else None
+    bias = like.new_zeros(tensors.weight.shape[0], dtype=dtype) if needs_grad.bias else None
     return d_rows, d_matrices, bias
 
 

@@ -2,7 +2,7 @@
 
 A group holds the rows whose d logits enter one backward product. A chunk holds the rows of a group
 whose logits exist at the same time. Both are as large as the workspace allows, so that products are
-large. No other file asks for a device's kind.
+large. What differs between kinds of devices in products and memory is said here alone.
 """
 
 from __future__ import annotations

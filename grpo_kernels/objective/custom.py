@@ -275,7 +275,7 @@ class CustomLoss:
         given = {name: getattr(tokens, name) for name in OPTIONAL}
         own_entropies: Any = shaped(entropies) if self.has_entropies else None
         optional: dict[str, Any] = {k: None if x is None else shaped(x) for k, x in given.items()}
-        places = {"index": layout.positions, "sequence": layout.sequence, "position": layout.place}
+        places = {"index": layout.index, "sequence": layout.sequence, "position": layout.position}
         if self._chosen is not None:
             places = {name: x[self._chosen] for name, x in places.items()}
         read: list[MetricInputs] = []
@@ -292,7 +292,7 @@ class CustomLoss:
         )
 
         def rows(x: Tensor) -> Tensor:
-            return x[layout.sequence, layout.place] if couples else x
+            return x[layout.sequence, layout.position] if couples else x
 
         @functools.cache
         def of_config() -> Tensor:  # differentiable in the `logps` that the function gets

@@ -55,10 +55,10 @@ class Expectation:
 def expectation_of(row_loss: PolicyLoss | CustomLoss, tokens: Tokens) -> Expectation:
     """Make the `Expectation` of a loss of `tokens`, for ids of the batch's shape."""
     layout, dtype = tokens.layout, tokens.advantages.dtype
-    row = layout.positions.new_zeros(math.prod(layout.shape))
-    row[layout.positions] = torch.arange(len(tokens), device=row.device)
+    row = layout.index.new_zeros(math.prod(layout.shape))
+    row[layout.index] = torch.arange(len(tokens), device=row.device)
     live = row_loss.live
-    live = torch.ones_like(layout.positions, dtype=torch.bool) if live is None else live
+    live = torch.ones_like(layout.index, dtype=torch.bool) if live is None else live
 
     def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Coefficients:
         logps = logps.to(dtype)

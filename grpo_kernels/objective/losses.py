@@ -241,11 +241,11 @@ def token_weights(
     dtype: torch.dtype,
 ) -> Tensor:
     """Compute each counted token's weight (n,) by the normalizer."""
-    batch, device = max(layout.batch, 1), layout.positions.device
+    batch, device = max(layout.batch, 1), layout.index.device
     normalizer = loss_type_of(config).normalizer
 
     def one_over(x: float) -> Tensor:  # rounded once, like the quotient of two numbers of `dtype`
-        return torch.full((layout.positions.shape[0],), 1 / x, dtype=dtype, device=device)
+        return torch.full((layout.index.shape[0],), 1 / x, dtype=dtype, device=device)
 
     if normalizer == "sequence_mean":
         return one_over(1) / (layout.lengths.to(dtype)[layout.sequence] * batch)

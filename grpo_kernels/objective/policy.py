@@ -337,7 +337,7 @@ class PolicyLoss:
             )
         entropy_mask = _entropy_mask(self.config, entropies.detach())
         loss, _, metric_inputs = self._per_token(logps.detach(), entropy_mask, None)
-        return _LossOfTokens.apply(logps, loss, self, entropy_mask), metric_inputs
+        return _PerTokenLoss.apply(logps, loss, self, entropy_mask), metric_inputs
 
     def _of_kernel(self, terms: dict[str, Tensor]) -> tuple[Tensor, Tensor, MetricInputs]:
         """Loss without the entropy bonus, a_t and inputs of the metrics, from a kernel's terms."""
@@ -497,7 +497,7 @@ def _couples_tokens(config: LossConfig, *, on_policy: bool, sampled: bool) -> bo
     return _corrects_kl(config) and config.importance_sampling_level == "sequence"
 
 
-class _LossOfTokens(torch.autograd.Function):
+class _PerTokenLoss(torch.autograd.Function):
     """``forward(ctx, logps, loss, policy_loss, mask)`` -> `loss` (n,), with its gradient in logps.
 
     That gradient is a_t with the upstream gradient as the weights. It cannot be differentiated

@@ -145,7 +145,7 @@ def with_exact_kl(trainer: Any, loss: Tensor, inputs: Batch, divergences: Tensor
         per_item = trainer.accelerator.num_processes * steps
     layout = read_tokens(mask, mask, mask.new_zeros(len(mask)), divergences.dtype).layout
     weights = per_item * token_weights(config, layout, items, divergences.dtype)
-    term = config.beta * (weights * divergences.reshape(-1)[layout.positions]).sum()
+    term = config.beta * (weights * divergences.reshape(-1)[layout.index]).sum()
     accumulated = trainer.current_gradient_accumulation_steps if trains else 1
     metrics = metrics_of(trainer)
     if trainer._entropy_bonus_enabled:  # TRL's policy loss includes the KL term
