@@ -65,7 +65,8 @@ class Chunk:
 
     Attributes:
         logits: fp32 (fp64 for fp64 inputs), contiguous rows, as `RowBackend.prepare_` left them:
-            scaled logits on the torch backend, raw logits on the others. n is at least 16, except over kept sets.
+            scaled logits on the torch backend, raw logits on the others. n is at least 16, except
+            over kept sets.
         ids: int64 in [0, V), each row's target; `fused` and `grad` define the meaning of other ids.
         transform: from the raw logits to the scaled logits z.
         first_id: the id of the first column, if the columns are a slice of the vocabulary; only
