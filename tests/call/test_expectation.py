@@ -20,6 +20,7 @@ from tests.support.flat import flat
 from tests.support.measure import count_flops
 from tests.support.reference import TERMS, evaluate
 from tests.support.run_case import arguments, config_of
+from tests.support.sampler import PREFIX, given_ratio
 
 N, H, V = 32, 8, 23
 IDS = torch.arange(N) * 5 % V
@@ -181,7 +182,9 @@ def told(case: Case) -> tuple[LossOutput, dict[str, Any], Expectation, Tensor, T
     inputs = {name: x for name, x in given.items() if name not in of_head}
     out = flat(grpo_loss)(**given, config=config)
     leaves = [x.clone().requires_grad_() for x in (out.logps, out.entropies)]
-    a, b = torch.autograd.grad(evaluate(case, *leaves).loss, leaves, allow_unused=True)
+    corrected = config.vllm_importance_sampling_correction
+    same = given_ratio(case, out.logps.double()) if corrected else case
+    a, b = torch.autograd.grad(evaluate(same, *leaves).loss, leaves, allow_unused=True)
     return out, given, policy_expectation(config, **inputs), a, b
 
 
@@ -202,7 +205,16 @@ def assert_foreseen(case, expected_flops):
     return expected
 
 
-OPTIONS = ({}, {"beta": 0.1}, {"entropy_coef": 0.05}, {"ratio": "token"}, {"old": False})
+def sampled(mode: str) -> dict[str, Any]:
+    """On-policy, with the ratio to a sampler made inside of the loss."""
+    correction = {f"{PREFIX}correction": True, f"{PREFIX}mode": mode, f"{PREFIX}clip_max": 1.25}
+    return {"old": False, "sampling": True, **correction}
+
+
+OPTIONS = (
+    {}, {"beta": 0.1}, {"entropy_coef": 0.05}, {"ratio": "token"}, {"old": False},
+    sampled("token_truncate"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("loss_type", [x for x, loss in TERMS.items() if not loss.per_sequence])
@@ -222,6 +234,7 @@ def test_policy_expectation_foresees_the_loss(loss_type: str) -> None:
 COUPLED = [
     {"loss_type": "vespo"}, {"loss_type": "gmpo"}, {"top_entropy_quantile": 0.5},
     {"off_policy_mask_threshold": 0.1}, {"importance_sampling_level": "sequence"},
+    sampled("sequence_mask"),
 ]  # fmt: skip
 
 

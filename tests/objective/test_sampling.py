@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import LossConfig, grpo_loss, linear_logprob, policy_expectation, token_level
+from grpo_kernels import LossConfig, grpo_loss, policy_expectation, token_level
 from tests.support.case_builder import Case, make_case
 from tests.support.cases import LOSSES, loss
 from tests.support.flat import flat
-from tests.support.measure import count_flops
 from tests.support.reference import head, on_grid, reference_loss
 from tests.support.run_case import arguments, config_of, packed, run
 from tests.support.sampler import MODES, PREFIX, given_ratio, trls_ratio
@@ -109,31 +108,6 @@ def test_metrics(mode: str) -> None:
     none = torch.full_like(case.sampling_per_token_logps, math.nan)
     alone = run(case.but(sampling_per_token_logps=none))[0]
     assert alone.metrics["importance_sampling_ratio"] == 1
-
-
-@pytest.mark.parametrize("mode", ["token_mask", "sequence_mask"])
-def test_a_trainer_can_foresee_it(mode: str) -> None:
-    """One pass where the ratio is a token's own; else which rows may carry gradient is all that is
-    known."""
-    options = {"b": 4, "t": 8, "mask": "full", "zero_adv": True, "old": False, "sampling": True}
-    case = make_case("foreseen", **options, **correction(mode))
-    config, given = config_of(case), arguments(case)
-    of_head = ("hidden", "weight", "bias", "completion_ids", "reference")
-    expected = policy_expectation(config, **{k: x for k, x in given.items() if k not in of_head})
-    assert (expected.coefficients is None) == (mode == "sequence_mask")
-    out, grads = run(case)
-    hidden, weight = (given[k].detach().requires_grad_() for k in ("hidden", "weight"))
-    a = -case.advantages[:, None] * trls_ratio(case, out.logps)
-    a = (a / case.completion_mask.sum()).expand(case.completion_ids.shape)
-
-    def step() -> None:
-        logps = linear_logprob(hidden, weight, case.completion_ids, expected=expected).logps
-        logps.backward(a)
-
-    products = 1 + 2 * float(expected.live.float().mean())
-    right = round(2 * a.numel() * weight.numel() * products)
-    assert (count_flops(step) == right) == (mode == "token_mask")
-    torch.testing.assert_close(hidden.grad, grads["hidden"], rtol=1e-5, atol=1e-7)
 
 
 def test_wrong_arguments() -> None:
