@@ -70,7 +70,7 @@ def lines(data: dict[str, Any]) -> list[str]:
 
 
 def _trainings(data: dict[str, Any]) -> list[str]:
-    stock, ours = named(data, STOCK), named(data, DEFAULTS)
+    ours = named(data, DEFAULTS)
     gains = [
         {
             "seed": str(run["seed"]),
@@ -78,22 +78,18 @@ def _trainings(data: dict[str, Any]) -> list[str]:
             "whole step": gained(data, run, *PHASES),
             "matching steps": f"{run['alike']} of {len(run['steps'])}" if "alike" in run else "",
             "largest difference": small(run["worst"][1]) if "worst" in run else "",
-        }
-        for run in ours
-    ]
+        } for run in ours
+    ]  # fmt: skip
     costs = [
         {
             "training": title(run), "seed": str(run["seed"]),
             **{SHORT[x]: number(seconds(run, slice(len(run["steps"])), x), 3) for x in PHASES},
             "peak MiB": f"{run['peak_mib']:,}",
             "right answers": " to ".join(share(x) for x in run["right"]),
-        }
-        for run in (*stock, *ours)
+        } for run in (*named(data, STOCK), *ours)
     ]  # fmt: skip
-    about = (
-        "Speedup over stock TRL at the same seed; "
-        f"the figures in brackets cover steps 1 to {LEARNING.stop}:"
-    )
+    brackets = f"the figures in brackets cover steps 1 to {LEARNING.stop}"
+    about = f"Speedup over stock TRL at the same seed; {brackets}:"
     means = "CPU seconds per step, averaged over all steps:"
     return [about, "", *markdown(gains), "", means, "", *markdown(costs)]
 
@@ -133,10 +129,8 @@ def _options(data: dict[str, Any]) -> list[str]:
             "speedup, whole step": of_step,
             "peak MiB": f"{run['peak_mib']:,}",
         })  # fmt: skip
-    about = (
-        f"Options, over the first {steps.stop} steps of seed 0; seconds are CPU seconds per step:"
-    )
-    return ["", about, "", *markdown(rows)]
+    over = f"Options, over the first {steps.stop} steps of seed 0"
+    return ["", f"{over}; seconds are CPU seconds per step:", "", *markdown(rows)]
 
 
 def _errors(data: dict[str, Any]) -> list[str]:
