@@ -233,6 +233,28 @@ def outside_graphs(function: F) -> F:
     return cast(Any, call)
 
 
+def takes_heads(within_module: Callable[..., Any]) -> Callable[[F], F]:
+    """Decorate a public call whose second argument is a `Head`: it also takes a weight or a module.
+
+    A module makes the call through `within_module`, in a file that imports this one.
+    """
+
+    def decorate(function: F) -> F:
+        @outside_graphs
+        @functools.wraps(function)
+        def call(hidden: Any, head: Any, *args: Any, **options: Any) -> Any:
+            head = Head.of(head)
+            if not isinstance(head.weight, nn.Module):
+                return function(hidden, head, *args, **options)
+            return within_module(
+                lambda states, whole: function(states, whole, *args, **options), hidden, head
+            )
+
+        return cast(Any, call)
+
+    return decorate
+
+
 def with_its_group(hidden: Any, head: Any) -> Head:
     """Set the process group of `head`, from the argument or from DTensors."""
     if head.process_group is not None:

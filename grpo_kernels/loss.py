@@ -94,10 +94,10 @@ from grpo_kernels.engine.plan import (
     Rows,
     Run,
     check_run,
+    checked_on_all_ranks,
     dtype_and_memory,
     plan,
 )
-from grpo_kernels.engine.ranks import checked_on_all_ranks
 from grpo_kernels.engine.topk import TopKLogps, check_topk
 from grpo_kernels.head import (
     HeadLike,
@@ -105,10 +105,11 @@ from grpo_kernels.head import (
     outside_graphs,
     read_heads,
     read_reference,
+    takes_heads,
     with_its_group,
 )
 from grpo_kernels.kept_ids import KeptIds, read_kept_ids
-from grpo_kernels.module import takes_heads, whole_reference
+from grpo_kernels.module import whole_reference, within_module
 from grpo_kernels.objective.config import (
     FIELDS,
     LossConfig,
@@ -156,7 +157,7 @@ class LossInputKeywords(TypedDict, total=False):
     cu_seqlens: Tensor | None
 
 
-@takes_heads
+@takes_heads(within_module)
 def grpo_loss(
     hidden: Tensor,  # (B, T, H), or packed (N, H)
     head: HeadLike,

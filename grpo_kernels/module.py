@@ -17,15 +17,14 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import is_dtensor
-from grpo_kernels.head import Head, LoRA, outside_graphs, read_reference
+from grpo_kernels.head import Head, LoRA, read_reference
 
-F = TypeVar("F", bound=Callable[..., Any])
 _PEFT_LORA = ("peft.tuners.lora.layer", "Linear")
 # Modules whose hooks are left alone: FSDP2's and ZeRO-3's, which `forward` runs, and
 # `causal_lm_loss`'s
@@ -251,25 +250,6 @@ def is_fsdp_unit(head: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(head, FSDPModule)
-
-
-def takes_heads(function: F) -> F:
-    """Decorate a public call whose second argument is a `Head`: it also takes a weight or a module.
-
-    A module makes the call within its hooks, with its parameters as the head.
-    """
-
-    @outside_graphs
-    @functools.wraps(function)
-    def call(hidden: Any, head: Any, *args: Any, **options: Any) -> Any:
-        head = Head.of(head)
-        if not isinstance(head.weight, nn.Module):
-            return function(hidden, head, *args, **options)
-        return within_module(
-            lambda states, whole: function(states, whole, *args, **options), hidden, head
-        )
-
-    return cast(Any, call)
 
 
 def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Head) -> Any:

@@ -78,17 +78,17 @@ from grpo_kernels.base.choices import (
 )
 from grpo_kernels.engine.autograd import run_scores
 from grpo_kernels.engine.kept import score_kept
-from grpo_kernels.engine.plan import Rows, Run, dtype_and_memory, plan
-from grpo_kernels.engine.ranks import checked_on_all_ranks
+from grpo_kernels.engine.plan import Rows, Run, checked_on_all_ranks, dtype_and_memory, plan
 from grpo_kernels.engine.topk import TopKLogps, TopKTeacher, check_topk
 from grpo_kernels.head import (
     Head,
     HeadLike,
     read_heads,
+    takes_heads,
     with_its_group,
 )
 from grpo_kernels.kept_ids import KeptIds, read_kept_ids
-from grpo_kernels.module import takes_heads, whole_reference
+from grpo_kernels.module import whole_reference, within_module
 from grpo_kernels.objective.expected import (
     Expectation,
     Expected,
@@ -101,7 +101,7 @@ from grpo_kernels.results import Scores
 from grpo_kernels.tokens import counted_positions
 
 
-@takes_heads
+@takes_heads(within_module)
 def linear_logprob(
     hidden: Tensor,  # (..., H)
     head: HeadLike,
@@ -240,7 +240,7 @@ def linear_logprob(
     )[0]
 
 
-@takes_heads
+@takes_heads(within_module)
 def linear_divergence(
     hidden: Tensor,  # (..., H)
     head: HeadLike,
@@ -335,7 +335,7 @@ def linear_divergence(
     return run_scores(job, tensors, reference, gradient, hidden.shape[:-1], has_ids=has_ids)
 
 
-@takes_heads
+@takes_heads(within_module)
 def topk_divergence(
     hidden: Tensor,  # (..., H)
     head: HeadLike,

@@ -25,8 +25,8 @@ coefficients turn out to be 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol
 
@@ -318,6 +318,29 @@ class Job:
 def _converted(tensors: HeadTensors, dtype: torch.dtype) -> HeadTensors:
     wanted = converted_dtype(tensors.weight, dtype)
     return tensors if wanted is None else tensors._replace(weight=tensors.weight.to(wanted))
+
+
+@contextmanager
+def checked_on_all_ranks(
+    call: str, group: Any, arguments: Mapping[str, Any]
+) -> Iterator[Ranks | None]:
+    """Context for a public call's checks and plan; yields its `Ranks`, or None without a group.
+
+    If one rank raises inside it before `Ranks.compare`, all ranks raise: each rank sends the same
+    number of integers, whatever its call. `arguments` are the call's arguments, compared between
+    ranks, except heads, hidden states and `run`, which `plan` compares.
+    """
+    if group is None:
+        yield None
+        return
+    apart = ("hidden", "head", "reference", "teacher", "run")
+    ranks = Ranks(call, group, {k: x for k, x in arguments.items() if k not in apart})
+    try:
+        yield ranks
+    except Exception:
+        if not ranks.compared:
+            ranks.exchange(1)
+        raise
 
 
 def dtype_and_memory(

@@ -19,8 +19,7 @@ The ranks must make the same call: `Ranks` compares it once, before any work.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -222,29 +221,6 @@ class Ranks:
         tight, converts = any(of_ranks["tight"]), all(of_ranks["converts"])
         shard = Shard(self.group, torch.distributed.get_rank(self.group), tuple(sizes))
         return shard, Memory(tight, converts, min(of_ranks["workspace"]))
-
-
-@contextmanager
-def checked_on_all_ranks(
-    call: str, group: Any, arguments: Mapping[str, Any]
-) -> Iterator[Ranks | None]:
-    """Context for a public call's checks and plan; yields its `Ranks`, or None without a group.
-
-    If one rank raises inside it before `Ranks.compare`, all ranks raise: each rank sends the same
-    number of integers, whatever its call. `arguments` are the call's arguments, compared between
-    ranks, except heads, hidden states and `run`, which `plan` compares.
-    """
-    if group is None:
-        yield None
-        return
-    apart = ("hidden", "head", "reference", "teacher", "run")
-    ranks = Ranks(call, group, {k: x for k, x in arguments.items() if k not in apart})
-    try:
-        yield ranks
-    except Exception:
-        if not ranks.compared:
-            ranks.exchange(1)
-        raise
 
 
 def _sizes(vocab_size: int | None, sizes: list[int]) -> list[int]:
