@@ -419,7 +419,8 @@ def plan(
             shard = None
     workspace_bytes = run.workspace_bytes
     if workspace_bytes is None:
-        widest, heads = widest_part(head.weight, shard), 1 if reference is None else 2
+        widest = head.weight if shard is None else widest_part(head.weight, shard)
+        heads = 1 if reference is None else 2
         workspace_bytes = default_workspace(widest, needs_grad, memory, heads=heads)
     job = Job(
         rows=rows,
