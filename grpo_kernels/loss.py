@@ -614,7 +614,8 @@ def _tokens(
     check_finite("advantages", tokens.advantages)
     check_ratios("importance_sampling_ratio", tokens.importance_sampling_ratio)
     for name in ("advantages", *LOGPS, "importance_sampling_ratio"):
-        if arguments[name] is not None and arguments[name].requires_grad:
+        x = arguments[name]
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
             why = ", and train a value function by its own loss" if name == "advantages" else ""
             warn_once(
                 f"{name}: counted as constants, so they get no gradient; pass {name}.detach(){why}"

@@ -120,6 +120,3 @@ __all__ = [
 ]  # fmt: skip
 
 only_public(__name__)
-for _name in __all__:  # for help(presets.GSPO)
-    _doc = f"The preset {_name}: {globals()[_name]!r}.\n\nSee help(grpo_kernels.presets) and "
-    object.__setattr__(globals()[_name], "__doc__", f"{_doc}help(grpo_kernels.LossConfig).")

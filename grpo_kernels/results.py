@@ -154,8 +154,11 @@ class Metrics(Mapping[str, Tensor]):
         return len(self._pairs) + len(self._extremes)
 
     def __repr__(self) -> str:
-        values = self.floats() if self else {}
-        return f"Metrics({', '.join(f'{name}={x:.4g}' for name, x in values.items())})"
+        try:
+            values = [f"{name}={x:.4g}" for name, x in self.floats().items()] if self else []
+        except Exception:  # mapped by a pytree function, without values
+            values = [*self]
+        return f"Metrics({', '.join(values)})"
 
 
 # not frozen: Lightning's Fabric copies what a module returns, and sets the copy's fields

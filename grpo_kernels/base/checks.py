@@ -167,7 +167,7 @@ def did_you_mean(
         option = name if name in ("engine", "backend") else "workspace_bytes"
         last = f"run=Run({option}=...)"
     meant = f"{', '.join(first)} or {last}" if first else last
-    return f"; did you mean {meant}?{f' It is {elsewhere}' if of_others else ''}"
+    return f"; did you mean {meant}?{f' It is {elsewhere}' if of_others and elsewhere else ''}"
 
 
 def hints_names(function: F, name: str = "") -> F:

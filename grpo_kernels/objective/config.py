@@ -396,8 +396,8 @@ def check_kind(config: Any) -> None:
             hint = "; pass LossConfig(**config)"
         if isinstance(getattr(config, "config", None), LossConfig):  # a GRPOLoss
             hint = "; pass its config"
-        got = f"{type(config).__name__}{hint}"
-        raise TypeError(f"config: expected a LossConfig, got {got}")
+        got = f"the class {config.__name__}" if isinstance(config, type) else type(config).__name__
+        raise TypeError(f"config: expected a LossConfig, got {got}{hint}")
 
 
 def check_config(config: Any) -> None:
@@ -543,7 +543,7 @@ def check_inputs(
         raise ValueError(f"importance_sampling_ratio: expected None {why} computes it, got {got}")
     if config.corrects_sampling and inputs["sampling_per_token_logps"] is None:
         raise ValueError(f"sampling_per_token_logps: expected a tensor {why}, got None")
-    _check_num_items(inputs["num_items_in_batch"])
+    _check_num_items(config, inputs["num_items_in_batch"])
     if kept_ids is not None:
         _refuse_full_kl(config, "with kept_ids, which truncate the policy")
     elif "on_missing_set" in inputs:
@@ -552,7 +552,7 @@ def check_inputs(
         _check_centering(config, inputs)
 
 
-def _check_num_items(num_items_in_batch: Any) -> None:
+def _check_num_items(config: LossConfig, num_items_in_batch: Any) -> None:
     """Require None, a finite number >= 0 or a tensor of one element."""
     if isinstance(num_items_in_batch, Tensor):
         if num_items_in_batch.numel() != 1:
@@ -565,7 +565,8 @@ def _check_num_items(num_items_in_batch: Any) -> None:
         num_items_in_batch = num_items_in_batch.item()
     if num_items_in_batch is not None:
         check_number("num_items_in_batch", num_items_in_batch, 0.0, True)
-        if 0.0 < num_items_in_batch < 1.0:
+        is_read = loss_type_of(config).normalizer == "num_items"
+        if is_read and 0.0 < num_items_in_batch < 1.0:
             warn_once(
                 f"num_items_in_batch: {num_items_in_batch:g} counts as 1; pass the number of "
                 "counted tokens of the whole batch, such as completion_mask.sum()"

@@ -31,8 +31,8 @@ NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
 @pytest.mark.parametrize(
     ("options", "config", "message"),
     [
-        ({"num_items_in_batch": 7}, {"loss_type": "grpo"},
-         "num_items_in_batch: not used by loss_type = 'grpo'"),
+        *(({"num_items_in_batch": x}, {"loss_type": "grpo"},
+           "num_items_in_batch: not used by loss_type = 'grpo'") for x in (7, 0.5)),
         ({"num_items_in_batch": 7}, {"loss_type": "dapo"}, None),
         ({"num_items_in_batch": 0.5}, {}, "num_items_in_batch: 0.5 counts as 1; pass the number"),
         *(({name: x.clone().requires_grad_()}, config, f"{name}: counted as constants, so")

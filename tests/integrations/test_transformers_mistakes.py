@@ -18,7 +18,7 @@ import transformers
 from grpo_kernels import GRPOLoss, LossConfig
 from grpo_kernels.transformers import causal_lm_loss, completion_logprobs, describe_head
 from tests.support import tiny_architectures as tiny
-from tests.support.tiny_architectures import scene
+from tests.support.tiny_architectures import peft_model, scene
 
 pytestmark = pytest.mark.usefixtures("forget_warnings")
 
@@ -76,6 +76,7 @@ WRONG: list[tuple[type[Exception], dict[str, Any], str]] = [
     (TypeError, {**LOSS, "ref_model": OTHER}, r"ref_model: .* did you mean ref_per_token_logps\?"),
     (TypeError, {**LOSS, "loss_fn": EXACT, "ref_model": OTHER}, r"ref_.* did you mean reference\?"),
     (TypeError, {**LOSS, "old_logps": None}, r"old_logps: .* did you mean old_per_token_logps\?"),
+    (TypeError, {**LOSS, "position_id": 1}, r"position_id: .* did you mean position_ids\?$"),
     (TypeError, {**LOSS, "wandb": None}, "wandb: .* no such input; it has reference, router_aux"),
     (TypeError, {**LOSS, "beta": None}, f"beta: {IS_FIELD}"),
     (TypeError, {"epsilon": None}, f"epsilon: {IS_FIELD}"),
@@ -170,7 +171,9 @@ def test_prompts_that_train_are_warned_of(forget_warnings: Callable[[], None]) -
     assert_warns_once(None, attention_mask=WHOLE, completion_mask=WHOLE)
 
 
-def test_sequences_that_share_the_masks_of_dropout_are_warned_of() -> None:
+def test_sequences_that_share_the_masks_of_dropout_are_warned_of(
+    forget_warnings: Callable[[], None],
+) -> None:
     model, *batch = scene(attention_dropout=0.5)
     four = [x[:1].expand(4, -1) for x in batch]
     model.train()
@@ -182,6 +185,11 @@ def test_sequences_that_share_the_masks_of_dropout_are_warned_of() -> None:
         logps = completion_logprobs(model, *four, layout="trim").logps
         assert len(logps.sum(dim=1).unique()) == 4
         completion_logprobs(model.eval(), *four)
+    forget_warnings()
+    adapted = peft_model(scene()[0], target_modules=["q_proj"], lora_dropout=0.5).train()
+    with adapted.disable_adapter(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        completion_logprobs(adapted, *four)
 
 
 def test_log_probabilities_have_the_temperature_of_the_loss() -> None:
