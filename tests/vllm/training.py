@@ -71,6 +71,8 @@ def train(kind: str, model: str, *, truncated: bool = False, sets: bool = False)
     as_on_a_cpu()
     base: Any = GRPOTrainer if kind == "stock" else FusedGRPOTrainer
     more: dict[str, Any] = {"rollout_func": rollout, "on_missing_set": "error"} if sets else {}
+    if kind == "ours":  # stated, since `counted` replaces a method that could need the scores
+        more["fused_sampling_correction"] = True
     with tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
             output_dir=folder, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=256,
