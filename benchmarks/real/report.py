@@ -129,8 +129,8 @@ def _options(data: dict[str, Any]) -> list[str]:
             "speedup, whole step": of_step,
             "peak MiB": f"{run['peak_mib']:,}",
         })  # fmt: skip
-    over = f"Options, over the first {steps.stop} steps of seed 0"
-    return ["", f"{over}; seconds are CPU seconds per step:", "", *markdown(rows)]
+    about = f"Options, over the first {steps.stop} steps of seed 0"
+    return ["", f"{about}; seconds are CPU seconds per step:", "", *markdown(rows)]
 
 
 def _errors(data: dict[str, Any]) -> list[str]:
