@@ -41,8 +41,8 @@ class HeadTensors(NamedTuple):
     """One value for each tensor of a head; None where the head has no such tensor.
 
     The value is the tensor itself, its gradient, its shape and dtype, or True if it needs a
-    gradient. The raw logits are
-    ``hidden @ weight.T + lora_u @ lora_b.T``; row backends add the bias.
+    gradient. The raw logits are ``hidden @ weight.T + lora_u @ lora_b.T``; row backends add the
+    bias.
     """
 
     hidden: Any  # (N, H)

@@ -122,14 +122,8 @@ from grpo_kernels.objective.config import (
     warn_of_inputs,
 )
 from grpo_kernels.objective.custom import CustomLoss, PerTokenLoss
-from grpo_kernels.objective.expected import (
-    Expectation,
-    expectation_of,
-    read_expected,
-)
-from grpo_kernels.objective.losses import (
-    token_weights,
-)
+from grpo_kernels.objective.expected import Expectation, expectation_of, read_expected
+from grpo_kernels.objective.losses import token_weights
 from grpo_kernels.objective.metrics import loss_metrics
 from grpo_kernels.objective.policy import Evaluation, PolicyLoss
 from grpo_kernels.results import LossOutput, Metrics
@@ -253,9 +247,9 @@ def grpo_loss(
             the K ids; -inf is padding. A repeated id counts once, with its first log-probability.
             With these arguments, the loss centers the score (formulas: docs/losses.md, *Score
             centering*). Available for the loss types ``"grpo"``, ``"bnpo"``, ``"dr_grpo"``,
-            ``"dapo"`` and ``"luspo"`` without `old_per_token_logps`.
-            ``vllm_importance_sampling_correction`` may be on in mode ``"token_truncate"`` or
-            ``"token_mask"``.
+            ``"dapo"`` and ``"luspo"`` without `old_per_token_logps`. Of the modes of
+            ``vllm_importance_sampling_correction``, only ``"token_truncate"`` and ``"token_mask"``
+            can be combined with these arguments.
         kept_ids: the kept set of each position, that is, the ids that a truncating sampler (top-k,
             top-p, min-p) kept there, as in `linear_logprob`. Log-probabilities and entropies are
             then taken over these sets, and only the head's rows of these ids are read. Compute old,
@@ -533,10 +527,8 @@ def policy_loss_from_logps(
     dtype = accumulator_of(logps.dtype)
     tokens = _tokens(logps, completion_mask, advantages, dtype, arguments)
     check_logps("logps", logps.detach().reshape(-1)[tokens.layout.index])
-    row_loss = _row_loss(config, objective, tokens, num_items_in_batch)
-    if isinstance(row_loss, CustomLoss):
-        row_loss.has_entropies = has_entropies
     items = num_items_in_batch
+    row_loss = _row_loss(config, objective, tokens, items, has_entropies=has_entropies)
     out = _loss_of_logps(config, row_loss, tokens, logps, entropies, items, "given")
     if has_entropies:
         return out
@@ -629,11 +621,15 @@ def _row_loss(
     objective: PerTokenLoss | None,
     tokens: Tokens,
     num_items_in_batch: float | Tensor | None,
+    *,
+    has_entropies: bool = True,
 ) -> PolicyLoss | CustomLoss:
     """The loss that `config` describes, or the custom one."""
     w = token_weights(config, tokens.layout, num_items_in_batch, tokens.advantages.dtype)
     of_config = PolicyLoss(config, tokens, w)
-    return of_config if objective is None else CustomLoss(objective, tokens, of_config)
+    if objective is None:
+        return of_config
+    return CustomLoss(objective, tokens, of_config, has_entropies=has_entropies)
 
 
 def _with_topk(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tuple[Rows, Tokens]:

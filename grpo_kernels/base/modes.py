@@ -27,6 +27,23 @@ def random_rates(module: nn.Module) -> list[str]:
     return [rate for rate in rates if any(part in rate for part in names)]
 
 
+def draws_random(module: nn.Module) -> bool:
+    """True if `module` or a part is in train mode and has dropout or noise.
+
+    PEFT's dropout of an adapter that does not run does not count.
+    """
+    idle: set[nn.Module] = set()
+    for x in module.modules():  # a layer comes before its parts
+        dropouts: Any = x._modules.get("lora_dropout")
+        if isinstance(dropouts, nn.ModuleDict):
+            layer: Any = x
+            skipped = layer.disable_adapters or layer.merged
+            idle |= {y for k, y in dropouts.items() if skipped or k not in layer.active_adapters}
+        if x.training and x not in idle and random_rates(x):
+            return True
+    return False
+
+
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Keep `module` and its submodules in evaluation mode, where they draw no random numbers."""

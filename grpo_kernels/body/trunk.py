@@ -32,7 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import BatchLayout
 from grpo_kernels.base.distributed import most_of_ranks, rank_groups
-from grpo_kernels.base.modes import random_rates
+from grpo_kernels.base.modes import draws_random
 from grpo_kernels.body import paths
 from grpo_kernels.body.layout import (
     TrunkInputs,
@@ -369,14 +369,7 @@ def _guard(
 
 def _warn_of_shared_masks(trunk: nn.Module) -> None:
     """Warn once if sequences with a common prefix share its random numbers."""
-    idle: set[nn.Module] = set()  # PEFT's dropout of adapters that do not run now
-    for layer in trunk.modules():
-        dropouts = getattr(layer, "lora_dropout", None)
-        if isinstance(dropouts, nn.ModuleDict):
-            peft: Any = layer
-            skipped = peft.disable_adapters or peft.merged
-            idle |= {x for k, x in dropouts.items() if skipped or k not in peft.active_adapters}
-    if any(x.training and random_rates(x) for x in {*trunk.modules()} - idle):
+    if draws_random(trunk):
         warn_once(
             f"{type(trunk).__name__}: it is in train mode and has dropout or noise, and sequences "
             "that begin alike share the random masks of their common prefix. For masks of their "

@@ -104,7 +104,7 @@ def score_kept(
     Args:
         job: planned without an engine, and without a check that its ids are in range.
         row_loss_at: function from positions (m,) that are scored over the whole vocabulary to
-            their objective.
+            their loss.
         entropy: True for the sets, "full" for the whole vocabulary, False for none.
         others: other policies' log-probabilities, (...) each, which must be over the same sets.
 

@@ -214,6 +214,7 @@ class Job:
         reference_dtype: dtype of the operands of the second head's products; None without one.
         jsd_beta: the divergence from the second head, see `backends.interface.ReferenceLogits`.
         shard: this rank's shard, if the head's rows are divided among ranks.
+        engine: one of `ENGINES`. Over kept sets, nothing reads it.
         entropy, extras: further statistics, from the backend.
         gather: returns a context in which the backward has the whole weight (ZeRO-3).
     """

@@ -131,10 +131,10 @@ def token_level(objective: PerTokenLoss) -> PerTokenLoss:
         def penalized(tokens):
             return tokens.loss + 0.01 * tokens.logps.square()
 
-    The function is evaluated in chunks of tokens for the gradient, and on all tokens for the
-    loss. So it must be deterministic and use nothing but its argument. On a CPU, a
-    call raises if chunks give another gradient than all tokens. A call with one chunk, or on
-    another device, does not notice: call `grpo_kernels.testing.check_token_level` in a test.
+    The function is evaluated in chunks of tokens for the gradient, and on all tokens for the loss.
+    So it must be deterministic and use nothing but its argument. On a CPU, a call raises if chunks
+    give another gradient than all tokens. A call with one chunk, or on another device, does not
+    notice: call `grpo_kernels.testing.check_token_level` in a test.
 
     Args:
         objective: a function of `TokenInputs` with n tokens that returns their losses, (n,).
@@ -166,7 +166,6 @@ class CustomLoss:
     """A loss that calls a user's function, used instead of `PolicyLoss`."""
 
     is_expected = False
-    has_entropies = True  # False: the function gets None
     live = None  # any token may have a gradient
 
     def __init__(
@@ -175,13 +174,16 @@ class CustomLoss:
         tokens: Tokens,
         of_config: PolicyLoss,
         chosen: Tensor | None = None,
+        *,
+        has_entropies: bool = True,
     ) -> None:
         """Take `tokens`, and the config's loss of them.
 
-        `chosen` (n,) are the indices of the tokens in the layout; None means all of it.
+        `chosen` (n,) are the indices of the tokens in the layout; None means all of it. Unless the
+        call `has_entropies`, the function gets None.
         """
         self.function, self.tokens, self.of_config = function, tokens, of_config
-        self._chosen = chosen
+        self._chosen, self.has_entropies = chosen, has_entropies
         self.known: Literal["own_row", "all_rows"] = "all_rows"
         if _declared(function, "token_level", False):
             self.known = "own_row"

@@ -337,7 +337,7 @@ class PolicyLoss:
             )
         entropy_mask = _entropy_mask(self.config, entropies.detach())
         loss, _, metric_inputs = self._per_token(logps.detach(), entropy_mask, None)
-        return _PerTokenLoss.apply(logps, loss, self, entropy_mask), metric_inputs
+        return _TokenLosses.apply(logps, loss, self, entropy_mask), metric_inputs
 
     def _of_kernel(self, terms: dict[str, Tensor]) -> tuple[Tensor, Tensor, MetricInputs]:
         """Loss without the entropy bonus, a_t and inputs of the metrics, from a kernel's terms."""
@@ -497,8 +497,8 @@ def _couples_tokens(config: LossConfig, *, on_policy: bool, sampled: bool) -> bo
     return _corrects_kl(config) and config.importance_sampling_level == "sequence"
 
 
-class _PerTokenLoss(torch.autograd.Function):
-    """``forward(ctx, logps, loss, policy_loss, mask)`` -> `loss` (n,), with its gradient in logps.
+class _TokenLosses(torch.autograd.Function):
+    """``forward(ctx, logps, loss, row_loss, mask)`` -> `loss` (n,), with its gradient in logps.
 
     That gradient is a_t with the upstream gradient as the weights. It cannot be differentiated
     again.
@@ -509,10 +509,10 @@ class _PerTokenLoss(torch.autograd.Function):
         ctx: Any,
         logps: Tensor,
         loss: Tensor,
-        policy_loss: PolicyLoss,
+        row_loss: PolicyLoss,
         mask: Tensor | None,
     ) -> Tensor:
-        ctx.policy_loss, ctx.entropy_mask = policy_loss, mask
+        ctx.row_loss, ctx.entropy_mask = row_loss, mask
         ctx.save_for_backward(logps)
         return loss.clone()
 
@@ -522,7 +522,7 @@ class _PerTokenLoss(torch.autograd.Function):
             raise RuntimeError(
                 "tokens.loss: expected to be differentiated once, got create_graph=True"
             )
-        own = ctx.policy_loss
+        own = ctx.row_loss
         weighted = PolicyLoss(own.config, own.tokens, upstream)
         d_logps = weighted._per_token(ctx.saved_tensors[0], ctx.entropy_mask, None)[1]
         return d_logps, None, None, None

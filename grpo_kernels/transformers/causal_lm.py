@@ -34,7 +34,7 @@ from grpo_kernels.base.choices import (
     ZeroAdvantage,
     choices,
 )
-from grpo_kernels.base.modes import random_rates
+from grpo_kernels.base.modes import draws_random
 from grpo_kernels.body.trunk import unwrapped
 from grpo_kernels.engine.plan import Run, check_run
 from grpo_kernels.head import Head
@@ -426,7 +426,7 @@ def _check_head(name: str, model: Any) -> Head:
 def _check_second(name: str, model: Any) -> None:
     """Require a `model` that can be a constant reference or teacher; warn if it is random."""
     without_adapter(_check_head(name, model).weight, f"{name}.head")
-    if any(x.training and random_rates(x) for x in model.modules()):
+    if draws_random(model):
         warn_once(
             f"{name}: it is in train mode and has dropout or noise, so its distributions are "
             f"random; call {name}.eval()"
