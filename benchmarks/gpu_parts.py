@@ -19,8 +19,13 @@ from benchmarks.cases import SEED, BenchCase, make_inputs
 from benchmarks.providers import build
 from benchmarks.run import Results, measure_runs, step
 from benchmarks.timing import Clock
-from grpo_kernels.backends import choose_backend
-from grpo_kernels.backends.interface import Chunk, Coefficients, FusedRowBackend, LogitTransform
+from grpo_kernels.backends import (
+    Chunk,
+    Coefficients,
+    FusedRowBackend,
+    LogitTransform,
+    choose_backend,
+)
 
 SPREAD = 2.5  # standard deviation of the logits
 COPY_BYTES = 2 * 2**30

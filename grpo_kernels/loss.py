@@ -88,7 +88,6 @@ from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.base.tensors import accumulator_of
 from grpo_kernels.engine.autograd import LossFromLogps, LossWithGradient, for_reading
 from grpo_kernels.engine.kept import score_kept
-from grpo_kernels.engine.passes import FirstPass, first_pass, scale_frozen_
 from grpo_kernels.engine.plan import (
     Job,
     Rows,
@@ -98,6 +97,7 @@ from grpo_kernels.engine.plan import (
     dtype_and_memory,
     plan,
 )
+from grpo_kernels.engine.sweep import FirstPass, first_pass, scale_frozen_
 from grpo_kernels.engine.topk import TopKLogps, check_topk
 from grpo_kernels.head import (
     HeadLike,

@@ -55,7 +55,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Coefficients
+from grpo_kernels.backends import Coefficients
 from grpo_kernels.base.checks import (
     check_choice,
     check_ids,

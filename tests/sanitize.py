@@ -25,8 +25,8 @@ from pathlib import Path
 
 import torch
 
+from grpo_kernels.backends import Chunk, Coefficients, LogitTransform
 from grpo_kernels.backends.cpp_rows import CppRows, build
-from grpo_kernels.backends.interface import Chunk, Coefficients, LogitTransform
 from tests.support.row_cases import ISAS
 
 ROOT = Path(__file__).parents[1]

@@ -1,7 +1,8 @@
-"""Row backends: the work on each row of a chunk of logits, between the matrix products.
+"""Row backends: their interface, and the choice among them.
 
-A backend computes no matrix product, and except in ``fused`` it knows the loss only by each row's
-coefficients. An engine makes these calls on a chunk, in this order::
+A backend does the work on each row of a chunk of logits, between the matrix products. It computes
+no matrix product, and except in ``fused`` it knows the loss only by each row's coefficients. An
+engine makes these calls on a chunk, in this order::
 
     prepare_(logits, transform)             raw logits -> the form that the backend reads
     stats(chunk, ...)    -> RowStats        log-probability, entropy, the numbers `grad` needs
@@ -26,15 +27,278 @@ and imports no package that may be missing. It has three functions::
 from __future__ import annotations
 
 import importlib
+from abc import abstractmethod
+from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
-from grpo_kernels.backends.interface import LogitTransform, RowBackend, RowStats
+from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import BackendName, choices
 
 NAMES = choices(BackendName)  # valid values of `backend=`
 BACKENDS = tuple(name for name in NAMES if name != "auto")
+# keys of `RowStats.extras` besides `EXTRAS`, from `engine.topk`: the log-probabilities (n, K) of K
+# more ids; the total probability (n,) of a teacher's ids
+TOPK_LOGPS, STUDENT_MASS = "topk_logps", "student_mass"
+# per-token results of a fused kernel, besides the statistics
+LOSS_TERMS = ("loss", "d_logp", "log_ratio", "kl")
+
+
+def statistic_dtype(name: str, accumulator: torch.dtype) -> torch.dtype:
+    """Dtype of a statistic of `RowStats`, or of `choices.EXTRAS`."""
+    return torch.bool if name == "is_top1" else accumulator
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """``z = softcap(scale * round(x + bias)) / temperature``: from raw to scaled logits.
+
+    ``softcap(x) = cap * tanh(x / cap)``. The raw logits x are the products of a head
+    (`head.HeadTensors`).
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+    inv_temperature: float | Tensor = 1.0  # a number, or (n, 1): one per row
+    bias: Tensor | None = None  # (V,), contiguous, in the accumulator's dtype
+    rounded_to: torch.dtype | None = None  # a 16-bit dtype that x + bias is rounded to
+
+    def inner_outer(self) -> tuple[float, float]:
+        """The factors (inner, outer) that all rows share, without per-row temperatures.
+
+        ``z = x * inner`` with inner = scale / T; with a soft-cap ``z = tanh(x * inner) * outer``,
+        inner = scale / cap and outer = cap / T. A per-row temperature divides outer if there is a
+        soft-cap, else inner. Computed in double, as in torch.
+        """
+        shared = 1.0 if isinstance(self.inv_temperature, Tensor) else self.inv_temperature
+        if self.softcap is None:
+            return float(self.scale * shared), 1.0
+        return float(self.scale / self.softcap), float(self.softcap * shared)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of the logits, as a backend reads them.
+
+    Attributes:
+        logits: fp32 (fp64 for fp64 inputs), contiguous rows, as `RowBackend.prepare_` left them:
+            scaled logits on the torch backend, raw logits on the others. n is at least 16, except
+            over kept sets.
+        ids: int64 in [0, V), each row's target; `fused` and `grad` define the meaning of other ids.
+        transform: from the raw logits to the scaled logits z.
+        first_id: the id of the first column, if the columns are a slice of the vocabulary; only
+            `grad` supports that.
+        reference: the logits of another head for the same rows, if the loss needs a divergence from
+            it.
+    """
+
+    logits: Tensor  # (n, V)
+    ids: Tensor  # (n,)
+    transform: LogitTransform
+    first_id: int = 0
+    reference: ReferenceLogits | None = None
+
+    def of_reference(self) -> Chunk:
+        """The reference's logits as a chunk of their own, for `stats`."""
+        assert self.reference is not None
+        return Chunk(self.reference.logits, torch.zeros_like(self.ids), self.reference.transform)
+
+
+@dataclass(frozen=True)
+class ReferenceLogits:
+    """The second head's logits for a chunk's rows, and the divergence (`backends.divergence`).
+
+    Attributes:
+        logits: same shape and dtype as the chunk's logits; never written.
+        jsd_beta: 0 for KL(reference || student), 1 for KL(student || reference); values between
+            give Jensen-Shannon divergences.
+    """
+
+    logits: Tensor  # (n, V)
+    transform: LogitTransform
+    jsd_beta: float
+
+
+@dataclass(frozen=True)
+class RowStats:
+    """Per-row results over the scaled logits z (n, V): (n,) each, in the accumulator's dtype."""
+
+    logps: Tensor  # log softmax(z)[id]
+    max_logit: Tensor  # max_j z_j
+    log_sum: Tensor  # log sum_j exp(z_j - max_logit)
+    entropies: Tensor | None = None  # -sum_j p_j log p_j
+    extras: dict[str, Tensor] = field(default_factory=dict)  # by name
+    loss_terms: dict[str, Tensor] = field(default_factory=dict)  # of `fused`, see `FusedLoss`
+    divergence: DivergenceStats | None = None  # of rows that have a reference
+
+    def for_gradient(self) -> RowStats:
+        """The statistics that `RowBackend.grad` reads."""
+        return replace(self, extras={}, loss_terms={})
+
+    @staticmethod
+    def concatenate(chunks: list[RowStats]) -> RowStats:
+        """Concatenate the statistics of at least one chunk."""
+        if len(chunks) == 1:
+            return chunks[0]
+        return RowStats(*(_joined([getattr(x, f.name) for x in chunks]) for f in fields(RowStats)))
+
+
+class DivergenceStats(NamedTuple):
+    """Per-row results over the logits of both heads, (n,) each."""
+
+    value: Tensor  # D >= 0
+    sum_k: Tensor  # sum of k over the vocabulary; `grad` subtracts p times it from k
+    reference_max_logit: Tensor
+    reference_log_sum: Tensor
+
+
+def _joined(parts: list[Any]) -> Any:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    if isinstance(parts[0], dict):
+        return {name: _joined([part[name] for part in parts]) for name in parts[0]}
+    return parts[0] and DivergenceStats(*map(torch.cat, zip(*parts, strict=True)))
+
+
+class Coefficients(NamedTuple):
+    """Gradient of a loss with respect to each row's numbers; None means 0.
+
+    Each is (n,), except `d_topk`. The docs call the first three a, b and c.
+    """
+
+    d_logp: Tensor | None = None  # d loss / d log-probability
+    d_entropy: Tensor | None = None  # d loss / d entropy
+    # d loss / d divergence from a second head (reference model or teacher)
+    d_divergence: Tensor | None = None
+    # d loss / d log-probability of K more ids, (n, K)
+    d_topk: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FusedLoss:
+    """A built-in loss as numbers per token and a few constants, for backends that fuse it.
+
+    No token's loss depends on another token. Tensors are (n,), in the accumulator's dtype. With R =
+    logp - old (0 on-policy), w the weight, gate the sampling ratio times the masks, and
+    ``surrogate`` and ``kl`` from `formulas`::
+
+        loss_t    = w * gate * surrogate(R, A) + beta * w * kl [* exp(R)]
+        d_logp_t  = d loss_t / d logp_t
+        d_entropy = d loss / d entropy_t, the same for every token
+
+    A loss whose tokens share R can only be fused on-policy. There R is 0, and the policy term's
+    derivative, `d_policy`, is known beforehand, whatever the surrogate. Its loss is known too, and
+    left out, or it is ``d_policy * logp`` (`is_linear`). The loss is NaN where the log-probability
+    is not finite. Where the id is -1, d_logp is NaN as well.
+    `PolicyLoss.fused_loss` makes the record, which knows no vocabulary. The kernels know no
+    loss type, config or sequence.
+    """
+
+    surrogate: str | None  # one of `formulas.SURROGATES`; None on-policy
+    constants: tuple[float, ...]  # of the surrogate, in the order of its arguments
+    # one of `formulas.ESTIMATORS`, or "full" with a second head; None without a KL term
+    kl: str | None
+    corrects_kl: bool  # the estimate is multiplied by exp(R)
+    advantages: Tensor | None  # A; None on-policy
+    # the policy term's derivative, including weight and gate; only on-policy
+    d_policy: Tensor | None
+    weights: Tensor
+    old: Tensor | None  # None on-policy
+    ref: Tensor | None  # only if `kl` is an estimator
+    gate: Tensor | None  # None: 1
+    beta: float
+    d_entropy: float  # d loss / d entropy
+    is_linear: bool = False  # on-policy: the policy term is d_policy * logp
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """The `LOSS_TERMS` that this loss has."""
+        return LOSS_TERMS if self.kl is not None else LOSS_TERMS[:-1]
+
+
+class RowBackend(Protocol):
+    """Row work on a chunk of logits."""
+
+    name: str
+
+    def scratch_rows(self, n: int, vocab: int, *, reference: bool = False) -> int:
+        """Temporary memory that a chunk of `n` rows needs, in rows of logits."""
+        return 0
+
+    def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
+        """Turn the raw logits into the form that the other methods read, in place.
+
+        A backend that reads raw logits does nothing.
+        """
+        return None
+
+    @abstractmethod
+    def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
+        """Compute each row's statistics: the log-probability of its id, and what `grad` reads.
+
+        Args:
+            entropy: compute `RowStats.entropies` too.
+            extras: names from `EXTRAS` of further statistics.
+        """
+        ...
+
+    @abstractmethod
+    def diverge(
+        self, chunk: Chunk, stats: RowStats, reference_stats: RowStats
+    ) -> tuple[Tensor, Tensor]:
+        """Compute `DivergenceStats.value` and ``.sum_k`` (n,) of a chunk with a reference.
+
+        If the columns are only a part of the vocabulary, pass the statistics of the whole
+        vocabulary; the results of the parts add up.
+        """
+        ...
+
+    @abstractmethod
+    def grad(
+        self,
+        chunk: Chunk,
+        stats: RowStats,
+        coefficients: Coefficients,
+        out: Tensor,
+    ) -> None:
+        """``out = d loss / d (raw logits)``, from a row's coefficients.
+
+        d_logp is not None; d_topk is not read (`engine.topk` adds its part).
+
+        `out` (n, V) may be the logits themselves or another tensor, including a 16-bit one; the
+        backend may overwrite the logits in either case. A row has no target if its id is not among
+        the columns. Without `d_divergence`, the backend ignores a reference.
+        """
+        ...
+
+    def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
+        """``out = x * factor``, rounded once: a gradient of any shape, times () or (m, 1).
+
+        `x` is in the accumulator's dtype. `out` has the shape of `x`; it may be `x` itself or a
+        16-bit tensor.
+        """
+        torch.mul(x, factor, out=out)
+
+
+@runtime_checkable
+class FusedRowBackend(RowBackend, Protocol):
+    """Backend that can also compute a whole `FusedLoss` with the statistics and the gradient."""
+
+    fuses_reference: bool  # True if `fused` takes chunks with a reference
+
+    @abstractmethod
+    def fused(self, chunk: Chunk, fused_loss: FusedLoss, out: Tensor | None) -> RowStats:
+        """Compute each row's statistics and loss and, if `out` is given, write the gradient to it.
+
+        The call does the work of `stats`, fills `RowStats.loss_terms`, and then does the work of
+        `grad`. For a chunk with a reference, `FusedLoss.kl` is ``"full"``: the call computes the
+        divergence too. An id outside [0, V) is invalid: the row's log-probability, loss and d_logp
+        are NaN.
+        """
+        ...
 
 
 def check_backend(name: object) -> None:
@@ -74,11 +338,10 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}_rows")
 
 
-__all__ = [
-    "BACKENDS",
-    "LogitTransform",
-    "RowBackend",
-    "RowStats",
-    "check_backend",
-    "choose_backend",
-]
+def warn_of_torch(place: str, better: str, refusal: str) -> None:
+    """Warn once that torch does the row work on the `place`, slower than `better`, and why."""
+    warn_once(
+        f"on the {place}, losses and log-probabilities run in torch operations, slower than in "
+        f'{better} (backend="torch" asks for this without a warning): {refusal}',
+        RuntimeWarning,
+    )

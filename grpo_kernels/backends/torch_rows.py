@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.divergence import terms_of
-from grpo_kernels.backends.interface import (
+from grpo_kernels.backends import (
     Chunk,
     Coefficients,
     DivergenceStats,
@@ -36,6 +35,7 @@ from grpo_kernels.backends.interface import (
     RowStats,
     statistic_dtype,
 )
+from grpo_kernels.backends.divergence import terms_of
 from grpo_kernels.base.tensors import take
 
 BLOCK_ELEMENTS = 2**21  # small enough to stay in the caches, large enough to keep threads busy

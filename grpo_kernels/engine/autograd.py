@@ -1,4 +1,4 @@
-"""The autograd Functions: a loss with its gradient, and differentiable scores.
+"""The autograd Functions: a loss with its gradient, and differentiable scores; the second pass.
 
 Both keep d hidden and d weight in the accumulator's dtype and apply the upstream gradient before
 the one rounding. Only `lean` rounds d weight slice by slice, in its second pass.
@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import TOPK_LOGPS, Coefficients, RowBackend
+from grpo_kernels.backends import TOPK_LOGPS, Coefficients, RowBackend, RowStats
 from grpo_kernels.base.checks import is_one, warn_once
-from grpo_kernels.base.tensors import map_tensors, scatter, spread
-from grpo_kernels.engine.passes import FirstPass, first_pass, second_pass
+from grpo_kernels.base.tensors import is_nonzero, map_tensors, scatter, spread, take
 from grpo_kernels.engine.plan import Job, RowLoss
 from grpo_kernels.engine.remainder import check_remainder, ratio_at, split_off
+from grpo_kernels.engine.slices import sweep_slices
+from grpo_kernels.engine.sweep import FirstPass, first_pass, gradient_work, indices_of, sweep
 from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import HeadTensors
 from grpo_kernels.results import Scores
@@ -343,6 +345,50 @@ def _gradient(
     total = _merge(scaled, live_rows, more, indices, len(rows), ratio)
     every = torch.arange(len(rows), device=rows.positions.device)
     return _input_gradients(total, shapes_and_dtypes, job, every)
+
+
+def second_pass(
+    job: Job,
+    tensors: HeadTensors,
+    reference: HeadTensors | None,
+    stats: RowStats,
+    coefficients: Coefficients,
+) -> tuple[HeadTensors, Tensor]:
+    """Compute the gradient of rows with a non-zero coefficient (n,); also return the rows' indices.
+
+    Projects the logits of these rows again. Waits for the device once, to count the rows. At least
+    one coefficient is not None.
+    """
+    indices, coefficients = _nonzero(coefficients)
+    job = job.at(indices)
+    if coefficients.d_divergence is None:  # then the gradient does not need the reference
+        job, reference = replace(job, reference_dtype=None), None
+    stats, coefficients = take((stats, coefficients), indices)
+    if job.order == "slices":
+        return sweep_slices(job, tensors, reference, stats, coefficients), indices
+    tensors, reference = job.converted(tensors, reference)
+    stats_of_first = lambda chunk, rows, at, out: (take(stats, at), None)  # noqa: E731
+    coefficients_of = lambda at, _: take(coefficients, at)  # noqa: E731
+    work = gradient_work(job, tensors, coefficients_of, stats_of_first, returns_stats=False)
+    grads = sweep(job, tensors, reference, work, job.needs_grad)[1]
+    assert grads is not None
+    return grads, indices
+
+
+def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
+    """Indices of the rows where any coefficient (n,) is not 0, and the coefficients.
+
+    If there are several coefficients, any that is zero everywhere becomes None.
+    """
+    nonzero = [None if x is None else is_nonzero(x) for x in coefficients]
+    present = [x for x in nonzero if x is not None]
+    if len(present) == 1 or device_of(present[0].device).is_capturing():
+        return indices_of(present[0]), coefficients
+    any_nonzero = torch.stack(present).any(dim=0)
+    count, *counts = torch.stack([any_nonzero.sum(), *(x.sum() for x in present)]).tolist()
+    next_count = iter(counts)
+    kept = (x if x is not None and next(next_count) else None for x in coefficients)
+    return indices_of(any_nonzero, count), Coefficients(*kept)
 
 
 WRONG_EXPECTATION = (

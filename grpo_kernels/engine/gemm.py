@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Coefficients, LogitTransform, RowStats
+from grpo_kernels.backends import Coefficients, LogitTransform, RowStats
 from grpo_kernels.base.tensors import map_tensors
 from grpo_kernels.engine.workspace import device_of
 

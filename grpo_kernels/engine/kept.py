@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, Coefficients, LogitTransform, RowStats
+from grpo_kernels.backends import Chunk, Coefficients, LogitTransform, RowStats
 from grpo_kernels.base.checks import HIGHEST_LOGP
 from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.base.tensors import scatter, take

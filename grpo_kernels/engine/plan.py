@@ -33,14 +33,15 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import check_backend, choose_backend
-from grpo_kernels.backends.interface import (
+from grpo_kernels.backends import (
     Coefficients,
     FusedLoss,
     FusedRowBackend,
     LogitTransform,
     RowBackend,
     RowStats,
+    check_backend,
+    choose_backend,
 )
 from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.checks import (
@@ -212,7 +213,7 @@ class Job:
             compared with gathering.
         transform: from raw to scaled logits, without bias and temperature.
         reference_dtype: dtype of the operands of the second head's products; None without one.
-        jsd_beta: the divergence from the second head, see `backends.interface.ReferenceLogits`.
+        jsd_beta: the divergence from the second head, see `backends.ReferenceLogits`.
         shard: this rank's shard, if the head's rows are divided among ranks.
         engine: one of `ENGINES`. Over kept sets, nothing reads it.
         entropy, extras: further statistics, from the backend.

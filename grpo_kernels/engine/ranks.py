@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import RowBackend, RowStats
+from grpo_kernels.backends import RowBackend, RowStats
 from grpo_kernels.base.distributed import all_reduce, gather_stacked, group_device
 from grpo_kernels.engine.workspace import Memory
 from grpo_kernels.head import Head
@@ -35,7 +35,7 @@ from grpo_kernels.head import Head
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from grpo_kernels.backends.interface import Chunk, LogitTransform
+    from grpo_kernels.backends import Chunk, LogitTransform
 
 
 def widest_part(weight: Tensor, shard: Shard | None) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Coefficients
+from grpo_kernels.backends import Coefficients
 from grpo_kernels.base.tensors import quantile_of_numbers
 
 # remainder over upstream; beyond this, more than three bits would cancel in d weight

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Coefficients, RowStats
+from grpo_kernels.backends import Coefficients, RowStats
 from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.gemm import Products
 from grpo_kernels.engine.plan import Job, Rows

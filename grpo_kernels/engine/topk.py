@@ -34,8 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.divergence import forward, reverse
-from grpo_kernels.backends.interface import (
+from grpo_kernels.backends import (
     STUDENT_MASS,
     TOPK_LOGPS,
     Chunk,
@@ -45,6 +44,7 @@ from grpo_kernels.backends.interface import (
     RowBackend,
     RowStats,
 )
+from grpo_kernels.backends.divergence import forward, reverse
 from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.checks import check_shape, check_signed_ids, check_tensor
 

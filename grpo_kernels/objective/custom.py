@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Coefficients, RowStats
+from grpo_kernels.backends import Coefficients, RowStats
 from grpo_kernels.base.checks import no_attribute
 from grpo_kernels.objective.config import check_loss_is_read, warn_of_loss
 from grpo_kernels.objective.policy import Evaluation, MetricInputs, PolicyLoss

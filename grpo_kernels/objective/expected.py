@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Coefficients, FusedLoss, RowStats
+from grpo_kernels.backends import Coefficients, FusedLoss, RowStats
 from grpo_kernels.base.checks import check_shape, check_tensor, hints_names
 from grpo_kernels.base.tensors import take
 from grpo_kernels.objective.config import LossConfig

@@ -55,8 +55,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends import TOPK_LOGPS, Coefficients, FusedLoss, RowStats
 from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times
-from grpo_kernels.backends.interface import TOPK_LOGPS, Coefficients, FusedLoss, RowStats
 from grpo_kernels.base.tensors import bounded, is_nonzero, quantile, scored_difference
 from grpo_kernels.objective.config import (
     LossConfig,

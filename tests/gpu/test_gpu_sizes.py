@@ -16,8 +16,14 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import Run, grpo_loss, linear_logprob
-from grpo_kernels.backends import LogitTransform, choose_backend
-from grpo_kernels.backends.interface import Chunk, Coefficients, FusedLoss, RowStats
+from grpo_kernels.backends import (
+    Chunk,
+    Coefficients,
+    FusedLoss,
+    LogitTransform,
+    RowStats,
+    choose_backend,
+)
 from grpo_kernels.base.tensors import take
 from tests.support.measure import AllocationWatcher
 from tests.support.on_device import leaves, relative, same_bits, truth

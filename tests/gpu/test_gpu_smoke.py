@@ -22,8 +22,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from benchmarks.timing import Clock
-from grpo_kernels.backends import choose_backend
-from grpo_kernels.backends.interface import Chunk, Coefficients, ReferenceLogits
+from grpo_kernels.backends import (
+    Chunk,
+    Coefficients,
+    ReferenceLogits,
+    choose_backend,
+)
 from grpo_kernels.backends.triton_rows import rows as row_work
 from tests.support.case_builder import make_case
 from tests.support.on_device import run_on

@@ -11,7 +11,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from grpo_kernels.backends.interface import (
+from grpo_kernels.backends import (
     Chunk,
     Coefficients,
     DivergenceStats,

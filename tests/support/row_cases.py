@@ -9,8 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.formulas import ESTIMATORS
-from grpo_kernels.backends.interface import (
+from grpo_kernels.backends import (
     Chunk,
     DivergenceStats,
     FusedLoss,
@@ -18,6 +17,7 @@ from grpo_kernels.backends.interface import (
     RowBackend,
     RowStats,
 )
+from grpo_kernels.backends.formulas import ESTIMATORS
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.typing import Extra

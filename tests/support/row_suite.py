@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import (
+from grpo_kernels.backends import (
     Chunk,
     Coefficients,
     FusedRowBackend,

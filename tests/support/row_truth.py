@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends import FusedLoss, LogitTransform, RowStats
 from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times
-from grpo_kernels.backends.interface import FusedLoss, LogitTransform, RowStats
 from tests.support import reference
 from tests.support.row_cases import tensors_of
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig
+from grpo_kernels.backends import Chunk, FusedLoss, FusedRowBackend, RowStats
 from grpo_kernels.backends.formulas import SURROGATES, times
-from grpo_kernels.backends.interface import Chunk, FusedLoss, FusedRowBackend, RowStats
 from grpo_kernels.objective.losses import LOSSES
 from tests.support.row_cases import DEVICE, PLAIN, same
 from tests.support.row_truth import U, check

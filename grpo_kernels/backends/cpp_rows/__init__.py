@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import (
+from grpo_kernels.backends import (
     LOSS_TERMS,
     Chunk,
     Coefficients,

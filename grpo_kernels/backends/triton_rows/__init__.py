@@ -10,7 +10,7 @@ import importlib.util
 
 import torch
 
-from grpo_kernels.backends.interface import RowBackend, warn_of_torch
+from grpo_kernels.backends import RowBackend, warn_of_torch
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:

@@ -14,8 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends import divergence
-from grpo_kernels.backends.interface import Chunk, DivergenceStats, ReferenceLogits, RowStats
+from grpo_kernels.backends import (
+    Chunk,
+    DivergenceStats,
+    ReferenceLogits,
+    RowStats,
+    divergence,
+)
 from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.mathfn import (
     clamp_max,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.interface import LOSS_TERMS, Chunk, FusedLoss, RowStats
+from grpo_kernels.backends import LOSS_TERMS, Chunk, FusedLoss, RowStats
 from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.grad import (
     barrier,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, Coefficients, RowStats
+from grpo_kernels.backends import Chunk, Coefficients, RowStats
 from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.divergence import k_of, normalizers, reference_arguments
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, expm1

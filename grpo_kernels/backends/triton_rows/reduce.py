@@ -34,7 +34,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from grpo_kernels.backends.interface import Chunk, RowStats, statistic_dtype
+from grpo_kernels.backends import Chunk, RowStats, statistic_dtype
 from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, log1p, softplus
 from grpo_kernels.backends.triton_rows.transform import (

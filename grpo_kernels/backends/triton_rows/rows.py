@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from grpo_kernels.backends.interface import (
+from grpo_kernels.backends import (
     Chunk,
     Coefficients,
     FusedLoss,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, LogitTransform
+from grpo_kernels.backends import Chunk, LogitTransform
 from grpo_kernels.backends.triton_rows.mathfn import quarter_tanh_slope, tanh
 
 # Arguments with one number per row. Each is read once: alignment is not worth a kernel variant.

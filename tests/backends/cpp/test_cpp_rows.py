@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.backends.interface import (
+from grpo_kernels.backends import (
     Chunk,
     Coefficients,
     DivergenceStats,
     LogitTransform,
     ReferenceLogits,
 )
+from grpo_kernels.backends.cpp_rows import CppRows
 from tests.support.divergence_suite import BETAS, DivergenceSuite
 from tests.support.row_cases import (
     PLAIN,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends import Chunk, Coefficients, FusedLoss, RowStats
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.backends.interface import Chunk, Coefficients, FusedLoss, RowStats
 from tests.support.row_cases import EXTRAS, assert_same, in_double, make_loss, make_transform, rows
 from tests.support.row_suite import check_kernels
 

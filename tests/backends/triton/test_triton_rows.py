@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from grpo_kernels.backends.interface import Chunk
+from grpo_kernels.backends import Chunk
 from grpo_kernels.backends.triton_rows import device
 from grpo_kernels.backends.triton_rows.device import RowConfig, family, row_config, row_configs
 from grpo_kernels.backends.triton_rows.rows import INTERPRETED, TritonRows

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, Coefficients, DivergenceStats
+from grpo_kernels.backends import Chunk, Coefficients, DivergenceStats
 from grpo_kernels.backends.triton_rows.grad import launch_scale
 from grpo_kernels.backends.triton_rows.rows import TritonRows
 from tests.emulator.launch import Emulation
