@@ -90,6 +90,7 @@ from grpo_kernels.head import (
 from grpo_kernels.kept_ids import KeptIds, read_kept_ids
 from grpo_kernels.module import whole_reference, within_module
 from grpo_kernels.objective.expected import (
+    NOTHING_EXPECTED,
     Expectation,
     Expected,
     ExpectedGradient,
@@ -221,7 +222,8 @@ def linear_logprob(
         def expected_at(positions: Tensor) -> ExpectedGradient:
             return read_expected(expected, completion_ids, positions, dtype, entropy=bool(entropy))
 
-        gradient = expected_at(rows.positions)  # even if few rows or none need it
+        # read even if few rows or none need it
+        gradient = NOTHING_EXPECTED if expected is None else expected_at(rows.positions)
         sets = None
         if kept_ids is not None:
             sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)

@@ -134,6 +134,9 @@ class ExpectedGradient:
         )
 
 
+NOTHING_EXPECTED = ExpectedGradient()
+
+
 def divergence_weights(
     name: str, expected: Tensor | None, hidden: Tensor, positions: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -200,7 +203,7 @@ def read_expected(
             f"expected: expected a tensor, {pair} or an Expectation, got a tuple of {len(expected)}"
         )
     if expected is None:
-        return ExpectedGradient()
+        return NOTHING_EXPECTED
 
     def rows(name: str, x: Any) -> Tensor:
         check_tensor(name, x, like=ids)
