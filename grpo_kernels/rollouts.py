@@ -20,7 +20,6 @@ from grpo_kernels.base.checks import (
     check_number,
     check_shape,
     check_tensor,
-    did_you_mean,
     hints_names,
     only_public,
     read_mask,
@@ -33,6 +32,7 @@ from grpo_kernels.base.tensors import (
     scored_difference,
     sequence_means,
     sequences_of,
+    spread,
     widen,
 )
 
@@ -67,7 +67,6 @@ _AGGREGATES = {
     "seq_mean": sequence_means,
     "seq_max": lambda x, mask: x.masked_fill(~mask, -math.inf).amax(dim=1, keepdim=True),
 }
-_WEIGHTED = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}  # level -> aggregate
 _DIVERGENCES = {  # functions of D, of any shape
     "k1": lambda d: -d,
     "k2": lambda d: d.square() / 2,
@@ -79,6 +78,8 @@ _STATISTICS = {  # name -> (aggregate, kind)
     for level, aggregate in _AGGREGATES.items()
     for kind in ("ratio", *_DIVERGENCES)
 }
+# level -> the statistic that is its weight
+_WEIGHTS = {"token": "token_ratio", "sequence": "seq_sum_ratio", "geometric": "seq_mean_ratio"}
 
 
 @hints_names
@@ -174,13 +175,13 @@ def correct(
     elif batch_normalize or clip_min is not None or mode != "truncate" or clip_max not in (2, None):
         why = "since clip_max, clip_min, mode or batch_normalize ask for weights"
         raise ValueError(f"level: expected a name, {why}, got None")
-    for name, bound in (("clip_max", clip_max), ("veto_threshold", veto_threshold)):
+    limits = {"clip_max": clip_max, "clip_min": clip_min, "veto_threshold": veto_threshold}
+    for name, bound in limits.items():
         if bound is not None:
-            check_number(name, bound, lowest=0)
-    if clip_min is not None:
-        check_number("clip_min", clip_min, lowest=0, inclusive=True)
-        if clip_max is not None and clip_min > clip_max:
-            raise ValueError(f"clip_min: expected at most clip_max = {clip_max}, got {clip_min}")
+            check_number(name, bound, lowest=0, inclusive=name == "clip_min")
+    high = math.inf if clip_max is None else clip_max
+    if clip_min is not None and clip_min > high:
+        raise ValueError(f"clip_min: expected at most clip_max = {clip_max}, got {clip_min}")
     if safety_bound != math.inf:
         check_number("safety_bound", safety_bound, lowest=0)
     if reject is not None and not hasattr(reject, "items"):
@@ -202,15 +203,20 @@ def correct(
     sampled = widen(padded(sampling_per_token_logps)[sequences])
     d = torch.where(mask, scored_difference(old, sampled), 0.0)
     results = _off_policy(old, d, mask, safety_bound)
+
+    def statistic(name: str) -> Tensor:  # (R, T) or (R, 1)
+        aggregate, kind = _STATISTICS[name]
+        if kind == "ratio":
+            return aggregate(d, mask).clamp(-safety_bound, safety_bound).exp()
+        return aggregate(_DIVERGENCES[kind](d.clamp(-safety_bound, safety_bound)), mask)
+
     weights = mask.to(d.dtype)
     if level is not None:
-        log_ratio = _AGGREGATES[_WEIGHTED[level]](d, mask)
-        raw = log_ratio.clamp(-safety_bound, safety_bound).exp()
+        raw = statistic(_WEIGHTS[level])
         weights = bounded(raw, clip_min, clip_max, truncates=mode == "truncate")
-        high = math.inf if clip_max is None else clip_max
-        low = 1 / high if clip_min is None else clip_min
+        low = 1 / high if clip_min is None else clip_min  # for the metrics, as in verl
         per_token = level == "token"
-        results |= _spread("rollout_is", weights, raw, mask, (low, high), per_token)
+        results |= _summary("rollout_is", weights, raw, mask, (low, high), per_token)
         tokens = weights.expand_as(mask)[mask]
         squares = tokens.square().mean()
         size = tokens.mean().square() / squares.clamp(min=torch.finfo(squares.dtype).tiny)
@@ -229,14 +235,10 @@ def correct(
 
     kept = mask
     for name, (low, high) in rules.items():
-        aggregate, kind = _STATISTICS[name]
-        if kind == "ratio":
-            values = aggregate(d, mask).clamp(-safety_bound, safety_bound).exp()
-        else:
-            values = aggregate(_DIVERGENCES[kind](d.clamp(-safety_bound, safety_bound)), mask)
+        values = statistic(name)
         inside = ((values >= low) & (values <= high)).expand_as(mask)
         per_token = name.startswith("token_")
-        results |= _spread(f"rollout_rs_{name}", values, values, mask, (low, high), per_token)
+        results |= _summary(f"rollout_rs_{name}", values, values, mask, (low, high), per_token)
         results |= _rejected(f"rollout_rs_{name}", inside, mask)
         kept = kept & inside
     if veto_threshold is not None:
@@ -247,9 +249,8 @@ def correct(
     if rules or veto_threshold is not None:
         results |= _rejected("rollout_rs", kept, mask)
 
-    whole_weights, whole_kept = weights.new_zeros(counts.shape), torch.zeros_like(counts)
-    whole_weights[sequences], whole_kept[sequences] = weights, kept
-    weights, kept = (x[place].view(counted.shape) for x in (whole_weights, whole_kept))
+    whole = (spread(x, sequences, batch) for x in (weights, kept))
+    weights, kept = (x[place].view(counted.shape) for x in whole)
     keep = completion_mask.masked_fill(~kept, 0)
     numbers = torch.stack([*results.values()]).tolist()  # one synchronization with the device
     named = {f"rollout_corr/{name}": x for name, x in zip(results, numbers, strict=True)}
@@ -258,7 +259,7 @@ def correct(
 
 def _bounds(name: str, bound: Any) -> tuple[float, float]:
     """(low, high) in the unit of the statistic: for k1, the logarithms of `bound`."""
-    check_choice("reject", name, _STATISTICS, did_you_mean(str(name), _STATISTICS))
+    check_choice("reject", name, _STATISTICS)
     is_k1, where = _STATISTICS[name][1] == "k1", f"reject[{name!r}]"
     if isinstance(bound, (tuple, list)) and len(bound) == 2:  # a configuration file has lists
         low, high = bound
@@ -322,7 +323,7 @@ def _off_policy(old: Tensor, d: Tensor, mask: Tensor, safety_bound: float) -> di
     }
 
 
-def _spread(
+def _summary(
     prefix: str,
     values: Tensor,  # (R, T), one per token, or (R, 1), one per sequence
     raw: Tensor,  # `values` before they were bounded

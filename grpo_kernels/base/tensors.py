@@ -50,7 +50,10 @@ def take(record: R, index: Tensor | slice) -> R:
 
 
 def spread(x: Tensor, index: Tensor, n: int) -> Tensor:
-    """Put `x` (m, ...) into increasing rows `index` of zeros (n, ...); `x` itself if m = n."""
+    """Put `x` (m, ...) into increasing rows `index` of zeros (n, ...); `x` itself if m = n.
+
+    `index` is (m,), or (n,) bool that marks the rows.
+    """
     if x.shape[0] == n:
         return x
     full = x.new_zeros(n, *x.shape[1:])
