@@ -12,7 +12,7 @@ ranks do not communicate, even if ``torch.distributed`` is initialized.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -113,14 +113,14 @@ def group_advantages(
     batch = _one_group(table, process_group)
 
     if multi_objective_aggregation == "sum_then_normalize":
-        total = _weighted_sum(table, weights)
+        total, error = _weighted_sum(table, weights)
         if scale_rewards == "mean" and bool((total < 0).any()):
             warn_once(
                 "rewards: expected rewards of at least 0 with scale_rewards='mean', which divides "
                 "by a group's mean, got negative ones; a group gets advantages of 0 unless its "
                 "mean is above 0"
             )
-        result, spread, count = _moments(total, groups, correction, _rounding_of(table, weights))
+        result, spread, count = _moments(total, groups, correction, error)
         if scale_rewards == "batch":
             _, spread, _ = _moments(total, batch, correction)
         if scale_rewards == "mean":
@@ -136,7 +136,7 @@ def group_advantages(
                 "'normalize_then_sum'; leave it out"
             )
         centered, spread, _ = _moments(table, groups, correction)
-        total = _weighted_sum(_divide(centered, spread + eps), weights)
+        total, _ = _weighted_sum(_divide(centered, spread + eps), weights)
         # z-scores sum to 0 in every group, so their mean over the batch is only rounding error
         _, spread, _ = _moments(total, batch, correction)
         result = _divide(total, spread + eps)
@@ -176,7 +176,7 @@ def rloo_advantages(
     check_number("eps", eps, lowest=0, inclusive=True)
     table, weights = _reward_table(rewards, reward_weights, num_generations)
     groups = _groups(table, num_generations, group_ids, process_group)
-    total, error = _weighted_sum(table, weights), _rounding_of(table, weights)
+    total, error = _weighted_sum(table, weights)
     centered, _, n = _moments(total, groups, 0, error)
     result = centered * n / (n - 1)  # where n = 1, 0 / 0 = NaN marks the row as unscored
     if normalize_advantages:
@@ -320,13 +320,11 @@ def gae(
     check_tensor("rewards", rewards)
     r = (_counted_values if rewards.dim() == 2 else _at_last)("rewards", rewards, mask)
     v = _counted_values("values", values, mask)
-    order = counted_first(mask)
-    v_packed = v.gather(1, order)
-    next_v = pad(v_packed, (0, 1))[:, 1:]
+    next_v = _over_counted(lambda x: pad(x, (0, 1))[:, 1:], v, mask)
     if last_value is not None:
-        next_v = next_v + _at_last("last_value", last_value, mask).gather(1, order)
-    delta = r.gather(1, order) + gamma * next_v - v_packed  # 0 where masked, like its terms
-    advantages = torch.zeros_like(v).scatter(1, order, discounted_sums(delta, gamma * lam))
+        next_v = next_v + _at_last("last_value", last_value, mask)
+    delta = r + gamma * next_v - v  # 0 where masked, like its terms
+    advantages = _over_counted(lambda x: discounted_sums(x, gamma * lam), delta, mask)
     returns = advantages + v  # both are 0 where masked
     if whiten_advantages:
         advantages = whiten(advantages, mask, std=std, process_group=process_group)
@@ -390,16 +388,15 @@ def reinforce_plus_plus(
         )
     if per_token_kl is None and beta not in (0.0, 0.01):  # neither off nor the default
         warn_once("beta: not used without per_token_kl; pass it, or leave beta out")
-    total = _weighted_sum(table, weights)
+    total, error = _weighted_sum(table, weights)
     scored = mask & ~total.isnan()
     if num_generations is not None or group_ids is not None:
         groups = _groups(table, num_generations, group_ids, process_group)
-        total, _, _ = _moments(total, groups, 0, _rounding_of(table, weights))
+        total, _, _ = _moments(total, groups, 0, error)
     x = torch.where(last_counted(scored), total, 0.0)
     if per_token_kl is not None:
         x = x - beta * _counted_values("per_token_kl", per_token_kl, scored)
-    order = counted_first(scored)
-    returns = torch.zeros_like(x).scatter(1, order, discounted_sums(x.gather(1, order), gamma))
+    returns = _over_counted(lambda x: discounted_sums(x, gamma), x, scored)
     result = whiten(returns, scored, std=std, eps=eps, process_group=process_group)
     return result.to(_float_dtype(rewards))
 
@@ -438,6 +435,12 @@ def whiten(
     centered, spread, _ = _moments(flat, _one_group(flat, process_group), correction)
     result = _divide(centered if shift_mean else flat, spread + eps).view(mask.shape)
     return torch.where(mask, result, 0.0).to(_float_dtype(x))
+
+
+def _over_counted(change: Callable[[Tensor], Tensor], x: Tensor, mask: Tensor) -> Tensor:
+    """`change` applied to ``x`` (B, T), 0 where masked, with each row's counted positions first."""
+    order = counted_first(mask)
+    return torch.zeros_like(x).scatter(1, order, change(x.gather(1, order)))
 
 
 # Groups of rows, which may span ranks, and statistics of groups
@@ -544,22 +547,19 @@ def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(numerator == 0, 0.0, numerator / denominator)
 
 
-def _weighted_sum(table: Tensor, weights: Tensor) -> Tensor:
-    """sum_f w_f r_f (N, 1) over the scored entries; NaN for a row without any."""
-    unscored = table.isnan().all(dim=1, keepdim=True)
-    return torch.where(unscored, math.nan, (table * weights).nansum(dim=1, keepdim=True))
+def _weighted_sum(table: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | float]:
+    """sum_f w_f r_f (N, 1) over the scored entries, NaN for a row without any; and its rounding.
 
-
-def _rounding_of(table: Tensor, weights: Tensor) -> Tensor | float:
-    """Bound (N, 1) on the rounding of sum_f w_f r_f, such as 0.1 + 0.2 - 0.3; one product has none.
-
-    The products, the weights and each partial sum are rounded.
+    The rounding, as in 0.1 + 0.2 - 0.3, is a bound (N, 1): products, weights and partial sums are
+    rounded. It is 0 for a single column.
     """
-    columns = table.shape[1]
+    products, columns = table * weights, table.shape[1]
+    unscored = table.isnan().all(dim=1, keepdim=True)
+    total = torch.where(unscored, math.nan, products.nansum(dim=1, keepdim=True))
     if columns == 1:
-        return 0.0
-    sizes = (table * weights).abs().nansum(dim=1, keepdim=True)
-    return 2 * (columns + 2) * torch.finfo(table.dtype).eps * sizes
+        return total, 0.0
+    sizes = products.abs().nansum(dim=1, keepdim=True)
+    return total, 2 * (columns + 2) * torch.finfo(table.dtype).eps * sizes
 
 
 # Arguments
