@@ -4,29 +4,17 @@ them as ``objective=``::
     out = grpo_loss(..., sampling_per_token_logps=mu, objective=objectives.ipo)
     near = functools.partial(objectives.ipo, eps=0.1)  # another parameter
 
-Parameters and defaults are those of the named trainer. Let A be the token's advantage, and p, old
-and mu the probabilities of the sampled token under the policy, the old policy and the sampler. With
-logp = log(p), r = p / mu, R = log(p / old), and sg[x] for x without its gradient, the loss of a
-token is::
+Symbols: A is the token's advantage; p, old and mu are the probabilities of the sampled token under
+the policy, the old policy and the sampler; r = p / mu, R = log(p / old), logp = log(p), and sg[x]
+is x without its gradient.
 
-    ipo               -A min(r, ratio_max) where |p - mu| <= eps; + kl_tau log(r)^2
-    icepop_prime_rl   -A r where ratio_low <= r <= ratio_high
-    kpop              -A r where both KLs of (p, 1 - p), (mu, 1 - mu) are small; + kl_tau log(r)^2
-    rollout_is        -sg[r] A logp where r is within the range
-    topr              -A logp of a good completion, else -sg[min(p / old, 1)] A logp
-    fipo              PPO's loss, times sg[f] with f from the R of this and later tokens
-    cispo_two_sided   -sg[clip(e^R)] A logp
-    dppo_tv, dppo_kl  -sg[min(e^R, c)] A logp where p has not moved too far from old
-    clip_cov          PPO's loss, but 0 for some of the tokens of high covariance
-    kl_cov            -e^R A; + coef |R| for the tokens of highest covariance
-    gspo_token        PPO's loss, with the sequence's ratio in value, the token's in gradient
-
-The last three losses and `fipo` look at a whole batch or sequence and take two passes; the other
-losses take one pass. No loss here uses entropies or the reference. An ``importance_sampling_ratio``
-multiplies the whole loss of a token. The config's ``loss_type``, by default "dapo", sets the
-normalizer. Without old log-probabilities, R = 0; a token that the sampler could not score (NaN) has
-r = 1. An advantage of exactly 0 contributes exactly 0 to the policy term, and a clipped token gets
-no gradient, even where a ratio overflows. Means and shares are over the tokens of the call.
+Parameters and defaults are those of the named trainer. `fipo`, `clip_cov`, `kl_cov` and
+`gspo_token` look at a whole batch or sequence and take two passes; the other losses take one pass.
+No loss here uses entropies or the reference. An ``importance_sampling_ratio`` multiplies the whole
+loss of a token. The config's ``loss_type``, by default "dapo", sets the normalizer. Without old
+log-probabilities, R = 0; a token that the sampler could not score (NaN) has r = 1. An advantage of
+exactly 0 contributes exactly 0 to the policy term, and a clipped token gets no gradient, even where
+a ratio overflows. Means and shares are over the tokens of the call.
 
 `m2po_mask` computes a mask of tokens; call it before the loss.
 """
@@ -34,6 +22,7 @@ no gradient, even where a ratio overflows. Means and shares are over the tokens 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -63,19 +52,20 @@ only_public(__name__, preset_hint)
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-# a number must be at least 0, except for these options
-_ABOVE_0 = (
-    "clip_cov_ratio", "clip_ratio_c", "decay_rate", "kl_cov_ratio", "ratio_high", "ratio_low",
-    "ratio_max",
-)  # fmt: skip
-_SIGNED = ("clip_cov_lb", "clip_cov_ub")
+# range of a number, as `check_number` takes it; an option that is not here is at least 0
+_RANGES: dict[str, tuple[Any, ...]] = {
+    "clip_cov_lb": (), "clip_cov_ub": (), "kl_cov_ratio": (0.0, False, 1.0),
+    "clip_cov_ratio": (0.0,), "clip_ratio_c": (0.0,), "decay_rate": (0.0,), "ratio_high": (0.0,),
+    "ratio_low": (0.0,), "ratio_max": (0.0,),
+}  # fmt: skip
+_SYMBOLS = next((x for x in (__doc__ or "").split("\n\n") if x.startswith("Symbols: ")), "")
 
 
 def _loss(*, token_level: bool) -> Callable[[F], F]:
     """Decorate an objective that reads no entropies.
 
     The result checks the objective's number options, and multiplies its loss by an importance
-    sampling ratio.
+    sampling ratio. Its docstring ends with the symbols of this module's.
     """
 
     def declare(function: F) -> F:
@@ -90,11 +80,11 @@ def _loss(*, token_level: bool) -> Callable[[F], F]:
                     f"passes; with other parameters functools.partial(objectives.{name}, ...)"
                 )
             for name in options.keys() & numbers:
-                lowest = -math.inf if name in _SIGNED else 0.0
-                check_number(name, options[name], lowest, inclusive=name not in _ABOVE_0)
+                check_number(name, options[name], *_RANGES.get(name, (0.0, True)))
             loss, ratio = function(tokens, **options), tokens.importance_sampling_ratio
             return loss if ratio is None else times(loss, ratio)
 
+        objective.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{_SYMBOLS}"
         vars(objective).update(token_level=token_level, uses_entropies=False)
         return cast(F, objective)
 
@@ -107,9 +97,8 @@ def ipo(
 ) -> Tensor:
     """IPO (INTELLECT policy optimization), prime-rl's default: a trust region in probability.
 
-    -A min(r, `ratio_max`) where |p - mu| <= `eps`, else 0; plus `kl_tau` log(r)^2. A is the
-    advantage, p and mu are the token's probabilities under policy and sampler, and r = p / mu. Use
-    IPO for samples that are some steps old: it reads no old log-probabilities.
+    -A min(r, `ratio_max`) where |p - mu| <= `eps`, else 0; plus `kl_tau` log(r)^2. Use IPO for
+    samples that are some steps old: it reads no old log-probabilities.
 
     The gradient is not cut off where r is capped: with respect to log(p), it is -A `ratio_max`.
     `eps` bounds the difference of the probabilities, whatever the sign of A.
@@ -130,9 +119,8 @@ def icepop_prime_rl(
 ) -> Tensor:
     """IcePop as in prime-rl: the masked ratio is p / mu, which passes its gradient.
 
-    -A r where `ratio_low` <= r <= `ratio_high`, else 0. A is the advantage, and r = p / mu is the
-    ratio of the token's probabilities under policy and sampler. Use this loss if p and mu are far
-    apart at some tokens, as in mixtures of experts.
+    -A r where `ratio_low` <= r <= `ratio_high`, else 0. Use this loss if p and mu are far apart at
+    some tokens, as in mixtures of experts.
 
     `presets.ICEPOP` is IcePop as in OpenRLHF and NeMo-RL, where the ratio is a constant weight on
     PPO's loss.
@@ -148,9 +136,8 @@ def icepop_prime_rl(
 def kpop(tokens: TokenInputs, *, threshold: float = 0.1, kl_tau: float = 1e-3) -> Tensor:
     """KPop: -A r where KL((p, 1 - p) || (mu, 1 - mu)) and its reverse are at most `threshold`.
 
-    The loss of other tokens is 0. To every token's loss, `kl_tau` log(r)^2 is added. A is the
-    advantage, p and mu are the token's probabilities under policy and sampler, and r = p / mu.
-    Unlike `icepop_prime_rl`, this loss allows rare tokens larger ratios than likely tokens.
+    The loss of other tokens is 0. To every token's loss, `kl_tau` log(r)^2 is added. Unlike
+    `icepop_prime_rl`, this loss allows rare tokens larger ratios than likely tokens.
 
     In both KLs, the probabilities are clamped to [1e-6, 1 - 1e-6]. The ratio has no cap.
     Sources: https://ringtech.notion.site/kpop, prime-rl's #3283.
@@ -169,15 +156,14 @@ def rollout_is(
 ) -> Tensor:
     """GLM-5's loss (SkyRL's ``rollout_is``): the ratio to the sampler as a constant weight.
 
-    -sg[r] A log(p) if 1 - `eps_clip_low` < r < 1 + `eps_clip_high`, else 0. A is the advantage, and
-    r = p / mu is the ratio of the token's probabilities under policy and sampler. sg[r] is r
-    without its gradient. Use this loss if asynchronous training stores no old log-probabilities.
+    -sg[r] A logp if 1 - `eps_clip_low` < r < 1 + `eps_clip_high`, else 0. Use this loss if
+    asynchronous training stores no old log-probabilities.
 
     Source: section 4.1.2 of https://arxiv.org/abs/2602.15763; SkyRL's defaults.
     """
     ratio = torch.exp(tokens.logps.detach() - _sampled(tokens))
     keep = (ratio > 1 - eps_clip_low) & (ratio < 1 + eps_clip_high)
-    return times(tokens.logps, torch.where(keep, -ratio * tokens.advantages, 0.0))
+    return _weighted(tokens, ratio, keep)
 
 
 @_loss(token_level=True)
@@ -190,10 +176,9 @@ def topr(
 ) -> Tensor:
     """TOPR (tapered off-policy REINFORCE): good completions count in full, others by their ratio.
 
-    The loss of a good completion's token is -`positive_weight` A log(p). For other completions, it
-    is -`negative_weight` sg[min(p / old, 1)] A log(p). A is the advantage, p and old are the
-    token's probabilities under the policy and the old policy, and sg[x] is x without its gradient.
-    Use TOPR for off-policy samples: a good completion counts in full, however unlikely it is now.
+    The loss of a good completion's token is -`positive_weight` A logp. For other completions, it is
+    -`negative_weight` sg[min(p / old, 1)] A logp. Use TOPR for off-policy samples: a good
+    completion counts in full, however unlikely it is now.
 
     `scores` has one score per position, shaped like the ids; a token belongs to a good completion
     if its score is above 0. If you have scores (B,), pass ``scores[:, None].expand_as(ids)``. None:
@@ -213,8 +198,7 @@ def topr(
         score = scores.flatten()[index]
     log_ratio = tokens.logps.detach() - tokens.old_per_token_logps
     tapered = negative_weight * torch.exp(log_ratio.clamp(max=0.0))
-    weight = torch.where(score > 0, positive_weight, tapered)
-    return times(tokens.logps, -weight * tokens.advantages)
+    return _weighted(tokens, torch.where(score > 0, positive_weight, tapered))
 
 
 @_loss(token_level=False)
@@ -231,10 +215,9 @@ def fipo(
     """FIPO (future-KL influenced policy optimization): PPO's clipped loss times a weight f.
 
     ``f_t = clip(exp(sum over k >= t of gamma^(k - t) R_k), 1 - influence_low, 1 +
-    influence_high)``, without gradient. R_k = log(p / old) is token k's log-ratio of policy to old
-    policy. The sum is over the counted tokens of the sequence, k - t is a distance in positions,
-    and gamma = 2^(-1 / decay_rate). If the advantage is negative and the token's own ratio is above
-    `safety_threshold`, f is also clipped to [0.8, 1].
+    influence_high)``, without gradient. R_k is the R of token k. The sum is over the counted tokens
+    of the sequence, k - t is a distance in positions, and gamma = 2^(-1 / decay_rate). If A is
+    negative and the token's own e^R is above `safety_threshold`, f is also clipped to [0.8, 1].
     Source: https://arxiv.org/abs/2603.19835; ms-swift's ``loss_type="fipo"``, with its defaults.
     ms-swift's ``fipo_clip_high_only`` corresponds to influence_low = 0; its ``delta`` is not
     available.
@@ -254,16 +237,14 @@ def cispo_two_sided(
 ) -> Tensor:
     """CISPO as in verl, with a lower bound.
 
-    -sg[clip(p / old)] A log(p). A is the advantage, p and old are the token's probabilities under
-    the policy and the old policy, and sg[x] is x without its gradient. The ratio is clipped to
-    [1 - `clip_ratio_low`, 1 + `clip_ratio_high`]. Unlike in PPO, a clipped token keeps its
-    gradient.
+    -sg[clip(p / old)] A logp. The ratio is clipped to [1 - `clip_ratio_low`, 1 +
+    `clip_ratio_high`]. Unlike in PPO, a clipped token keeps its gradient.
     ``loss_type="cispo"`` is TRL's CISPO, which equals this loss with clip_ratio_low=1 and
     clip_ratio_high=epsilon_high - 1.
     Source: https://arxiv.org/abs/2506.13585.
     """
     ratio = _constant_ratio(tokens).clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    return times(tokens.logps, -ratio * tokens.advantages)
+    return _weighted(tokens, ratio)
 
 
 @_loss(token_level=True)
@@ -276,13 +257,11 @@ def dppo_tv(
 ) -> Tensor:
     """verl's DPPO with total variation.
 
-    -sg[min(p / old, `clip_ratio_c`)] A log(p) where the token is kept, else 0. A is the advantage,
-    p and old are the token's probabilities under the policy and the old policy, and sg[x] is x
-    without its gradient. A token with A > 0 is kept if p - old is at most `clip_ratio_high`. Any
-    other token is kept if p - old is at least -`clip_ratio_low`. DPPO is made for large
-    vocabularies, where PPO's clip holds rare tokens back and lets likely tokens move far.
-    `clip_ratio_c` caps the ratio. verl's config sets the cap to 3; the paper recommends a higher
-    cap (section 5.4).
+    -sg[min(p / old, `clip_ratio_c`)] A logp where the token is kept, else 0. A token with A > 0 is
+    kept if p - old is at most `clip_ratio_high`. Any other token is kept if p - old is at least
+    -`clip_ratio_low`. DPPO is made for large vocabularies, where PPO's clip holds rare tokens back
+    and lets likely tokens move far. `clip_ratio_c` caps the ratio. verl's config sets the cap to 3;
+    the paper recommends a higher cap (section 5.4).
     Source: https://arxiv.org/abs/2602.04879.
     """
     moved = torch.exp(tokens.logps.detach()) - torch.exp(tokens.old_per_token_logps)
@@ -300,10 +279,9 @@ def dppo_kl(
 ) -> Tensor:
     """Like `dppo_tv`, but a token is kept if KL((old, 1 - old) || (p, 1 - p)) is in bounds.
 
-    p and old are the token's probabilities under the policy and the old policy. The bound is
-    `clip_ratio_high` if the advantage is positive, else `clip_ratio_low`. It applies only to a
-    token whose probability has moved in the direction that its advantage demands. 1 - p is computed
-    without cancellation, plus verl's 1e-8.
+    The bound is `clip_ratio_high` if A > 0, else `clip_ratio_low`. It applies only to a token whose
+    probability has moved in the direction that its advantage demands. 1 - p is computed without
+    cancellation, plus verl's 1e-8.
     Source: https://arxiv.org/abs/2602.04879.
     """
     logps, old = tokens.logps.detach(), tokens.old_per_token_logps
@@ -318,8 +296,7 @@ def dppo_kl(
 def _dppo(tokens: TokenInputs, raised: Tensor, lowered: Tensor, cap: float) -> Tensor:
     """The loss of the tokens that count: `raised` if A > 0, else `lowered`."""
     keep = torch.where(tokens.advantages > 0, raised, lowered)
-    weight = -_constant_ratio(tokens).clamp(max=cap) * tokens.advantages
-    return times(tokens.logps, torch.where(keep, weight, 0.0))
+    return _weighted(tokens, _constant_ratio(tokens).clamp(max=cap), keep)
 
 
 @_loss(token_level=False)
@@ -338,7 +315,7 @@ def clip_cov(
     Use it if the entropy collapses. ``max(int(clip_cov_ratio * counted tokens), 1)`` tokens get a
     loss of 0. These tokens are drawn at random from the unclipped tokens whose covariance is
     between `clip_cov_lb` and `clip_cov_ub`. A token's covariance is (A - mean A) (logp - mean
-    logp), where A is the advantage, logp the log-probability, and means are over the call's tokens.
+    logp), with means over the call's tokens.
 
     As in verl, the draw is a ``torch.randperm`` on the CPU, from `generator` or torch's default
     generator. With a sharded head, this generator must be in the same state on all ranks.
@@ -363,13 +340,11 @@ def kl_cov(
 ) -> Tensor:
     """verl's KL-Cov: a penalty for the tokens that lower the entropy most.
 
-    A token's loss is -e^R A, where A is the advantage and R = log(p / old) is the log-ratio of
-    policy to old policy. The ``max(1, int(kl_cov_ratio * counted tokens))`` tokens of highest
+    A token's loss is -e^R A. The ``max(1, int(kl_cov_ratio * counted tokens))`` tokens of highest
     covariance (see `clip_cov`) also get a penalty, `ppo_kl_coef` |R|. Use KL-Cov if the entropy
     collapses.
     Source: https://arxiv.org/abs/2505.22617.
     """
-    check_number("kl_cov_ratio", kl_cov_ratio, 0.0, highest=1.0)
     log_ratio = tokens.logps - tokens.old_per_token_logps
     places = tokens.mask.flatten().nonzero()[:, 0]
     number = min(max(1, int(len(places) * kl_cov_ratio)), len(places))
@@ -385,11 +360,10 @@ def gspo_token(
 ) -> Tensor:
     """GSPO-token, verl's ``gspo``: PPO's clipped loss with the sequence's ratio.
 
-    The ratio s = exp(sg[mean R] + logp - sg[logp]) is clamped to at most e^10. logp is the token's
-    log-probability, R = logp - old logp its log-ratio, the mean is over the sequence, and sg[x] is
-    x without its gradient. You may pass one advantage and one importance sampling ratio per token.
-    If both are the same for all tokens of a sequence, prefer `presets.GSPO`, which has the same
-    gradient and also metrics of the ratio.
+    The ratio s = exp(sg[mean R] + logp - sg[logp]), with the mean over the sequence, is clamped to
+    at most e^10. You may pass one advantage and one importance sampling ratio per token. If both
+    are the same for all tokens of a sequence, prefer `presets.GSPO`, which has the same gradient
+    and also metrics of the ratio.
     Source: https://arxiv.org/abs/2507.18071.
     """
     logps = tokens.logps.detach()
@@ -464,6 +438,12 @@ def _sampled(tokens: TokenInputs) -> Tensor:
         expected = "a tensor, since the objective reads it"
         raise ValueError(f"sampling_per_token_logps: expected {expected}, got None")
     return torch.where(torch.isnan(sampled), tokens.logps.detach(), sampled)
+
+
+def _weighted(tokens: TokenInputs, weight: Tensor, keep: Tensor | None = None) -> Tensor:
+    """``-weight A logp``, with a constant weight; 0 where `keep` is False."""
+    factor = -weight * tokens.advantages
+    return times(tokens.logps, factor if keep is None else torch.where(keep, factor, 0.0))
 
 
 def _kept(keep: Tensor, log_ratio: Tensor, tokens: TokenInputs) -> Tensor:

@@ -242,7 +242,9 @@ def test_every_objective_is_here_and_picklable() -> None:
     assert names | {"m2po_mask"} == {*objectives.__all__}
     assert not names & ({x.lower() for x in presets.__all__} | {"dapo", "bnpo", "cispo"})
     for name in names:
-        assert pickle.loads(pickle.dumps(getattr(objectives, name))) is getattr(objectives, name)
+        objective = getattr(objectives, name)
+        assert pickle.loads(pickle.dumps(objective)) is objective
+        assert "\n\nSymbols: A is the token's advantage;" in objective.__doc__
 
 
 @pytest.mark.parametrize("weighted", [False, True])
