@@ -2,7 +2,7 @@
 
 One group of completions, all with a gradient, through verl's own FSDP engine (not wrapped, fp32)
 and its ``ppo_loss``: with verl's fused torch head, with ours alone, with ours where the update
-scores (``old_logprobs=auto``), and with the prompt run once besides, which is the default. CPU
+scores (``old_log_probs=auto``), and with the prompt run once besides, which is the default. CPU
 seconds of all micro-batches, without the optimizer; the variants take turns in one process.
 """
 

@@ -58,7 +58,7 @@ OPTIONS = "actor_rollout_ref.model.fused_kernel_options"
 VALUES = {
     "zero_advantage": ("train", "score"),
     "layout": choices(BatchLayout),
-    "old_logprobs": ("auto", "score"),
+    "old_log_probs": ("auto", "score"),
 }
 TOP_K = "forward_kl_topk"  # verl's loss_mode of a distillation
 
@@ -85,7 +85,7 @@ def options_of(given: Mapping[Any, Any]) -> dict[str, Any]:
     unknown = set(given) - {"impl_backend", *VALUES}
     if unknown:
         raise ValueError(
-            f"{OPTIONS}: expected impl_backend, zero_advantage, layout and old_logprobs, got "
+            f"{OPTIONS}: expected impl_backend, zero_advantage, layout and old_log_probs, got "
             f"{', '.join(sorted(map(str, unknown)))}"
         )
     found = {name: given.get(name, values[0]) for name, values in VALUES.items()}

@@ -32,7 +32,7 @@ from grpo_kernels.patching import function_of, replaced
 from grpo_kernels.verl.engine import BACKEND, MARK, OPTIONS, Changes, Prompts, found_in, options_of
 from grpo_kernels.verl.rows import actor_config, by_sequence, flag, joined, may_move
 
-REQUEST = "grpo_kernels_old_logprobs"
+REQUEST = "grpo_kernels_old_log_probs"
 DEFER, UPDATE, COLLECT = "defer", "update", "collect"  # a batch's requests, in this order
 ROW = "grpo_kernels_row"  # field of a micro-batch: its sequences' indices in the worker's batch
 # Attribute of a worker: scores by sequence, each None until computed; None if it does not defer.
@@ -117,7 +117,7 @@ def worker_changes(module: ModuleType) -> Changes:
         if kept != [None] * len(data):
             raise RuntimeError(
                 f"{OLD}: expected one optimizer step for the {len(kept)} sequences of a batch, got "
-                f"a step of {len(data)}; set {OPTIONS}.old_logprobs=score"
+                f"a step of {len(data)}; set {OPTIONS}.old_log_probs=score"
             )
         loss = ScoreKeepingLoss(self.loss_fn, kept, entropy=bool(flag(data, "calculate_entropy")))
         data[ROW] = torch.arange(len(data))
@@ -272,7 +272,7 @@ def _distils(config: Any) -> bool:
 def _can_defer(trainer: Any, cls: type, own: Sequence[str], size: int) -> bool:
     """True if the update may score the batch of `size` sequences; print the reason if not."""
     options, config = _options(trainer), trainer.config
-    if options is None or options["old_logprobs"] == "score":
+    if options is None or options["old_log_probs"] == "score":
         return False
     correction = config.algorithm.get("rollout_correction", None) or {}
     if correction.get("bypass_mode", False) or config.trainer.critic_warmup > trainer.global_steps:

@@ -313,7 +313,7 @@ def test_zero_advantage_is_refused(options, flags, reason):
     ("name", "value", "message"),
     [
         ("zero_advantage", "skip", "zero_advantage: expected one of 'train', 'score', got 'skip'"),
-        ("zero_advantages", "score", "layout and old_logprobs, got zero_advantages"),
+        ("zero_advantages", "score", "layout and old_log_probs, got zero_advantages"),
         ("layout", "packed", "layout: expected one of 'tree', 'trim', 'padded', got 'packed'"),
     ],
 )

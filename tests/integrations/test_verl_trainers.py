@@ -1,5 +1,5 @@
 """verl's trainers, `fit` of the one, `_step_once` of the other, on CPUs: they leave the scoring of
-the old policy to the update, against themselves with ``old_logprobs=score``; responses of a prompt
+the old policy to the update, against themselves with ``old_log_probs=score``; responses of a prompt
 come to one rank, in the optimizer steps of verl.
 
 They run over verl's own workers and its FSDP engine (`verl_peer`). Stand-ins: the sampler, which
@@ -354,7 +354,7 @@ def _jagged(padded: dict[str, Tensor]) -> dict[str, Any]:
 
 
 OLD = "old_log_probs"
-SCORED = {"old_logprobs": "score"}
+SCORED = {"old_log_probs": "score"}
 # of a clock, of the machine, or of a scoring that does not run
 OTHER = ("timing_", "perf/", "actor/perf/")
 
@@ -483,8 +483,8 @@ def test_verl_scores_where_it_has_to(reason: str, capsys: pytest.CaptureFixture[
 
 
 def test_who_else_scores(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="old_logprobs: expected one of 'auto', 'score', got 'no'"):
-        train(OURS | {"old_logprobs": "no"})
+    with pytest.raises(ValueError, match="old_log_probs: expected one of 'auto', 'score', got"):
+        train(OURS | {"old_log_probs": "no"})
     step = train({"impl_backend": "torch"}, steps=1, strategy="fsdp").metrics[0]
     assert step["perf/mfu/actor_infer"] > 0
     assert "verl scores" not in capsys.readouterr().out
