@@ -134,10 +134,10 @@ def watched(counts: Counts, compact: bool = False) -> Iterator[Callable[[Any], N
     theirs, watch = trl_utils._ChunkedLogProbFunction, Watch(counts)
     apply = staticmethod(watch.theirs(theirs.apply))
     stock = type("Counted", (), {"apply": apply, "forward": theirs.forward})
-    ours = watch.ours(fused_head.linear_logprob)
+    ours = watch.ours(fused_head.linear_logps)
     with (
         mock.patch.object(trl_utils, "_ChunkedLogProbFunction", stock),
-        mock.patch.object(fused_head, "linear_logprob", ours),
+        mock.patch.object(fused_head, "linear_logps", ours),
         # TRL passes the labeled rows alone where it has Triton; its row work still runs in torch
         # here.
         mock.patch.object(trl_utils, "_use_triton", return_value=compact),

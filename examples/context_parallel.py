@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from grpo_kernels import GRPOLoss, linear_logprob, policy_loss_from_logps, presets
+from grpo_kernels import GRPOLoss, linear_logps, policy_loss_from_logps, presets
 
 B, T, H, V, RANKS = 4, 12, 64, 1000, 2
 
@@ -37,7 +37,7 @@ def batch() -> dict[str, Tensor]:
         "completion_mask": torch.rand(B, T, generator=g) < 0.8,
         "advantages": torch.tensor([1.0, -0.5, 0.25, -1.0]),
     }
-    logps = linear_logprob(made["hidden"], made["head"], made["completion_ids"]).logps
+    logps = linear_logps(made["hidden"], made["head"], made["completion_ids"]).logps
     return made | {"old_per_token_logps": logps + 3e-3 * torch.randn(B, T, generator=g)}
 
 
@@ -63,7 +63,7 @@ def run(rank: int, store: str) -> None:
     )
     hidden = hidden.clone().requires_grad_()
     head = given["head"].detach().clone().requires_grad_()
-    scores = linear_logprob(hidden, head, ids, completion_mask=mask)
+    scores = linear_logps(hidden, head, ids, completion_mask=mask)
     out = policy_loss_from_logps(
         gathered(scores.logps),
         gathered(scores.entropies),

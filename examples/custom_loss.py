@@ -17,7 +17,7 @@ import torch
 from arithmetic import accuracy, evaluate, hidden_states, sample, warm_model
 from torch import Tensor
 
-from grpo_kernels import TokenInputs, grpo_loss, linear_logprob, token_level
+from grpo_kernels import TokenInputs, grpo_loss, linear_logps, token_level
 from grpo_kernels.advantages import group_advantages
 
 
@@ -58,7 +58,7 @@ def main() -> None:
         ids, mask = rollout.completion_ids, rollout.completion_mask
         advantages = group_advantages(accuracy(rollout), num_generations=8)
         with torch.no_grad():
-            old = linear_logprob(
+            old = linear_logps(
                 hidden_states(model, rollout), head, ids, completion_mask=mask, entropy=False
             ).logps
         for _ in range(2):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing import start_processes
 
-from grpo_kernels import LossConfig, grpo_loss, linear_logprob
+from grpo_kernels import LossConfig, grpo_loss, linear_logps
 
 RANKS, STEPS, VOCAB, WIDTH = 2, 30, 101, 32
 CONFIG = LossConfig(loss_type="dapo", epsilon=0.2, epsilon_high=0.28)
@@ -72,7 +72,7 @@ def train(rank: int, store: str) -> None:
     dist.all_reduce(items)
     items /= RANKS  # FSDP2 averages gradients over the ranks
     with torch.no_grad():
-        old = linear_logprob(
+        old = linear_logps(
             model(tokens), model.lm_head, ids, completion_mask=mask, entropy=False
         ).logps
 

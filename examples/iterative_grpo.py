@@ -22,7 +22,7 @@ from arithmetic import Rollout, accuracy, evaluate, hidden_states, sample, take_
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
-from grpo_kernels import grpo_loss, linear_logprob, presets
+from grpo_kernels import grpo_loss, linear_logps, presets
 from grpo_kernels.advantages import group_advantages
 from grpo_kernels.rewards import compute_rewards
 
@@ -87,7 +87,7 @@ def main() -> None:
                     ("ref_per_token_logps", reference),
                 ):
                     states, head = hidden_states(model, rollout), model.lm_head
-                    given[name] = linear_logprob(
+                    given[name] = linear_logps(
                         states, head, batch[0], completion_mask=batch[1], entropy=False
                     ).logps
             scores = reward_model.score(rollout)

@@ -17,7 +17,7 @@ if __name__ == "__main__":
 import torch
 from arithmetic import accuracy, evaluate, hidden_states, sample, take_step, warm_model
 
-from grpo_kernels import LossConfig, grpo_loss, linear_logprob
+from grpo_kernels import LossConfig, grpo_loss, linear_logps
 from grpo_kernels.advantages import group_advantages
 
 
@@ -46,7 +46,7 @@ def main() -> None:
             out = grpo_loss(states, head, ids, mask, advantages, **given)
             if update == 0:  # nothing has moved since the sampler
                 frozen = states.detach(), head.detach()
-                full = linear_logprob(*frozen, ids, completion_mask=mask, entropy=False).logps
+                full = linear_logps(*frozen, ids, completion_mask=mask, entropy=False).logps
                 counted = mask.bool()
                 ratios = [((x - sampler).exp() - 1)[counted].abs() for x in (out.logps, full)]
                 off_kept = max(off_kept, ratios[0].max().item())

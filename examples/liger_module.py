@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_kernels import linear_logprob
+from grpo_kernels import linear_logps
 from grpo_kernels.liger import LigerFusedLinearGRPOLoss, patch_liger, unpatch_liger
 
 B, T, H, V = 8, 16, 64, 1000
@@ -33,7 +33,7 @@ def make_batch() -> Batch:
     torch.manual_seed(0)
     hidden, weight = torch.randn(B, T, H), 0.3 * torch.randn(V, H)
     ids, mask = torch.randint(V, (B, T)), (torch.arange(T) < torch.randint(4, T + 1, (B, 1))).long()
-    logps = linear_logprob(hidden, weight, ids, entropy=False).logps
+    logps = linear_logps(hidden, weight, ids, entropy=False).logps
     return {
         "_input": hidden.requires_grad_(),
         "lin_weight": weight.requires_grad_(),

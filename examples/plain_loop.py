@@ -2,7 +2,7 @@
 
 Each round samples groups of completions, scores them, and takes two optimizer steps on them. The
 first step is on-policy. The second uses the log-probabilities of the policy that sampled, from
-`linear_logprob` without a gradient. At the end, the script asserts that the share of right answers
+`linear_logps` without a gradient. At the end, the script asserts that the share of right answers
 rises.
 """
 
@@ -16,7 +16,7 @@ if __name__ == "__main__":
 import torch
 from arithmetic import accuracy, evaluate, hidden_states, sample, warm_model
 
-from grpo_kernels import GRPOLoss, linear_logprob
+from grpo_kernels import GRPOLoss, linear_logps
 from grpo_kernels.advantages import group_advantages
 
 
@@ -36,7 +36,7 @@ def main() -> None:
         ids, mask = rollout.completion_ids, rollout.completion_mask
         advantages = group_advantages(accuracy(rollout), num_generations=8)
         with torch.no_grad():
-            old = linear_logprob(
+            old = linear_logps(
                 hidden_states(model, rollout), head, ids, completion_mask=mask, entropy=False
             ).logps
         for _ in range(2):

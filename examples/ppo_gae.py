@@ -17,7 +17,7 @@ import torch
 from arithmetic import accuracy, evaluate, hidden_states, sample, warm_model
 from torch import nn
 
-from grpo_kernels import grpo_loss, linear_logprob, presets
+from grpo_kernels import grpo_loss, linear_logps, presets
 from grpo_kernels.advantages import gae
 
 
@@ -41,7 +41,7 @@ def main() -> None:
         counted = mask.bool()
         with torch.no_grad():
             states = hidden_states(model, rollout)
-            old = linear_logprob(states, head, ids, completion_mask=mask, entropy=False).logps
+            old = linear_logps(states, head, ids, completion_mask=mask, entropy=False).logps
             values = value_head(states).squeeze(-1)
         advantages, returns = gae(
             accuracy(rollout), values, mask, gamma=1.0, lam=0.95, whiten_advantages=True

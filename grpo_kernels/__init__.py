@@ -9,7 +9,7 @@
       options          LossConfig; presets: published algorithms
       your own loss    objectives, TokenInputs, token_level
       from log-probs   policy_loss_from_logps
-    log-probabilities  linear_logprob, which returns Scores
+    log-probabilities  linear_logps, which returns Scores
       truncated sets   KeptIds
       gradient hints   Expectation, policy_expectation
     distillation       linear_divergence, topk_divergence, which return Scores
@@ -43,7 +43,7 @@ from grpo_kernels.objective.config import LossConfig, preset_hint
 from grpo_kernels.objective.custom import TokenInputs, token_level
 from grpo_kernels.objective.expected import Expectation
 from grpo_kernels.results import LossOutput, Metrics, Scores
-from grpo_kernels.scores import linear_divergence, linear_logprob, topk_divergence
+from grpo_kernels.scores import linear_divergence, linear_logps, topk_divergence
 
 __version__ = VERSION
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # the application decides
@@ -63,7 +63,7 @@ __all__ = [
     "advantages",
     "grpo_loss",
     "linear_divergence",
-    "linear_logprob",
+    "linear_logps",
     "objectives",
     "policy_expectation",
     "policy_loss_from_logps",
@@ -77,7 +77,7 @@ __all__ = [
 
 _TRAINERS = ("liger", "transformers", "trl", "verl")
 _OF_TRAINERS = {
-    "transformers": ("causal_lm_divergence", "causal_lm_loss", "completion_logprobs"),
+    "transformers": ("causal_lm_divergence", "causal_lm_loss", "completion_logps"),
     "trl": ("FusedGRPOTrainer", "patch_trl"),
     "verl": ("patch_verl",),
     "liger": ("patch_liger",),

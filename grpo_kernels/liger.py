@@ -26,7 +26,7 @@ from grpo_kernels.module import gather_of
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import loss_type_of
 from grpo_kernels.patching import Patches, needed, parameter_names
-from grpo_kernels.scores import linear_logprob
+from grpo_kernels.scores import linear_logps
 
 __all__ = ["LigerFusedLinearGRPOLoss", "patch_liger", "unpatch_liger"]
 
@@ -157,7 +157,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                     f"beta = {config.beta}; got None"
                 )
             with torch.no_grad():
-                ref_per_token_logps = linear_logprob(
+                ref_per_token_logps = linear_logps(
                     ref_input,
                     Head(ref_weight, ref_bias),
                     selected_token_ids,

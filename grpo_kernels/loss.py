@@ -251,7 +251,7 @@ def grpo_loss(
             ``vllm_importance_sampling_correction``, only ``"token_truncate"`` and ``"token_mask"``
             can be combined with these arguments.
         kept_ids: the kept set of each position, that is, the ids that a truncating sampler (top-k,
-            top-p, min-p) kept there, as in `linear_logprob`. Log-probabilities and entropies are
+            top-p, min-p) kept there, as in `linear_logps`. Log-probabilities and entropies are
             then taken over these sets, and only the head's rows of these ids are read. Compute old,
             reference and sampling log-probabilities over the same sets.
         on_missing_set: what to do with a position whose set is empty or lacks the sampled id.
@@ -482,7 +482,7 @@ def policy_loss_from_logps(
     """Compute the loss of `grpo_loss` from log-probabilities and entropies, differentiable in both.
 
     Use this function for log-probabilities that you already have, such as those from a model's own
-    head, or over kept sets (`linear_logprob` with `kept_ids`). Otherwise prefer `grpo_loss`: it
+    head, or over kept sets (`linear_logps` with `kept_ids`). Otherwise prefer `grpo_loss`: it
     computes log-probabilities and gradient in one pass, which saves a matrix product.
 
     Args:
@@ -555,7 +555,7 @@ def policy_expectation(
 ) -> Expectation:
     """Predict the gradient of a policy loss, for a trainer that computes its own loss.
 
-    With `linear_logprob(..., expected=policy_expectation(...))`, such a trainer needs only one
+    With `linear_logps(..., expected=policy_expectation(...))`, such a trainer needs only one
     pass. A wrong expectation costs time, but does not change the gradient. The arguments are as in
     `grpo_loss`, in the shapes of a padded batch, such as (B, T); packed input is not accepted.
 
@@ -563,7 +563,7 @@ def policy_expectation(
     the KL term.
 
     If the trainer computes the importance sampling ratio from the log-probabilities that
-    `linear_logprob` returns, turn on ``vllm_importance_sampling_correction`` in the config and pass
+    `linear_logps` returns, turn on ``vllm_importance_sampling_correction`` in the config and pass
     `sampling_per_token_logps`.
 
     Returns:
@@ -687,7 +687,7 @@ def _loss_of_logps(
     if reads_entropies and given_logps.requires_grad and not given_entropies.requires_grad:
         warn_once(
             "entropies: the loss has a gradient in them, but they have no graph, so this gradient "
-            "is lost; do not detach them, and compute them with gradient, as linear_logprob does"
+            "is lost; do not detach them, and compute them with gradient, as linear_logps does"
         )
     d_entropy = evaluation.coefficients.d_entropy
     loss = LossFromLogps.apply(*results, evaluation.loss, evaluation.d_logp, d_entropy, layout)

@@ -210,7 +210,7 @@ class LossOutput:
 
 @dataclass
 class Scores:
-    """Results of `linear_logprob`, `linear_divergence`, `topk_divergence`, `completion_logprobs`.
+    """Results of `linear_logps`, `linear_divergence`, `topk_divergence`, `completion_logps`.
 
     Results that you did not request are None. All other results have the shape of the positions,
     are in fp32 (fp64 for fp64 inputs), and are 0 where masked.

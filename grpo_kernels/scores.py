@@ -103,7 +103,7 @@ from grpo_kernels.tokens import counted_positions
 
 
 @takes_heads(within_module)
-def linear_logprob(
+def linear_logps(
     hidden: Tensor,  # (..., H)
     head: HeadLike,
     completion_ids: Tensor,  # (...)
@@ -124,7 +124,7 @@ def linear_logprob(
 
     ::
 
-        scores = linear_logprob(hidden, model.lm_head, completion_ids, completion_mask)
+        scores = linear_logps(hidden, model.lm_head, completion_ids, completion_mask)
         scores.logps, scores.entropies  # shaped like completion_ids
 
     `logps` are ``log softmax(z)[id]``, and `entropies` are the entropies of ``softmax(z)``, where z
@@ -207,7 +207,7 @@ def linear_logprob(
             if x is not None:
                 raise ValueError(f"{name}: expected None with topk_ids, got {type(x).__name__}")
     head = with_its_group(hidden, head)
-    with checked_on_all_ranks("linear_logprob", head.process_group, arguments) as ranks:
+    with checked_on_all_ranks("linear_logps", head.process_group, arguments) as ranks:
         hidden, head, _ = read_heads(hidden, head)
         check_ids("completion_ids", completion_ids, hidden)
         given: Any = extras
@@ -272,7 +272,7 @@ def linear_divergence(
 
     Args:
         hidden: (..., H) hidden states of the student.
-        head: the student's head, as in `linear_logprob`.
+        head: the student's head, as in `linear_logps`.
         teacher: a pair (hidden states (..., H') at the same positions, head); both are constants.
             H' may differ from H. The head is a weight (V', H'), a `Head` without adapter, or a
             module without active adapters. If FSDP2 or ZeRO-3 shards the module, this call gathers
@@ -281,14 +281,14 @@ def linear_divergence(
             that both heads have. The call warns of this, unless a head states its ``vocab_size``.
             With a process group, both heads must have the same number of ids, or the same
             ``vocab_size``. Each rank must hold the same ids of both heads.
-        completion_mask: (...), as in `linear_logprob`.
+        completion_mask: (...), as in `linear_logps`.
         divergence: ``"reverse_kl"``, KL(student || teacher); ``"forward_kl"``, KL(teacher ||
             student); or ``"jsd"``.
         beta: TRL's beta in [0, 1]; the default is 0.5. 0 gives the forward KL and 1 the reverse KL.
             Only for ``"jsd"``; otherwise an error.
         temperature: a number, or a tensor with one temperature per position.
         entropy: True to compute the entropy of the student's distribution; the default is False,
-            unlike in `linear_logprob`.
+            unlike in `linear_logps`.
         completion_ids: (...) tokens; the call also returns their log-probabilities under the
             student. None: no log-probabilities.
         expected: the upstream gradient that you expect for each divergence, up to one common
@@ -366,12 +366,12 @@ def topk_divergence(
 
     Args:
         hidden: (..., H) hidden states of the student.
-        head: the student's head, as in `linear_logprob`.
+        head: the student's head, as in `linear_logps`.
         teacher_ids: (..., K) signed integers, padded with -1, in any order. A repeated id counts
             once, with its first log-probability.
         teacher_logps: (..., K) natural logarithms of a softmax over the whole vocabulary, at the
             teacher's own temperature. They are used unchanged. An entry of -inf is padding.
-        completion_mask: (...), as in `linear_logprob`.
+        completion_mask: (...), as in `linear_logps`.
         divergence: ``"reverse_kl"``, KL(student || teacher), or ``"forward_kl"``, KL(teacher ||
             student).
         tail: True counts all other ids, the tail, as one more outcome. None: True for

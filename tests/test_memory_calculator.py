@@ -16,7 +16,7 @@ from benchmarks import peer_memory
 from benchmarks.cases import case, make_inputs
 from benchmarks.providers import build
 from benchmarks.run import step
-from grpo_kernels import Run, grpo_loss, linear_logprob
+from grpo_kernels import Run, grpo_loss, linear_logps
 from grpo_kernels.commands.memory import MIB, MODELS, Size, estimate
 from tests.support.gpu_tape import GPUAllocations, taped, tensor
 from tests.support.measure import AllocationWatcher
@@ -101,7 +101,7 @@ def test_figures_of_a_gpu_are_what_the_engines_allocate_there(step, dtype):
             run = Run(engine=need.name, workspace_bytes=size.workspace_bytes)
             with GPUAllocations() as watch:
                 if size.score:
-                    linear_logprob(hidden, weight, ids, completion_mask=mask)
+                    linear_logps(hidden, weight, ids, completion_mask=mask)
                 else:
                     given = hidden, weight, ids, mask, OnGPU(torch.ones(b))
                     grpo_loss(*given, run=run).loss.backward()

@@ -20,7 +20,7 @@ from grpo_kernels import (
     Run,
     grpo_loss,
     linear_divergence,
-    linear_logprob,
+    linear_logps,
     policy_expectation,
     presets,
     token_level,
@@ -88,7 +88,7 @@ def loss(hidden: Tensor, head: Any, **more: Any) -> Tensor:
 
 
 def scores(hidden: Tensor, head: Any, **more: Any) -> Tensor:
-    found = linear_logprob(hidden, head, IDS, completion_mask=MASK, **more)
+    found = linear_logps(hidden, head, IDS, completion_mask=MASK, **more)
     return found.logps + found.entropies
 
 
@@ -101,7 +101,7 @@ def expected(hidden: Tensor, head: Tensor) -> Tensor:
     """Rightly, then wrongly."""
     hint = policy_expectation(presets.DAPO, completion_mask=MASK, advantages=ADVANTAGES)
     found = [
-        linear_logprob(hidden, head, IDS, completion_mask=MASK, expected=x).logps
+        linear_logps(hidden, head, IDS, completion_mask=MASK, expected=x).logps
         for x in (hint, torch.ones(B, T))
     ]
     return -(sum(found) * ADVANTAGES[:, None] * MASK) / MASK.sum()

@@ -110,7 +110,7 @@ assert before == [name for name in {HEAVY} if name in sys.modules]
 assert "grpo_kernels.liger" not in sys.modules
 assert grpo_kernels.liger.patch_liger.__module__ == "grpo_kernels.liger"
 run = grpo_kernels.Run(backend="torch")
-grpo_kernels.linear_logprob(torch.ones(5, 3), torch.ones(7, 3), torch.arange(5), run=run)
+grpo_kernels.linear_logps(torch.ones(5, 3), torch.ones(7, 3), torch.arange(5), run=run)
 """
 
 

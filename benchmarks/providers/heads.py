@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from benchmarks.cases import EPSILON, Absence, Inputs, capped
 from benchmarks.memory import MIB
 from benchmarks.providers import Forward, Outcome, Scored, from_logps
-from grpo_kernels import GRPOLoss, Head, Run, linear_logprob
+from grpo_kernels import GRPOLoss, Head, Run, linear_logps
 from grpo_kernels.backends import choose_backend
 
 GRAPHS = 64  # a shape each; torch gives up past 8
@@ -25,7 +25,7 @@ def ours(inputs: Inputs, *, backend: str, engine: str = "auto", workspace: str =
 
         def score() -> Scored:
             given, entropy = (inputs.hidden, _head(inputs), inputs.ids), case.wants_entropy
-            scores = linear_logprob(*given, entropy=entropy, run=run)
+            scores = linear_logps(*given, entropy=entropy, run=run)
             return scores.logps, scores.entropies
 
         note = f"score, backend {run.backend}" if engine == "auto" else engine

@@ -6,7 +6,7 @@ docs/start/other-trainers.md shows the calls, and says what is refused.
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from grpo_kernels import Head, linear_logprob
+from grpo_kernels import Head, linear_logps
 
 
 def fuse(model, vocab_size=None):
@@ -38,7 +38,7 @@ def fuse(model, vocab_size=None):
             vocab_size=vocab_size if has_padding else None,
         )
         states = hidden.to(weight.dtype)  # Megatron's wrapper for 16 bits has made them fp32
-        scores = linear_logprob(states, head, ids, **options)
+        scores = linear_logps(states, head, ids, **options)
         return scores.logps, scores.entropies
 
     def compute_language_model_loss(labels, hidden):  # (B, S), (S, B, H)

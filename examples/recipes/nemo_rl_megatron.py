@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from nemo_rl.distributed import model_utils
 
-from grpo_kernels import Head, linear_logprob
+from grpo_kernels import Head, linear_logps
 
 
 def from_parallel_hidden_states_to_logprobs(
@@ -22,7 +22,7 @@ def from_parallel_hidden_states_to_logprobs(
     )
     head = Head(weight, process_group=tp_group if dist.get_world_size(tp_group) > 1 else None)
     states = hidden.transpose(0, 1)[:, :-1]
-    return linear_logprob(states, head, target[:, 1:], entropy=False).logps  # (B, S - 1)
+    return linear_logps(states, head, target[:, 1:], entropy=False).logps  # (B, S - 1)
 
 
 model_utils.from_parallel_hidden_states_to_logprobs = from_parallel_hidden_states_to_logprobs

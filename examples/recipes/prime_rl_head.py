@@ -6,14 +6,14 @@ Import this file before prime-rl sets up the model. docs/start/other-trainers.md
 import torch
 from prime_rl.trainer.models.layers import lm_head
 
-from grpo_kernels import linear_logprob
+from grpo_kernels import linear_logps
 
 
 class FusedHead(lm_head.FusedOutputLinear):
     def forward(self, hidden_states, labels=None, temperature=None, sampling_mask=None):
         if temperature is None:  # its SFT loss
             return super().forward(hidden_states, labels, temperature, sampling_mask)
-        scores = linear_logprob(
+        scores = linear_logps(
             hidden_states, self.weight, labels, temperature=temperature, topk_ids=sampling_mask
         )
         output = lm_head.PrimeLmOutput(logprobs=scores.logps, entropy=scores.entropies)

@@ -75,8 +75,8 @@ _SYNONYMS = {
     "penalty": "objective", "extra_loss": "objective", "response_mask": "completion_mask",
     "loss_mask": "completion_mask", "selected_token_ids": "completion_ids", "rkl": "reverse_kl",
     "fkl": "forward_kl", "loss": "divergence", "rollout_is_weights": "importance_sampling_ratio",
-    "causal_lm_logps": "completion_logprobs", "causal_lm_logprobs": "completion_logprobs",
-    "causal_lm_logprob": "completion_logprobs",
+    "causal_lm_logps": "completion_logps", "causal_lm_logprobs": "completion_logps",
+    "causal_lm_logprob": "completion_logps",
     "alpha": "beta", "kl_type": "kl_estimator", "kl_loss_coef": "beta",
     "kl_loss_type": "kl_estimator", "use_kl_loss": "beta", "clip_ratio_c": "delta",
     "ref_input": "reference", "cliprange": "epsilon", "cliprange_low": "epsilon",
@@ -104,7 +104,7 @@ INSTEAD = {
     "tis_imp_ratio_cap": "presets.TIS is that loss; its cap is vllm_importance_sampling_clip_max",
     "loss_fn": "pass temperature=loss_fn.config.temperature",
     "model": "for a whole model, grpo_kernels.transformers has causal_lm_loss, "
-    "completion_logprobs and causal_lm_divergence",
+    "completion_logps and causal_lm_divergence",
     **dict.fromkeys(("scale_rewards", "num_generations", "group_ids"), _OF_GROUPS),
     **dict.fromkeys(("layout", "zero_advantage"), _OF_MODELS),
     **{
@@ -549,7 +549,7 @@ def warn_of_ratio(log_ratio: Tensor | None, name: str = "old_per_token_logps") -
             f"{name}: the mean ratio to them is outside [1/20, 20], so they are "
             f"unlikely to come from the {policy}. Common causes: a different "
             "temperature, unshifted ids, a different model, sums over the sequence. "
-            "completion_logprobs(..., loss_fn=loss_fn) computes them correctly"
+            "completion_logps(..., loss_fn=loss_fn) computes them correctly"
         )
 
 

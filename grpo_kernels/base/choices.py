@@ -19,7 +19,7 @@ ZeroAdvantage = Literal["score", "skip", "train"]
 # A call uses the first exact layout in this order, beginning with the requested one.
 BatchLayout = Literal["tree", "trim", "padded"]
 
-# additional results of `linear_logprob`
+# additional results of `linear_logps`
 Extra = Literal["log_sum_sq_probs", "mean_logits", "is_top1"]
 DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]
 TopKDivergenceName = Literal["forward_kl", "reverse_kl"]

@@ -124,7 +124,7 @@ class _ForReading(torch.autograd.Function):
                 raise RuntimeError(
                     f"out.{name}: expected a use without gradient, since only out.loss has one. As "
                     "a constant, pass it detached; for a term of the loss, set entropy_coef or "
-                    "pass an objective=, or compute the term from linear_logprob"
+                    "pass an objective=, or compute the term from linear_logps"
                 )
 
 
@@ -402,7 +402,7 @@ FAR_TOO_LARGE = 8.0
 WRONG_EXPECTATION = (
     "expected: in most tokens the upstream gradient is no multiple of the expected one, so their "
     "logits were computed again. The result is right, but costs 1.5 times as much as two passes: "
-    "pass the coefficients of the loss as expected= (or, to linear_logprob, none)"
+    "pass the coefficients of the loss as expected= (or, to linear_logps, none)"
 )
 
 

@@ -351,6 +351,6 @@ def _check_leaves(loss: Tensor, *inputs: Tensor) -> None:
             raise ValueError(
                 "objective: expected no tensor that trains but tokens.logps and tokens.entropies, "
                 f"got one of shape {tuple(leaf.shape)}, which would get no gradient here: "
-                "detach it, or compute the loss from the log-probabilities of linear_logprob"
+                "detach it, or compute the loss from the log-probabilities of linear_logps"
             )
         left += [x for x, _ in node.next_functions]

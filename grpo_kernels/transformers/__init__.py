@@ -8,7 +8,7 @@ with needed("transformers", "transformers"):
         HeadInputs,
         causal_lm_divergence,
         causal_lm_loss,
-        completion_logprobs,
+        completion_logps,
         head_inputs,
     )
     from grpo_kernels.transformers.head import describe_head
@@ -17,7 +17,7 @@ __all__ = [
     "HeadInputs",
     "causal_lm_divergence",
     "causal_lm_loss",
-    "completion_logprobs",
+    "completion_logps",
     "describe_head",
     "head_inputs",
 ]

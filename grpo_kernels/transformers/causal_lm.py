@@ -45,7 +45,7 @@ from grpo_kernels.objective.config import LossConfig, preset_hint
 from grpo_kernels.objective.losses import averaged_over
 from grpo_kernels.patching import replaced
 from grpo_kernels.results import LossOutput, Scores
-from grpo_kernels.scores import linear_divergence, linear_logprob
+from grpo_kernels.scores import linear_divergence, linear_logps
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.batch import Batch, run_scored
 from grpo_kernels.transformers.head import RESULTS, HeadCall, Results
@@ -104,7 +104,7 @@ def causal_lm_loss(
     ``sequences/gradient``, ``tokens/computed`` and ``tokens/gradient`` show how much was computed.
 
     Args:
-        model, input_ids, attention_mask, completion_mask: as in `completion_logprobs`.
+        model, input_ids, attention_mask, completion_mask: as in `completion_logps`.
         loss_fn: the loss. The call also applies the model's own soft-cap and logit scale.
         advantages: (B,), one per sequence, or (B, T), one per token.
         reference: the reference model, for ``kl_estimator="full"``. It runs first, without
@@ -133,7 +133,7 @@ def causal_lm_loss(
         `LossOutput`; its `loss` has gradients for all trainable parameters of the model.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `completion_logprobs` and `grpo_loss`.
+        TypeError, ValueError, RuntimeError: as `completion_logps` and `grpo_loss`.
     """
     _check_loss_fn(loss_fn)
     check_tensor("advantages", advantages)
@@ -155,7 +155,7 @@ def causal_lm_loss(
     if reference is not None and config.kl_estimator != "full":
         raise ValueError(
             f"reference: expected None with kl_estimator = {config.kl_estimator!r}, which does not "
-            "read it, got one; pass ref_per_token_logps, from completion_logprobs"
+            "read it, got one; pass ref_per_token_logps, from completion_logps"
         )
     if reference is not None:
         _check_second("reference", reference)
@@ -220,7 +220,7 @@ def _live(
 
 # fmt: off
 @overload
-def completion_logprobs(
+def completion_logps(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, completion_mask: Tensor, *,
     loss_fn: GRPOLoss | None = ..., temperature: float | None = ...,
     logits_dtype: LogitsDtype = ..., kept_ids: Tensor | KeptIds | None = ...,
@@ -228,7 +228,7 @@ def completion_logprobs(
     run: Run | None = ..., return_output: Literal[False] = ..., **model_inputs: Any,
 ) -> Scores: ...
 @overload
-def completion_logprobs(
+def completion_logps(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, completion_mask: Tensor, *,
     loss_fn: GRPOLoss | None = ..., temperature: float | None = ...,
     logits_dtype: LogitsDtype = ..., kept_ids: Tensor | KeptIds | None = ...,
@@ -239,7 +239,7 @@ def completion_logprobs(
 
 
 @hints_names
-def completion_logprobs(
+def completion_logps(
     model: nn.Module,
     input_ids: Tensor,  # (B, L)
     attention_mask: Tensor | None,  # (B, L)
@@ -261,7 +261,7 @@ def completion_logprobs(
     ::
 
         with torch.no_grad():
-            scores = completion_logprobs(
+            scores = completion_logps(
                 model, input_ids, attention_mask, completion_mask, loss_fn=loss_fn
             )
         old_logps = scores.logps  # (B, T), at the loss's temperature
@@ -281,11 +281,11 @@ def completion_logprobs(
         loss_fn: the loss that will use the log-probabilities; the call applies its temperature.
         temperature: divisor of the logits; None: the temperature of `loss_fn`, or 1 without one.
         logits_dtype: as in `grpo_kernels.Head`.
-        kept_ids, on_missing_set: as in `linear_logprob`: the ids that a truncating sampler kept,
+        kept_ids, on_missing_set: as in `linear_logps`: the ids that a truncating sampler kept,
             for the columns of `completion_mask`.
         entropy: True to compute entropies, too.
         layout: arrangement of the batch below the head, as in `causal_lm_loss`.
-        run: as in `linear_logprob`.
+        run: as in `linear_logps`.
         return_output: True to return the model's output, too, for example for the ``aux_loss`` of a
             mixture of experts.
         model_inputs: other arguments of the model's forward: pixel_values, position_ids, ...
@@ -308,7 +308,7 @@ def completion_logprobs(
             scale, a soft-cap or the removal of the last ids.
         RuntimeError: the model's forward does not call its head exactly once.
     """
-    _check_names(model, model_inputs, completion_logprobs)
+    _check_names(model, model_inputs, completion_logps)
     check_run(run)
     if loss_fn is not None:
         _check_loss_fn(loss_fn)
@@ -323,7 +323,7 @@ def completion_logprobs(
 
     def score(hidden: Tensor, head: Head) -> Results:
         states, ids, mask = batch.aligned(hidden)
-        return linear_logprob(
+        return linear_logps(
             states,
             heads.read(head, states, logits_dtype),
             ids,
@@ -373,10 +373,10 @@ def causal_lm_divergence(
     (see `linear_divergence`).
 
     Args:
-        student, teacher: causal language models of transformers, as in `completion_logprobs`, on
+        student, teacher: causal language models of transformers, as in `completion_logps`, on
             one device. The teacher's head must have no adapter.
         input_ids, attention_mask, completion_mask, logits_dtype, entropy, layout: as in
-            `completion_logprobs`.
+            `completion_logps`.
         divergence, beta, temperature, run: as in `linear_divergence`.
         model_inputs: other arguments of both models' forwards.
 
@@ -385,7 +385,7 @@ def causal_lm_divergence(
         `entropies` (B, T): fp32 (fp64 for fp64 models), 0 where the mask is 0.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `completion_logprobs` and `linear_divergence`.
+        TypeError, ValueError, RuntimeError: as `completion_logps` and `linear_divergence`.
     """
     check_run(run)
     batch = Batch(input_ids, completion_mask)
@@ -506,22 +506,22 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
         with head_inputs(model) as found:
             model(input_ids=ids, attention_mask=attention_mask)
         states = found.hidden[:, :-1]
-        scores = linear_logprob(states, found.head(states), ids[:, 1:])
+        scores = linear_logps(states, found.head(states), ids[:, 1:])
 
-    Use it for losses that `completion_logprobs` and `causal_lm_loss` do not cover, or to get a
+    Use it for losses that `completion_logps` and `causal_lm_loss` do not cover, or to get a
     teacher's hidden states. In the model's output, `logits` holds the head's input (B, L, H); all
     other fields are unchanged.
 
     Args:
-        model: as in `completion_logprobs`. The head's parameters are read after the forward. If
+        model: as in `completion_logps`. The head's parameters are read after the forward. If
             FSDP2 or ZeRO-3 shards the head, its weight is incomplete at that time; use
-            `completion_logprobs` or `causal_lm_loss`, which compute inside the forward.
+            `completion_logps` or `causal_lm_loss`, which compute inside the forward.
 
     Yields:
         `HeadInputs`, empty until the context ends.
 
     Raises:
-        TypeError, ValueError: as in `completion_logprobs`. The library checks a model's logits the
+        TypeError, ValueError: as in `completion_logps`. The library checks a model's logits the
             first time that it sees the model.
         RuntimeError: the model did not run inside the context, or called its head more than once.
     """

@@ -50,7 +50,7 @@ from grpo_kernels.module import (
     within_forwards,
 )
 from grpo_kernels.patching import forward_name, replaced
-from grpo_kernels.scores import linear_logprob
+from grpo_kernels.scores import linear_logps
 
 RESULTS, FIELDS = "results", "others"  # keys of the dict that the model returns to its wrappers
 # Maximum number of runs per call: a second run may use measured constants, or the whole batch, if
@@ -102,10 +102,10 @@ def describe_head(model: nn.Module) -> Head:
     The constants come from the config, or are measured if the library has already run the model.
 
     Args:
-        model: as in `completion_logprobs`.
+        model: as in `completion_logps`.
 
     Returns:
-        `Head`, for `linear_logprob` and `grpo_loss`.
+        `Head`, for `linear_logps` and `grpo_loss`.
 
     Raises:
         TypeError: not a transformers model, an encoder-decoder model, or a head that is not one
@@ -125,7 +125,7 @@ def known_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Head, Any, 
     if "decoder_input_ids" in inspect.signature(type(base).forward).parameters:
         raise TypeError(
             "model: expected a model of one sequence, prompt and completion, got "
-            f"{type(base).__name__}, an encoder-decoder model: call linear_logprob or grpo_loss "
+            f"{type(base).__name__}, an encoder-decoder model: call linear_logps or grpo_loss "
             "with its decoder's hidden states and ids"
         )
     # call the class's method, since TRL's trainer may have replaced the object's
@@ -284,7 +284,7 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
             raise ValueError(
                 "model: expected a head that reads the output of its body, but "
                 f"{type(base).__name__} changes it in between; use causal_lm_loss and "
-                "completion_logprobs, which are exact for it"
+                "completion_logps, which are exact for it"
             )
         _factors[module] = factor
     factor = _factors[module]
@@ -479,7 +479,7 @@ class HeadCheck:
         ids[0] = logits[:count].argmax()
         states = self._state.expand(ids.shape[0], -1)
         with evaluating(self._head.weight):
-            found = linear_logprob(states, read(self._head, states), ids, entropy=False)
+            found = linear_logps(states, read(self._head, states), ids, entropy=False)
         self._logps = found.logps
         self._ids, self._logits = ids, logits.to(self._logps.dtype)
         # (V,) numbers of both signs from 0.01 to 1e8, which reveal any factor and any cap

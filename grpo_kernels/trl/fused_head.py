@@ -34,7 +34,7 @@ from grpo_kernels.head import Head
 from grpo_kernels.objective.expected import Expectation
 from grpo_kernels.patching import LogsShares, Patch, Patches, Shares, replaced
 from grpo_kernels.results import Scores
-from grpo_kernels.scores import linear_divergence, linear_logprob
+from grpo_kernels.scores import linear_divergence, linear_logps
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.trl.distillation import divergence_loss
 from grpo_kernels.trl.sampled_sets import SampledSets, over_sets
@@ -56,7 +56,7 @@ class HeadOptions:
     run: Run = field(default_factory=Run)
     layout: choices.BatchLayout = "tree"
     logits_dtype: choices.LogitsDtype = "float32"
-    # as in `linear_logprob`, for rows that have sets
+    # as in `linear_logps`, for rows that have sets
     on_missing_set: choices.OnMissingSet | None = None
     shares: Shares = field(default_factory=Shares)
 
@@ -75,7 +75,7 @@ class Call:
     counted: Tensor | None = None  # (B, T), nonzero for tokens that are read; None: all labels
     expected: Expectation | None = None  # predicted gradient
     live: Tensor | None = None  # (B,) bool, sequences that may get a gradient; None: all
-    score: Callable[..., Scores] | None = None  # replaces `linear_logprob`; same arguments
+    score: Callable[..., Scores] | None = None  # replaces `linear_logps`; same arguments
     is_unscored: bool = False  # True: the inputs still lack old log-probabilities
     # (B, T) each, by their names in `Scores`; "divergence" is the exact KL's
     results: dict[str, Tensor] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class FusedHead:
             raise ValueError("labels: expected (B, L) with fused_lm_head=True, got None")
         needed, length = targets != IGNORED, targets.shape[1]
         options, call = self.options, self.call or Call()
-        compute = call.score or linear_logprob
+        compute = call.score or linear_logps
         columns, counted = slice(0, length), needed
         if call.counted is not None:  # only the last T columns are read
             columns = slice(length - 1 - call.counted.shape[1], length - 1)
@@ -384,7 +384,7 @@ def _log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
                 "grpo_kernels computed nothing in it. Either the trainer was created before "
                 "patch_trl() was called, or it computes all logits itself, as TRL's GKD, IW-OPD, "
                 "GOLD, TPO, A2PO, CPO, ORPO, SDFT and SDPO trainers do. In your own loss, you can "
-                "replace logits by linear_divergence and linear_logprob: examples/gkd_trl.py",
+                "replace logits by linear_divergence and linear_logps: examples/gkd_trl.py",
                 RuntimeWarning,
             )
         logs.update(shares)

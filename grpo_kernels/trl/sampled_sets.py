@@ -20,7 +20,7 @@ from torch import Tensor
 from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.kept_ids import KeptIds, joined_ids
 from grpo_kernels.results import Scores
-from grpo_kernels.scores import linear_logprob
+from grpo_kernels.scores import linear_logps
 
 SETS = "sampling_mask"  # field of the rollout's output and of TRL's batch
 
@@ -106,7 +106,7 @@ def over_sets(
     start: int,
     on_missing_set: OnMissingSet | None,
 ) -> tuple[Callable[..., Scores], Tensor]:
-    """Bind `linear_logprob` to the sets of a forward's rows; also mark the drawn tokens, (B, n).
+    """Bind `linear_logps` to the sets of a forward's rows; also mark the drawn tokens, (B, n).
 
     In a row without sets, all `labeled` tokens count as drawn.
     """
@@ -116,7 +116,7 @@ def over_sets(
     parts = zip(ids.cpu(), prompt.cpu(), completion.cpu(), strict=True)
     rows = _sets_of_rows(sets, ((row[of], row[mask]) for row, of, mask in parts))
     if all(x is None for x in rows):
-        return linear_logprob, labeled
+        return linear_logps, labeled
     counts = torch.zeros(labeled.shape, dtype=torch.int64)
     of_tokens = labeled.cpu()
     drawn = of_tokens.clone()
@@ -126,4 +126,4 @@ def over_sets(
     joined = torch.cat([x.ids for x in rows if x is not None])
     kept = KeptIds.from_counts(joined.to(labeled.device), counts.to(labeled.device))
     of_sets: dict[str, Any] = {"kept_ids": kept, "on_missing_set": on_missing_set}
-    return partial(linear_logprob, **of_sets), drawn.to(ids.device)
+    return partial(linear_logps, **of_sets), drawn.to(ids.device)

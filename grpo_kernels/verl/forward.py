@@ -5,7 +5,7 @@ instead of logits. The forward here runs the same body and reads the same labels
 `shift_labels`, rolled `labels`, rolled `input_ids`. The head differs. verl reads
 ``lm_head.weight``. Under FSDP2, that is a shard if the head is a separate unit (as verl wraps it),
 or its ``full_tensor()``, whose gradient is never summed over ranks. This forward passes the module
-to `linear_logprob`, so FSDP2 gathers the weight and reduces its gradient. It also applies the bias,
+to `linear_logps`, so FSDP2 gathers the weight and reduces its gradient. It also applies the bias,
 soft-cap and scale of the logits, which verl's fused heads leave out.
 """
 

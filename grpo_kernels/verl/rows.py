@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from grpo_kernels.base.choices import BatchLayout
 from grpo_kernels.objective.expected import Expectation
-from grpo_kernels.scores import linear_logprob
+from grpo_kernels.scores import linear_logps
 
 # losses whose inputs are known -> their modules
 LOSSES = {
@@ -195,7 +195,7 @@ def score_rows(
     hidden: Tensor, head: Any, ids: Tensor, task: HeadTask, temperature: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of `ids`, and entropies if they are read."""
-    found = linear_logprob(
+    found = linear_logps(
         hidden,
         head,
         ids,

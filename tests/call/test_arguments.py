@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_kernels import Expectation, LossConfig, grpo_loss, linear_logprob, policy_expectation
+from grpo_kernels import Expectation, LossConfig, grpo_loss, linear_logps, policy_expectation
 from tests.support.flat import flat
 from tests.support.ranks import one_rank
 from tests.support.small_batch import OPTIONAL, small_batch
@@ -54,7 +54,7 @@ def valid(call: str) -> dict[str, Any]:
 CALLS: dict[str, Callable[..., Any]] = {
     "loss": flat(grpo_loss),
     "packed": flat(grpo_loss),
-    "logprob": flat(linear_logprob),
+    "logprob": flat(linear_logps),
     "expectation": policy_expectation,
 }
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from grpo_kernels import Expectation, LossConfig, grpo_loss, linear_logprob, token_level
+from grpo_kernels import Expectation, LossConfig, grpo_loss, linear_logps, token_level
 from tests.support.case_builder import make_case, seeded
 from tests.support.flat import flat
 from tests.support.measure import count_flops
@@ -57,7 +57,7 @@ def batch(given: dict[str, Tensor], **changes: Any) -> dict[str, Any]:
 
 
 def both(given: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
-    scores = flat(linear_logprob)(**given, completion_ids=IDS, **options)
+    scores = flat(linear_logps)(**given, completion_ids=IDS, **options)
     return scores.logps, scores.entropies
 
 
@@ -74,7 +74,7 @@ def same_bits(one: dict[str, Tensor | None], other: dict[str, Tensor | None]) ->
 
 
 def engine_options(engine: str) -> tuple[str, dict[str, Any]]:
-    """What has to be frozen for `engine`, and the options of `linear_logprob` that choose it."""
+    """What has to be frozen for `engine`, and the options of `linear_logps` that choose it."""
     expected = torch.linspace(-1, 2, N, dtype=F64) if engine == "one_pass" else None
     return "weight bias" if engine == "frozen" else "", {"engine": engine, "expected": expected}
 

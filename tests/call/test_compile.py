@@ -14,7 +14,7 @@ from grpo_kernels import (
     Head,
     grpo_loss,
     linear_divergence,
-    linear_logprob,
+    linear_logps,
     policy_loss_from_logps,
     topk_divergence,
 )
@@ -57,13 +57,13 @@ def by_loss(head: Callable[[Policy], Any], **options: Any) -> Step:
 
 
 def scored(p: Policy, hidden: Tensor, ids: Tensor) -> Tensor:
-    scores = linear_logprob(hidden, p.lm_head, ids, completion_mask=MASK)
+    scores = linear_logps(hidden, p.lm_head, ids, completion_mask=MASK)
     return mean((scores.logps - OLD).exp() * scores.logps - 0.1 * scores.entropies)
 
 
 def over_sets(p: Policy, hidden: Tensor, ids: Tensor) -> Tensor:
     every = torch.arange(V).expand(B, T, V)
-    return mean(linear_logprob(hidden, p.lm_head, ids, kept_ids=every, completion_mask=MASK).logps)
+    return mean(linear_logps(hidden, p.lm_head, ids, kept_ids=every, completion_mask=MASK).logps)
 
 
 def from_logps(p: Policy, hidden: Tensor, ids: Tensor) -> Tensor:
@@ -83,8 +83,8 @@ STEPS: dict[str, Step] = {
     "grpo_loss, an objective": by_loss(
         lambda p: p.lm_head, objective=lambda tokens: -tokens.advantages * tokens.logps
     ),
-    "linear_logprob": scored,
-    "linear_logprob, kept sets": over_sets,
+    "linear_logps": scored,
+    "linear_logps, kept sets": over_sets,
     "linear_divergence": lambda p, hidden, ids: mean(
         linear_divergence(
             hidden, p.lm_head, (hidden.detach() + 1, p.lm_head), completion_mask=MASK
@@ -124,6 +124,6 @@ def test_a_compiled_model_has_eager_results(step: str) -> None:
 
 
 def test_a_whole_graph_is_refused_with_the_reason() -> None:
-    model = Policy(STEPS["linear_logprob"])
+    model = Policy(STEPS["linear_logps"])
     with pytest.raises(torch._dynamo.exc.Unsupported, match="grpo_kernels: this call runs eagerly"):
         torch.compile(model, backend="eager", fullgraph=True)(torch.zeros(B, T, dtype=torch.long))

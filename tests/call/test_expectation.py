@@ -1,4 +1,4 @@
-"""`linear_logprob(..., expected=...)`: exact whatever was expected; only what was expected wrongly
+"""`linear_logps(..., expected=...)`: exact whatever was expected; only what was expected wrongly
 is recomputed.
 
 Costs are counted in products of all N rows: a right expectation takes 3 (6NVH), and each row that
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import Expectation, LossOutput, grpo_loss, linear_logprob, policy_expectation
+from grpo_kernels import Expectation, LossOutput, grpo_loss, linear_logps, policy_expectation
 from tests.support.case_builder import Case, make_case
 from tests.support.flat import flat
 from tests.support.measure import count_flops
@@ -47,7 +47,7 @@ def run(g, h, frozen=False, **options):
     hidden, weight, bias = leaves(frozen)
 
     def step() -> None:
-        scores = flat(linear_logprob)(hidden, weight, IDS, bias=bias, **options)
+        scores = flat(linear_logps)(hidden, weight, IDS, bias=bias, **options)
         outs = zip((scores.logps, scores.entropies), (g, h), strict=True)
         pairs = [(out, up) for out, up in outs if out is not None and up is not None]
         torch.autograd.backward(*zip(*pairs, strict=True))
@@ -189,13 +189,13 @@ def told(case: Case) -> tuple[LossOutput, dict[str, Any], Expectation, Tensor, T
 
 
 def assert_foreseen(case, expected_flops):
-    """The gradient by `linear_logprob` is that of the loss, at the expected cost."""
+    """The gradient by `linear_logps` is that of the loss, at the expected cost."""
     out, given, expected, a, b = told(case)
     trains = {name: name not in case.frozen for name in ("hidden", "weight")}
     hidden, weight = (given[name].detach().requires_grad_(x) for name, x in trains.items())
 
     def step() -> None:
-        scores = linear_logprob(hidden, weight, case.completion_ids, expected=expected)
+        scores = linear_logps(hidden, weight, case.completion_ids, expected=expected)
         arrives = [(scores.logps, 3 * a), *([] if b is None else [(scores.entropies, 3 * b)])]
         torch.autograd.backward(*zip(*arrives, strict=True))
 

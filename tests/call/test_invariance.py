@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_kernels import Run, grpo_loss, linear_logprob
+from grpo_kernels import Run, grpo_loss, linear_logps
 from tests.support.case_builder import PER_TOKEN, Case, make_case
 from tests.support.cases import LOSSES, loss
 from tests.support.flat import flat
@@ -47,10 +47,10 @@ def test_a_row_does_not_depend_on_its_batch(h, v, dtype, every_backend):
     most = 64 if every_backend == "torch" or v < 100 else 17 if v < 200 else 4
     hidden, weight = torch.randn(most, h).to(dtype), (torch.randn(v, h) / h**0.5).to(dtype)
     ids = torch.randint(0, v, (most,))
-    whole, every = linear_logprob(hidden, weight, ids).given, torch.arange(most)
+    whole, every = linear_logps(hidden, weight, ids).given, torch.arange(most)
 
     def same(index: Tensor, run: Run | None = None) -> bool:
-        part = linear_logprob(hidden[index], weight, ids[index], run=run).given
+        part = linear_logps(hidden[index], weight, ids[index], run=run).given
         return all(torch.equal(x, whole[name][index]) for name, x in part.items())
 
     sizes = (1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 15, 16, 17, 31, 33, 63)
@@ -74,7 +74,7 @@ def test_ratio_is_exactly_one_on_policy(dtype, loss_type, every_backend):
     with torch.no_grad():
         for rows in (slice(0, 1), slice(1, 2), slice(2, 6)):
             given = case.hidden[rows].flip(0), case.weight, case.completion_ids[rows].flip(0)
-            old.append(linear_logprob(*given, temperature=0.7).logps.flip(0))
+            old.append(linear_logps(*given, temperature=0.7).logps.flip(0))
     out, grads = run(case.but(old_per_token_logps=torch.cat(old)))
     on_policy, own = run(case.but(old_per_token_logps=None))
     assert float(out.metrics["ratio"]) == 1.0

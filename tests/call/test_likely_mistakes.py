@@ -30,7 +30,7 @@ from grpo_kernels import (
     advantages,
     grpo_loss,
     linear_divergence,
-    linear_logprob,
+    linear_logps,
     objectives,
     policy_loss_from_logps,
     presets,
@@ -54,7 +54,7 @@ def loss(head: Any = WEIGHT, **changes: Any) -> Any:
 
 
 def scores(**options: Any) -> Any:
-    return linear_logprob(HIDDEN, WEIGHT, IDS, **options)
+    return linear_logps(HIDDEN, WEIGHT, IDS, **options)
 
 
 class Model(nn.Module):
@@ -125,10 +125,10 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: scores()[0], TypeError,
      "Scores: expected a result by its name, .logps, .entropies, got [0]"),
     (lambda: scores(extras="is_top1"), TypeError, "extras: ... got 'is_top1'; pass ('is_top1',)"),
-    (lambda: linear_logprob(HEAD, WEIGHT, IDS), TypeError, "hidden: ... completion_logprobs"),
-    (lambda: linear_logprob(HIDDEN, WEIGHT.T, IDS), ValueError,
+    (lambda: linear_logps(HEAD, WEIGHT, IDS), TypeError, "hidden: ... completion_logps"),
+    (lambda: linear_logps(HIDDEN, WEIGHT.T, IDS), ValueError,
      "head.weight: expected ...(V, H) ...; it looks transposed"),
-    (lambda: linear_logprob(HIDDEN, Model(), IDS), TypeError,
+    (lambda: linear_logps(HIDDEN, Model(), IDS), TypeError,
      "...whole model, Model; pass model.lm_head, or call causal"),
     (lambda: linear_divergence(HIDDEN, WEIGHT, (HIDDEN, Model())), TypeError,
      "teacher.head: ... call causal_lm_divergence(student"),
@@ -176,13 +176,13 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     *((lambda call=call: call(scale_rewards=1, num_generations=1), TypeError,
        "scale_rewards: ...; it is an argument of grpo_kernels.advantages.group_advantages")
       for call in (loss, given_loss)),
-    *((lambda name=name: scores(**{name: 1}), TypeError, f"{name}: linear_logprob ...{hint}")
+    *((lambda name=name: scores(**{name: 1}), TypeError, f"{name}: linear_logps ...{hint}")
       for name, hint in (("targets", "did you mean completion_ids?"), ("softcap", OF_HEAD))),
     (lambda: grpo_loss(HIDDEN, WEIGHT, input_ids=IDS), TypeError, "... did you mean it by input"),
     (lambda: GRPOLoss(loss_type="seq-mean-token-mean"), ValueError, "...; did you mean grpo?"),
     (lambda: GRPOLoss(importance_sampling_level="seq"), ValueError, "...; did you mean sequence?"),
     (lambda: grpo_kernels.gspo_loss, HINT, "...presets.GSPO is that loss"),
-    (lambda: grpo_kernels.causal_lm_logprobs, HINT, "...; did you mean completion_logprobs?"),
+    (lambda: grpo_kernels.causal_lm_logprobs, HINT, "...; did you mean completion_logps?"),
     (lambda: linear_divergence(HIDDEN, WEIGHT, HEAD), TypeError,  # type: ignore[arg-type]
      "teacher: ..., got Linear; for a whole model, call causal_lm_divergence(student, teacher"),
     (lambda: group_advantages(torch.ones(4), torch.zeros(4)),  # type: ignore
@@ -257,7 +257,7 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: grpo_loss(HIDDEN, WEIGHT, IDS, BATCH["advantages"], mask=IDS), TypeError,
      "advantages: ... got none, but mask; did you mean compl"),
     (lambda: grpo_loss(HIDDEN, WEIGHT, IDS % 2, IDS, torch.ones(2)), ValueError, SWAPPED),
-    (lambda: linear_logprob(HIDDEN, WEIGHT, IDS % 2, IDS), ValueError, SWAPPED),
+    (lambda: linear_logps(HIDDEN, WEIGHT, IDS % 2, IDS), ValueError, SWAPPED),
     (lambda: loss(hidden=HIDDEN.flatten(0, 1), completion_ids=IDS.flatten(), completion_mask=
                   torch.ones(10)), ValueError, "...packed rows need cu_seqlens"),
     (lambda: loss(cu_seqlens=torch.tensor([0, 5, 10])), ValueError,
@@ -267,9 +267,9 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
       for x in (torch.tensor(3.0), torch.tensor(0.9))),
     (lambda: linear_divergence(HIDDEN, LONGER[:20], (HIDDEN, Head(LONGER, LONGER[:20, 0]))),
      ValueError, f"teacher.head.bias: {A_ROW}(20,)"),
-    (lambda: linear_logprob(HIDDEN, Head(LONGER, LONGER[:20, 0], vocab_size=20), IDS),
+    (lambda: linear_logps(HIDDEN, Head(LONGER, LONGER[:20, 0], vocab_size=20), IDS),
      ValueError, f"head.bias: {A_ROW}(20,)"),
-    (lambda: linear_logprob(
+    (lambda: linear_logps(
         HIDDEN, Head(LONGER, lora=LoRA(LONGER[:2], LONGER[:20, :2]), vocab_size=20), IDS),
      ValueError, f"head.lora.b: {A_ROW}(20, 2)"),
 ]  # fmt: skip
@@ -296,7 +296,7 @@ def test_a_name_of_another_module_is_said_to_be_there() -> None:
     assert dir(advantages) == sorted(advantages.__all__)
 
 
-@pytest.mark.parametrize(("call", "more"), [(grpo_loss, SHARED), (linear_logprob, {})])
+@pytest.mark.parametrize(("call", "more"), [(grpo_loss, SHARED), (linear_logps, {})])
 def test_logits_in_the_place_of_hidden_states_and_a_shift(call: Any, more: Any) -> None:
     longer = torch.cat([HIDDEN, HIDDEN[:, :1]], dim=1)
     looks = r"^hidden: expected hidden states of width H = 4, .* got \(.*9\): these look like log"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import Head, Run, linear_logprob, topk_divergence
+from grpo_kernels import Head, Run, linear_logps, topk_divergence
 from tests.support.case_builder import Case, seeded
 from tests.support.cases import HEADS, scored
 from tests.support.measure import AllocationWatcher, count_flops
@@ -122,12 +122,12 @@ def test_what_does_not_exist_is_an_error_here_and_nan_elsewhere(monkeypatch):
     with pytest.raises(ValueError, match=f"^teacher{message}"):
         topk_divergence(*given)
     with pytest.raises(ValueError, match=f"^topk{message}"):
-        linear_logprob(*scored_ones, topk_ids=topk_ids)
+        linear_logps(*scored_ones, topk_ids=topk_ids)
     with pretended(monkeypatch):
         run = Run(backend="torch")
         divergence = divergence_of(*(OnGPU(x.clone()) for x in given), run=run)
         there = (OnGPU(x.clone()) for x in scored_ones)
-        found = linear_logprob(*there, topk_ids=OnGPU(topk_ids), run=run)
+        found = linear_logps(*there, topk_ids=OnGPU(topk_ids), run=run)
     for x in (here(divergence)[..., None], here(found.logps)[..., None], here(found.topk_logps)):
         assert x.isnan().all(-1).nonzero().tolist() == [[1, 3]]
 
@@ -145,7 +145,7 @@ def run_topk(case: Case, ids: Tensor, **options: Any) -> tuple[Any, dict[str, Te
     leaves = leaves_of(case)
     of_head = Head(leaves["weight"], leaves["bias"], lora_of(case, leaves), **constants_of(case))
     temperature = settings(case).temperature if case.temperature is None else case.temperature
-    found = linear_logprob(
+    found = linear_logps(
         leaves["hidden"], of_head, case.completion_ids, completion_mask=case.completion_mask,
         temperature=temperature, topk_ids=ids, **options,
     )  # fmt: skip
@@ -186,7 +186,7 @@ def test_gradients_of_padding_go_nowhere() -> None:
     """NaN too, as that of a logsumexp of padding alone."""
     hidden, weight = torch.randn(2, 4, requires_grad=True), torch.randn(9, 4)
     ids = torch.tensor([[1, -1, 1], [-1, -1, -1]])
-    found = linear_logprob(hidden, weight, torch.tensor([1, 2]), topk_ids=ids)
+    found = linear_logps(hidden, weight, torch.tensor([1, 2]), topk_ids=ids)
     sums = found.topk_logps.logsumexp(-1)
     torch.where(torch.tensor([True, False]), found.logps - sums, found.logps).sum().backward()
     assert hidden.grad.isfinite().all() and hidden.grad[1].any()
@@ -214,7 +214,7 @@ WRONG: list[tuple[bool, dict[str, Any], str]] = [  # True: of a divergence
 @pytest.mark.parametrize(("diverges", "changes", "message"), WRONG, ids=[x[2][:30] for x in WRONG])
 def test_wrong_arguments_are_named(diverges: bool, changes: dict[str, Any], message: str) -> None:
     case = case_of()
-    call = partial(linear_logprob, completion_ids=case.completion_ids, topk_ids=case.listed_ids)
+    call = partial(linear_logps, completion_ids=case.completion_ids, topk_ids=case.listed_ids)
     if diverges:
         given = {"teacher_ids": case.listed_ids, "teacher_logps": case.listed_logps}
         call = partial(topk_divergence, **given)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_kernels import LoRA, Run, grpo_loss, linear_logprob
+from grpo_kernels import LoRA, Run, grpo_loss, linear_logps
 from grpo_kernels.commands import report
 from tests.support.flat import flat
 from tests.support.pretend_gpu import OnGPU, autocast, pretended
@@ -30,7 +30,7 @@ def call(hidden, weight, *, there=True, **options):
     given = [OnGPU(x) for x in given] if there else given
     for x in given[:2]:
         x.requires_grad_()
-    return flat(linear_logprob)(*given, backend="torch", **options).logps
+    return flat(linear_logps)(*given, backend="torch", **options).logps
 
 
 CUDA_IEEE = "torch.backends.cuda.matmul.fp32_precision = 'ieee'"

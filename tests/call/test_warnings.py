@@ -13,7 +13,7 @@ from grpo_kernels import (
     LossConfig,
     grpo_loss,
     linear_divergence,
-    linear_logprob,
+    linear_logps,
     policy_loss_from_logps,
     presets,
 )
@@ -100,7 +100,7 @@ def test_what_is_likely_not_meant_is_warned_of_once(options, config, message):
         warnings.simplefilter("always")
         for _ in range(2):
             grpo_loss(head=weight, **given)
-        scores = linear_logprob(given.pop("hidden"), weight, given.pop("completion_ids"))
+        scores = linear_logps(given.pop("hidden"), weight, given.pop("completion_ids"))
         policy_loss_from_logps(scores.logps, scores.entropies, **given)
     ours = [x for x in caught if "grpo_kernels: " in str(x.message)]
     lines = [x.lineno for x in ours]
@@ -119,7 +119,7 @@ def test_the_same_mistake_on_another_line_is_warned_of_again() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            linear_logprob(hidden, weight, ids, odd)
+            linear_logps(hidden, weight, ids, odd)
             linear_divergence(hidden, weight, (hidden, weight), odd)
     assert ["completion_mask" in str(x.message) for x in caught] == [True, True]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import grpo_loss, linear_logprob
+from grpo_kernels import grpo_loss, linear_logps
 from tests.support.flat import flat
 from tests.support.gpu_tape import PLENTY, GPUAllocations, Tape, taped, tensor
 from tests.support.pretend_gpu import OnGPU
@@ -49,7 +49,7 @@ def step(
         advantages[: int(batch * zero_share)] = 0.0
         with GPUAllocations() as watch:
             if score:
-                flat(linear_logprob)(hidden, head, ids, completion_mask=mask, **options)
+                flat(linear_logps)(hidden, head, ids, completion_mask=mask, **options)
             else:
                 out = flat(grpo_loss)(hidden, head, ids, mask, OnGPU(advantages), **options)
                 tape.engine = out.engine
@@ -193,6 +193,6 @@ def test_fp32_products_have_one_tile_of_rows() -> None:
     whole chunks."""
     for n in (512, 1024, 4096):
         with taped() as tape, torch.no_grad():
-            linear_logprob(tensor(n, 64), tensor(1000, 64), OnGPU(torch.zeros(n, dtype=torch.long)))
+            linear_logps(tensor(n, 64), tensor(1000, 64), OnGPU(torch.zeros(n, dtype=torch.long)))
         assert {x.shape[0] for x in tape.of("product")} == {128}
     assert min(x.shape[0] for x in step(score=True).of("product")) >= 1024

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_kernels import KeptIds, LoRA, LossConfig, Run, grpo_loss, linear_logprob
+from grpo_kernels import KeptIds, LoRA, LossConfig, Run, grpo_loss, linear_logps
 from tests.support.case_builder import Case, make_case
 from tests.support.cases import HEADS, scored
 from tests.support.flat import flat
@@ -40,10 +40,10 @@ def case_of(name: str = "plain", **options: Any) -> Case:
 
 
 def scores_of(case: Case, **options: Any) -> Any:
-    """`linear_logprob` with a plain head."""
+    """`linear_logps` with a plain head."""
     given = {"completion_ids": case.completion_ids, "kept_ids": case.kept_ids}
     given |= {"completion_mask": case.completion_mask}
-    return linear_logprob(case.hidden, case.weight, **given | options)
+    return linear_logps(case.hidden, case.weight, **given | options)
 
 
 def as_csr(kept: Tensor) -> KeptIds:
@@ -115,7 +115,7 @@ def test_counts_of_prime_rl_and_offsets_of_slime() -> None:
     ):
         assert lists(kept) == WANT
         hidden, weight = torch.randn(2, 4, 3), torch.randn(8, 3)
-        logps = linear_logprob(hidden, weight, ids, kept_ids=kept, completion_mask=SAMPLED).logps
+        logps = linear_logps(hidden, weight, ids, kept_ids=kept, completion_mask=SAMPLED).logps
         assert (logps == 0).tolist() == [[False, True, True, False], [False, True, True, True]]
 
 
@@ -166,7 +166,7 @@ def test_nothing_to_score_is_an_attached_zero(shape: tuple[int, ...], k: int) ->
     for x in leaves:
         x.requires_grad_()
     ids, kept = torch.full(shape, BIG), torch.full((*shape, k), BIG)
-    scores = linear_logprob(hidden, weight, ids, kept_ids=kept, completion_mask=torch.zeros(shape))
+    scores = linear_logps(hidden, weight, ids, kept_ids=kept, completion_mask=torch.zeros(shape))
     assert scores.logps.shape == scores.entropies.shape == shape
     (scores.logps.sum() + scores.entropies.sum()).backward()
     assert not hidden.grad.any() and not weight.grad.any()
@@ -182,7 +182,7 @@ def test_on_a_gpu_wrong_ids_make_their_position_nan(monkeypatch: pytest.MonkeyPa
     kept[1, 1, 0] = ids[1, 1] ^ 1  # another
     with pretended(monkeypatch) as waits:
         leaves = (OnGPU(x.clone()).requires_grad_() for x in (case.hidden, case.weight))
-        scores = linear_logprob(*leaves, OnGPU(ids), kept_ids=OnGPU(kept))
+        scores = linear_logps(*leaves, OnGPU(ids), kept_ids=OnGPU(kept))
         assert waits == ["tolist"]
     wrong = torch.zeros(2, 9, dtype=torch.bool)
     wrong[0, 3] = wrong[1, 1] = wrong[1, 4] = True
@@ -234,10 +234,10 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_wrong_arguments() -> None:
     hidden, weight, ids = torch.randn(2, 2, 3), torch.randn(10, 3), torch.tensor([[1, 2], [3, 4]])
     good: dict[str, Any] = {"completion_ids": ids, "kept_ids": SETS}
-    linear_logprob(hidden, weight, **good)
+    linear_logps(hidden, weight, **good)
     for changes, kind, message in WRONG:
         with pytest.raises(kind, match=f"^{message}"):
-            linear_logprob(hidden, weight, **{**good, **changes})
+            linear_logps(hidden, weight, **{**good, **changes})
     with pytest.raises(TypeError, match=r"^counts: expected integers, got torch\.float32"):
         KeptIds.from_counts(IDS, torch.ones(4))
     with pytest.raises(ValueError, match=r"^kept: expected shape \(\.\.\., K\), got \(\)"):
@@ -249,9 +249,9 @@ def test_torch_does_the_rows_of_sets_whatever_the_backend() -> None:
     hidden, weight = torch.randn(2, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64)
     ids, kept, run = torch.tensor([1, 2]), torch.tensor([[1, 5], [2, 0]]), Run(backend="triton")
     with pytest.raises(ValueError, match="float64"):
-        linear_logprob(hidden, weight, ids, run=run)
-    found = linear_logprob(hidden, weight, ids, kept_ids=kept, run=run)
-    assert torch.equal(found.logps, linear_logprob(hidden, weight, ids, kept_ids=kept).logps)
+        linear_logps(hidden, weight, ids, run=run)
+    found = linear_logps(hidden, weight, ids, kept_ids=kept, run=run)
+    assert torch.equal(found.logps, linear_logps(hidden, weight, ids, kept_ids=kept).logps)
 
 
 def test_what_the_loss_says_of_the_sets_padded_and_packed() -> None:
@@ -311,7 +311,7 @@ def test_flops() -> None:
 
         def step(head: Tensor = head, upstream: Tensor | None = upstream) -> None:
             run = Run(workspace_bytes=20_000)
-            logps = linear_logprob(hidden, head, kept[:, 0], kept_ids=kept, run=run).logps
+            logps = linear_logps(hidden, head, kept[:, 0], kept_ids=kept, run=run).logps
             if upstream is not None:
                 logps.backward(upstream)
 
@@ -324,7 +324,7 @@ def test_flops_of_ragged_sets_go_with_their_sizes() -> None:
     sizes[7] = 256
     ragged = torch.where(torch.arange(256) < sizes[:, None], kept, -1)
     hidden, weight = torch.randn(64, 16), torch.randn(500, 16)
-    flops = count_flops(lambda: linear_logprob(hidden, weight, kept[:, 0], kept_ids=ragged))
+    flops = count_flops(lambda: linear_logps(hidden, weight, kept[:, 0], kept_ids=ragged))
     assert 1 <= flops / (2 * 16 * int(sizes.sum())) <= 2
 
 
@@ -338,7 +338,7 @@ def test_flops_of_an_adapter_and_of_positions_without_a_set() -> None:
     missing = torch.where((torch.arange(n) < 16)[:, None], -1, kept)
 
     def step(kept: Tensor, **options: Any) -> None:
-        flat(linear_logprob)(
+        flat(linear_logps)(
             hidden, weight, kept[:, 0].clamp(0), kept_ids=kept, **options
         ).logps.sum().backward()
 
@@ -375,7 +375,7 @@ def test_memory(dtype: torch.dtype) -> None:
     for trains in (False, True):
         weight = weight.detach().requires_grad_(trains)
         with AllocationWatcher() as watch:
-            scores = linear_logprob(hidden, weight, kept[:, 0], kept_ids=kept, run=run)
+            scores = linear_logps(hidden, weight, kept[:, 0], kept_ids=kept, run=run)
             assert watch.peak <= budget + entries + rows
             assert watch.largest < v * h / 8
             (scores.logps.sum() + scores.entropies.sum()).backward()
@@ -383,5 +383,5 @@ def test_memory(dtype: torch.dtype) -> None:
         assert watch.peak <= budget + entries + rows + 2 * states + head
         assert watch.largest == v * h if trains else watch.largest < v * h / 8
     with torch.no_grad(), AllocationWatcher() as watch:
-        linear_logprob(hidden, weight, kept[:, 0], kept_ids=kept, run=run)
+        linear_logps(hidden, weight, kept[:, 0], kept_ids=kept, run=run)
     assert watch.peak <= budget + rows  # nothing is kept for a backward that cannot come

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels
-from grpo_kernels import LoRA, Run, linear_logprob
+from grpo_kernels import LoRA, Run, linear_logps
 from tests.support.flat import flat
 from tests.support.measure import AllocationWatcher
 from tests.support.pretend_gpu import OnGPU, pretended
@@ -65,7 +65,7 @@ def test_scoring_at_the_default_budget_holds_no_eighth_of_the_logits() -> None:
     n, h, v = 8192, 4, 151936
     hidden, weight, ids = torch.randn(n, h), torch.randn(v, h), torch.randint(v, (n,))
     with AllocationWatcher() as watch:
-        grpo_kernels.linear_logprob(hidden, weight, ids)
+        grpo_kernels.linear_logps(hidden, weight, ids)
     assert watch.largest < n * v / 8
     assert watch.peak <= 512 * MIB + 40 * n * 4
 
@@ -91,7 +91,7 @@ def peak_of_backward(leaves: list[Tensor], ids: Tensor, budget: int, **options: 
     """The most bytes that the backward makes at once, with those it returns."""
     hidden, weight = (x.requires_grad_() for x in leaves)
     options = {"engine": "lean", "workspace_bytes": budget, "entropy": False, **options}
-    logps = flat(linear_logprob)(hidden, weight, ids, **options).logps
+    logps = flat(linear_logps)(hidden, weight, ids, **options).logps
     upstream = torch.ones_like(logps)
     with AllocationWatcher() as watch:
         torch.autograd.backward(logps, upstream)

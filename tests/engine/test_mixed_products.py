@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import Head, LoRA, Run, linear_logprob
+from grpo_kernels import Head, LoRA, Run, linear_logps
 from tests.support.case_builder import Case, make_case
 from tests.support.cases import fixed_cases, random_case
 from tests.support.gpu_tape import Tape
@@ -106,7 +106,7 @@ def test_fp16_gradients_of_more_ids_stay_in_range(gpu: Tape, scale: float) -> No
     ids = torch.randint(90, (18, 6))
     there = OnGPU(weight).requires_grad_()
     with autocast(torch.float16):
-        found = linear_logprob(
+        found = linear_logps(
             OnGPU(hidden), there, OnGPU(ids[:, 0]), topk_ids=OnGPU(ids),
             run=Run(backend="torch", workspace_bytes=8 * KILOBYTE),
         )  # fmt: skip
@@ -126,7 +126,7 @@ def test_an_adapter_beside_a_float64_head(gpu: Tape) -> None:
         x, *pair = (t.to(dtype) for t in (hidden, a, b))
         there, leaves = ([y.requires_grad_() for y in ys] for ys in (map(OnGPU, pair), pair))
         head = Head(OnGPU(weight), lora=LoRA(*there, input=OnGPU(x)))
-        logps = linear_logprob(OnGPU(hidden), head, OnGPU(ids), run=Run(backend="torch")).logps
+        logps = linear_logps(OnGPU(hidden), head, OnGPU(ids), run=Run(backend="torch")).logps
         logits = hidden.double() @ weight.T + (x @ leaves[0].T).double() @ leaves[1].double().T
         want = torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0]
         torch.testing.assert_close(here(logps), want)

@@ -23,7 +23,7 @@ from grpo_kernels import (
     Run,
     grpo_loss,
     linear_divergence,
-    linear_logprob,
+    linear_logps,
 )
 from tests.support.case_builder import seeded
 from tests.support.pretend_gpu import OnGPU, Waits, here, pretended
@@ -132,7 +132,7 @@ def test_a_mask_of_floats_is_looked_at_in_the_same_wait(
         with pytest.warns(UserWarning, match="completion_mask: it holds values other than 0 and 1"):
             odd = call(name, waits, mask=OnGPU(torch.where(MASK == 0, 0.0, -2.0)))
         given = [batch()[x].detach() for x in ("hidden", "head", "completion_ids")]
-        scores = partial(linear_logprob, *given, run=ON_TORCH)
+        scores = partial(linear_logps, *given, run=ON_TORCH)
         nan, additive = OnGPU(MASK / MASK), OnGPU(torch.where(MASK == 0, -torch.inf, 0.0))
         for message, wrong in (
             ("got an additive attention mask", lambda: call(name, waits, mask=additive)),
@@ -192,7 +192,7 @@ def scores_of(given: dict[str, Any], *, diverges: bool, **options: Any) -> Any:
     if diverges:
         teacher = 0.5 * given["hidden"].detach(), given["head"].detach()
         return linear_divergence(given["hidden"], given["head"], teacher, **options)
-    return linear_logprob(given["hidden"], given["head"], given["completion_ids"], **options)
+    return linear_logps(given["hidden"], given["head"], given["completion_ids"], **options)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_candidates_cost_no_wait(
         if engine != "one_pass":
             waits.clear()
             tensors = (given[x] for x in ("hidden", "head", "completion_ids"))
-            scores = linear_logprob(*tensors, completion_mask=mask, topk_ids=OnGPU(ids), run=run)
+            scores = linear_logps(*tensors, completion_mask=mask, topk_ids=OnGPU(ids), run=run)
             torch.autograd.backward(scores.topk_logps.sum())
             assert len(waits) == as_without
 
@@ -262,7 +262,7 @@ def test_an_adapter_costs_no_wait(mask: Tensor | None, monkeypatch: pytest.Monke
         lora = LoRA(OnGPU(torch.randn(3, H)).requires_grad_(), OnGPU(torch.randn(V, 3)))
         head, run = Head(given["head"], lora=lora), Run(engine="two_pass", backend="torch")
         mask = None if mask is None else OnGPU(mask)
-        scores = linear_logprob(
+        scores = linear_logps(
             given["hidden"], head, given["completion_ids"], completion_mask=mask, run=run
         )
         torch.autograd.backward((scores.logps + scores.entropies).sum())
@@ -275,6 +275,6 @@ def test_an_id_that_does_not_exist_makes_its_row_nan(monkeypatch: pytest.MonkeyP
     with pretended(monkeypatch) as waits:
         given = batch(trains=NEITHER)
         ids = OnGPU(torch.tensor([[0, V, 1, 2, 3], [4, 5, -1, 6, 7]]))
-        logps = linear_logprob(given["hidden"], given["head"], ids, run=ON_TORCH).logps
+        logps = linear_logps(given["hidden"], given["head"], ids, run=ON_TORCH).logps
     assert waits == []
     assert here(logps).isnan().nonzero().tolist() == [[0, 1], [1, 2]]

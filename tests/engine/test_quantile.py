@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_kernels import grpo_loss, linear_logprob
+from grpo_kernels import grpo_loss, linear_logps
 from grpo_kernels.base import tensors
 
 pytestmark = pytest.mark.unit
@@ -37,4 +37,4 @@ def test_losses_beyond_the_limit_ask_torch_for_none(monkeypatch: pytest.MonkeyPa
     for name in ("quantile", "nanquantile"):
         monkeypatch.setattr(torch, name, None)
     grpo_loss(hidden, weight, ids, None, advantages, top_entropy_quantile=0.3).loss.backward()
-    linear_logprob(hidden, weight, ids, expected=expected).logps.backward(3 * expected)
+    linear_logps(hidden, weight, ids, expected=expected).logps.backward(3 * expected)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels import Head, LossConfig, Run, grpo_loss, linear_logprob
+from grpo_kernels import Head, LossConfig, Run, grpo_loss, linear_logps
 from tests.support import parallel_cases as cases
 from tests.support.adapter_case import check_adapter
 from tests.support.case_builder import Case
@@ -78,11 +78,11 @@ def test_ids_out_of_range_make_their_rows_nan(device: torch.device, backend: str
     bad = torch.tensor([False, True, False, True, False, True], device=device)
     if device.type == "cpu":  # there it costs nothing
         with pytest.raises(ValueError, match="ids"):
-            linear_logprob(hidden, weight, ids)
+            linear_logps(hidden, weight, ids)
         return
-    right = linear_logprob(hidden, weight, torch.where(bad, 0, ids))
+    right = linear_logps(hidden, weight, torch.where(bad, 0, ids))
     with torch.no_grad():
-        found = linear_logprob(hidden, weight, ids, run=Run(backend=backend))
+        found = linear_logps(hidden, weight, ids, run=Run(backend=backend))
     assert torch.equal(torch.isnan(found.logps), bad)
     torch.testing.assert_close(found.logps[~bad], right.logps[~bad], rtol=1e-5, atol=1e-5)
 

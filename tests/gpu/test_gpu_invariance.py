@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import LossConfig, Run, grpo_loss, linear_logprob
+from grpo_kernels import LossConfig, Run, grpo_loss, linear_logps
 from tests.support.on_device import copy_of, leaves, same_bits
 
 pytestmark = pytest.mark.usefixtures("as_in_use")
@@ -32,7 +32,7 @@ CLOSE = 1e-5  # of a log-probability: the order of a sum over H in fp32
 
 def scored(hidden: Tensor, weight: Tensor, ids: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        found = linear_logprob(hidden, weight, ids, run=Run(backend=backend))
+        found = linear_logps(hidden, weight, ids, run=Run(backend=backend))
     return found.logps, found.entropies
 
 
@@ -94,9 +94,9 @@ def test_masked_positions_and_padding_change_no_bit(
     hidden, ids = hidden.view(-1, 8, h), ids.view(-1, 8)
     mask = torch.rand(ids.shape, device=device) > 0.3
     run = Run(backend=backend)
-    alone = linear_logprob(hidden[mask], weight, ids[mask], run=run)
+    alone = linear_logps(hidden[mask], weight, ids[mask], run=run)
     pad = lambda x, value: torch.cat([x, x.new_full((len(x), 3, *x.shape[2:]), value)], 1)  # noqa: E731
-    wide = linear_logprob(
+    wide = linear_logps(
         pad(hidden, torch.nan), weight, pad(ids, -100), completion_mask=pad(mask, False), run=run
     )
     for name in ("logps", "entropies"):

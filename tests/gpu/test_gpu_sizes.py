@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import Run, grpo_loss, linear_logprob
+from grpo_kernels import Run, grpo_loss, linear_logps
 from grpo_kernels.backends import (
     Chunk,
     Coefficients,
@@ -121,7 +121,7 @@ def test_many_rows_and_many_columns(
         logps, d_hidden, d_weight = truth(hidden, weight, ids, coefficients, at_once=2**26 // v)
         run = Run(engine, backend)
         expected = coefficients if engine == "one_pass" else None
-        found = linear_logprob(hidden, weight, ids, expected=expected, run=run).logps
+        found = linear_logps(hidden, weight, ids, expected=expected, run=run).logps
         (found * coefficients).sum().backward()
         limit = 5e-5 if dtype == torch.float32 else BF16_GRADIENT
         torch.testing.assert_close(found.detach().double(), logps, rtol=1e-5, atol=5e-5)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import LossConfig, Run, grpo_loss, linear_logprob
+from grpo_kernels import LossConfig, Run, grpo_loss, linear_logps
 from tests.support.on_device import Graphed, copy_of, leaves, same_bits, waits
 
 SHAPES = {"cuda": (512, 256, 32_003), "cpu": (24, 16, 70)}
@@ -149,7 +149,7 @@ def test_a_graph_of_the_log_probabilities_replays(
 
     def step() -> tuple[Tensor, ...]:
         with torch.set_grad_enabled(engine == "two_pass"):
-            found = linear_logprob(hidden, weight, ids, run=Run(engine, backend))
+            found = linear_logps(hidden, weight, ids, run=Run(engine, backend))
         both = found.logps, found.entropies
         if engine == "score":
             return both
@@ -192,7 +192,7 @@ def test_waits(
     def step() -> None:
         if kind == "scoring":
             with torch.no_grad():
-                linear_logprob(given["hidden"], given["head"], given["completion_ids"], run=run)
+                linear_logps(given["hidden"], given["head"], given["completion_ids"], run=run)
             return
         out = grpo_loss(**given, config=OF_WAITS[config], run=run)
         if out.loss.requires_grad:

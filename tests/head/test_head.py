@@ -21,7 +21,7 @@ from grpo_kernels import (
     Run,
     grpo_loss,
     linear_divergence,
-    linear_logprob,
+    linear_logps,
     topk_divergence,
 )
 from tests.support.adapter_case import check_adapter
@@ -45,7 +45,7 @@ def linear(bias: bool = True) -> nn.Linear:
 
 
 def logps_of(head: Any, hidden: Tensor) -> Tensor:
-    return linear_logprob(hidden, head, IDS).logps
+    return linear_logps(hidden, head, IDS).logps
 
 
 def plain_logps(head: Any, hidden: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def test_every_call_takes_a_module_or_a_head_around_one(bias: bool) -> None:
     teacher = 1.3 * hidden.detach(), Head(torch.randn(V, H, dtype=torch.float64))
     listed = IDS[..., None], torch.full((B, T, 1), -1.0, dtype=torch.float64)
     calls: list[Callable[[Any], Any]] = [
-        lambda head: linear_logprob(hidden, head, IDS, completion_mask=MASK, temperature=0.8),
+        lambda head: linear_logps(hidden, head, IDS, completion_mask=MASK, temperature=0.8),
         lambda head: grpo_loss(hidden, head, IDS, MASK, ADVANTAGES, old_per_token_logps=OLD),
         lambda head: linear_divergence(hidden, head, teacher),
         lambda head: topk_divergence(hidden, head, *listed),
@@ -302,7 +302,7 @@ def test_no_product_of_the_two_factors_is_made(trains_head: bool, products: int)
     head, ids = Head(weight, lora=LoRA(a, b)), torch.randint(vocab, (n,))
 
     def step() -> None:
-        scores = linear_logprob(hidden, head, ids, entropy=False, expected=torch.ones(n))
+        scores = linear_logps(hidden, head, ids, entropy=False, expected=torch.ones(n))
         scores.logps.sum().backward()
 
     assert count_flops(step) == products * n * vocab * width + 6 * n * rank * (vocab + width)
@@ -321,7 +321,7 @@ def test_an_adapter_that_does_not_fit_is_refused() -> None:
     }
     for says, lora in wrong.items():
         with pytest.raises((TypeError, ValueError), match=says):
-            linear_logprob(hidden, Head(weight, lora=lora), ids)  # type: ignore[arg-type]
+            linear_logps(hidden, Head(weight, lora=lora), ids)  # type: ignore[arg-type]
     leaf = hidden.view(1, 3, 8).requires_grad_()
     head = Head(weight, lora=LoRA(a.requires_grad_(), b))
     message = r"engine: expected one that gives this gradient, got 'frozen', .* lora"
@@ -334,6 +334,6 @@ def test_two_kinds_of_16_bits() -> None:
     hidden = torch.tensor([[1e5, 1.0]], dtype=torch.bfloat16)
     weight = torch.zeros(3, 2, dtype=torch.bfloat16)
     a, b = torch.tensor([[1e-4, 0.5]]).half(), torch.tensor([[0.25], [0.5], [-1.0]]).half()
-    logps = linear_logprob(hidden, Head(weight, lora=LoRA(a, b)), torch.tensor([1])).logps
+    logps = linear_logps(hidden, Head(weight, lora=LoRA(a, b)), torch.tensor([1])).logps
     want = torch.log_softmax(hidden.double() @ a.double().T @ b.double().T, -1)[:, 1]
     torch.testing.assert_close(logps.double(), want, rtol=1e-5, atol=0)

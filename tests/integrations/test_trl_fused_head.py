@@ -306,13 +306,13 @@ OPTIONS: Given = {"engine": "lean", "backend": "torch", "workspace_bytes": 2**16
 
 def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(monkeypatch):
     seen: list[Given] = []
-    compute = fused_head.linear_logprob
+    compute = fused_head.linear_logps
 
     def noted(*args: Any, **options: Any) -> Any:
         seen.append({name: getattr(options["run"], name) for name in OPTIONS})
         return compute(*args, **options)
 
-    monkeypatch.setattr(fused_head, "linear_logprob", noted)
+    monkeypatch.setattr(fused_head, "linear_logps", noted)
     in_force = "as in the patch already applied, got"
     patch_trl(logits_dtype="input", **OPTIONS)
     for others, expected in (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import LossConfig, linear_logprob, policy_loss_from_logps
+from grpo_kernels import LossConfig, linear_logps, policy_loss_from_logps
 from tests.support.case_builder import Case
 from tests.support.cases import LOSSES, random_case
 from tests.support.flat import flat
@@ -22,14 +22,14 @@ OF_HEAD = ("hidden", "weight", "bias", "completion_ids", *CONSTANTS)
 
 
 def by_two_steps(case: Case, *, is_packed: bool) -> tuple[Any, dict[str, Tensor | None]]:
-    """Scored by `linear_logprob`, then the loss on that, padded again; with the gradients of the
+    """Scored by `linear_logps`, then the loss on that, padded again; with the gradients of the
     head's tensors."""
     given, config = arguments(case), config_of(case)
     call, stays = packed(case, given) if is_packed else (dict(given), slice(None))
     head = {name: call.pop(name) for name in OF_HEAD if name in call}
     del call["reference"]
     head |= {"completion_mask": call["completion_mask"], "temperature": config.temperature}
-    scores = flat(linear_logprob)(**head)
+    scores = flat(linear_logps)(**head)
     out = policy_loss_from_logps(scores.logps, scores.entropies, **call, config=config)
     assert out.engine == "given"
     if out.loss.requires_grad:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels import Head, LoRA, LossConfig, Run, grpo_loss, linear_divergence, linear_logprob
+from grpo_kernels import Head, LoRA, LossConfig, Run, grpo_loss, linear_divergence, linear_logps
 from tests.support.case_builder import seeded
 from tests.support.ranks import Ranks
 
@@ -89,8 +89,8 @@ ALONE = [("completion_mask", {"completion_mask": torch.ones(2, 9)}), ("config", 
 CASES: list[tuple[Any, Callable[[int], Arguments], str, Any]] = [
     *((grpo_loss, a_loss, *case) for case in ALONE + LOSS),
     (grpo_loss, with_adapter, "gradients wanted", a_head(lora=partial(an_adapter, trains=True))),
-    (linear_logprob, some_scores, "extras", {"extras": ("is_top1",)}),
-    (linear_logprob, some_scores, "kept_ids", {"kept_ids": IDS[..., None]}),
+    (linear_logps, some_scores, "extras", {"extras": ("is_top1",)}),
+    (linear_logps, some_scores, "kept_ids", {"kept_ids": IDS[..., None]}),
     (linear_divergence, a_divergence, "divergence", {"divergence": "forward_kl"}),
 ]
 
@@ -114,7 +114,7 @@ def attempt(rank: int, world_size: int, number: int) -> str:
 
 def another_call(rank: int, world_size: int) -> str:
     if rank:
-        return error_of(linear_logprob, some_scores(rank))
+        return error_of(linear_logps, some_scores(rank))
     return error_of(grpo_loss, a_loss(rank))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import grpo_kernels
-from grpo_kernels import LossConfig, grpo_loss, linear_divergence, linear_logprob
+from grpo_kernels import LossConfig, grpo_loss, linear_divergence, linear_logps
 from tests.support import parallel_cases as cases
 from tests.support import zero3
 from tests.support.case_builder import Case
@@ -120,7 +120,7 @@ def run_mixed(rank: int, world_size: int, output_dtype: torch.dtype | None) -> d
     out = grpo_loss(hidden, model.lm_head, config=LossConfig(**run.loss.config), **given)
     with torch.no_grad():
         ids, mask = run.batch.completion_ids, run.batch.completion_mask
-        scores = linear_logprob(hidden, model.lm_head, ids, completion_mask=mask)
+        scores = linear_logps(hidden, model.lm_head, ids, completion_mask=mask)
     out.loss.backward()
     results = {"hidden": hidden.detach(), "loss": out.loss.detach(), "logps": out.logps}
     scored = {"scored": scores.logps, "entropies": scores.entropies}

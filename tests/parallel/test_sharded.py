@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-from grpo_kernels import Head, LoRA, Run, grpo_loss, linear_divergence, linear_logprob
+from grpo_kernels import Head, LoRA, Run, grpo_loss, linear_divergence, linear_logps
 from grpo_kernels.typing import Extra
 from tests.support.case_builder import make_case, seeded
 from tests.support.cases import fixed_cases, random_case, random_scores
@@ -137,7 +137,7 @@ def check_padding_rows(rank: int, world_size: int) -> None:
             found = []
             for of, own in ((wholes, slice(None)), (parts, rows)):
                 if kind == "scores":
-                    scores = linear_logprob(head["hidden"], of, head["ids"], extras=get_args(Extra))
+                    scores = linear_logps(head["hidden"], of, head["ids"], extras=get_args(Extra))
                     main = scores.logps + 0.3 * scores.entropies
                 else:
                     second = Head(other["weight"][own], other["bias"][own])
@@ -180,7 +180,7 @@ def check_edges(rank: int, world_size: int) -> None:
         part = torch.eye(vocab)[start:stop].requires_grad_()
         group = dist.group.WORLD
         head = Head(part, bias[start:stop], process_group=group, final_logit_softcapping=cap)
-        scores = linear_logprob(logits, head, ids, extras=get_args(Extra))
+        scores = linear_logps(logits, head, ids, extras=get_args(Extra))
         torch.testing.assert_close(scores.logps.double(), want, rtol=3e-6, atol=0)
         squares = torch.logsumexp(2 * exact, -1)
         torch.testing.assert_close(scores.log_sum_sq_probs.double(), squares, rtol=3e-6, atol=1e-6)
@@ -199,7 +199,7 @@ def head_of(head: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 def check_dtensors(rank: int, world_size: int) -> None:
     """Shard(0) DTensors, uneven, beside plain or replicated hidden states."""
     mesh, head = init_device_mesh("cpu", (world_size,)), make_head()
-    scores = linear_logprob(head["hidden"], Head(head["weight"], head["bias"]), head["ids"])
+    scores = linear_logps(head["hidden"], Head(head["weight"], head["bias"]), head["ids"])
     leaves = [head[x] for x in ("hidden", "weight", "bias")]
     want = torch.autograd.grad(scores.logps.sum() + scores.entropies.sum(), leaves)
     for hidden_too in (False, True):
@@ -211,17 +211,17 @@ def check_dtensors(rank: int, world_size: int) -> None:
         hidden = distribute_tensor(hidden, mesh, [Replicate()]) if hidden_too else hidden
         hidden.requires_grad_()
         group = None if hidden_too else mesh.get_group()
-        scores = linear_logprob(hidden, Head(weight, bias, process_group=group), head["ids"])
+        scores = linear_logps(hidden, Head(weight, bias, process_group=group), head["ids"])
         (scores.logps.sum() + scores.entropies.sum()).backward()
         for x, y in zip((hidden, weight, bias), want, strict=True):
             got = x.grad if x is hidden and not hidden_too else x.grad.full_tensor()
             torch.testing.assert_close(got, y, rtol=1e-12, atol=1e-12)
     columns = distribute_tensor(head["weight"].detach(), mesh, [Shard(1)])
     with pytest.raises(ValueError, match=r"weight: expected a DTensor sharded once, by rows"):
-        linear_logprob(hidden, columns, head["ids"])
+        linear_logps(hidden, columns, head["ids"])
     says = r"weight: .* got a DTensor.*the head's module.*process_group="
     with pytest.raises(ValueError, match=says):
-        linear_logprob(head["hidden"], weight, head["ids"])
+        linear_logps(head["hidden"], weight, head["ids"])
 
 
 def check_errors(rank: int, world_size: int) -> None:
@@ -237,14 +237,14 @@ def check_errors(rank: int, world_size: int) -> None:
     }
     for says, (own, wrong, options) in calls.items():
         with pytest.raises(ValueError, match=says):
-            linear_logprob(hidden, Head(own, process_group=group, **options), wrong)
+            linear_logps(hidden, Head(own, process_group=group, **options), wrong)
     with (
         torch.autocast("cpu", torch.bfloat16, enabled=rank == 0),
         pytest.raises(ValueError, match="dtype of the products"),
     ):
-        linear_logprob(hidden.float(), Head(part.float(), process_group=group), ids)
+        linear_logps(hidden.float(), Head(part.float(), process_group=group), ids)
     with pytest.raises(TypeError, match="process_group: expected"):
-        linear_logprob(hidden, Head(part, process_group="tp"), ids)
+        linear_logps(hidden, Head(part, process_group="tp"), ids)
 
 
 def check_candidates(rank: int, world_size: int) -> None:
@@ -262,7 +262,7 @@ def check_candidates(rank: int, world_size: int) -> None:
                 torch.testing.assert_close(x, want[name], rtol=1e-10, atol=1e-13)
     ids, given = case.sampling_topk_ids, (case.hidden, case.completion_ids)
     heads = Head(case.weight[rows], process_group=group), Head(case.weight)
-    divided, whole = (linear_logprob(given[0], x, given[1], topk_ids=ids) for x in heads)
+    divided, whole = (linear_logps(given[0], x, given[1], topk_ids=ids) for x in heads)
     torch.testing.assert_close(divided.topk_logps, whole.topk_logps)
 
 
@@ -306,13 +306,13 @@ def check_rest(rank: int, world_size: int) -> None:
     head = {name: x.detach() for name, x in make_head().items()}
     hidden, weight, ids = (x.unsqueeze(0) if x.shape[0] == 9 else x for x in head_of(head))
     part, group = weight[rows_of(23, rank, world_size)], dist.group.WORLD
-    old = linear_logprob(hidden, Head(part, process_group=group), ids)
+    old = linear_logps(hidden, Head(part, process_group=group), ids)
     given = Head(part, process_group=group), ids, None, torch.ones(1)
     out = grpo_loss(hidden, *given, old_per_token_logps=old.logps)
     assert torch.equal(out.logps, old.logps)
     assert out.metrics["ratio"] == 1.0
     alone = [dist.new_group([x]) for x in range(world_size)][rank]
-    by_one = linear_logprob(hidden, Head(weight, process_group=alone), ids)
+    by_one = linear_logps(hidden, Head(weight, process_group=alone), ids)
     torch.testing.assert_close(by_one.given, old.given)
 
 

@@ -177,7 +177,7 @@ class Calls:
         return results | {f"d_{k}": x.grad for k, x in self.leaves.items() if x.grad is not None}
 
     def score(self, **given: Any) -> Results:
-        score = partial(grpo_kernels.linear_logprob, self.hidden, self.head, self.ids, **given)
+        score = partial(grpo_kernels.linear_logps, self.hidden, self.head, self.ids, **given)
         return self.call(lambda run: score(run=run))
 
     def upstream(self, out: Any) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from grpo_kernels import Head, LoRA, Run, grpo_loss, linear_logprob
+from grpo_kernels import Head, LoRA, Run, grpo_loss, linear_logps
 
 SCALING, RANK = 0.6, 3
 
@@ -35,7 +35,7 @@ def check_adapter(
         u = SCALING * (hidden.to(wide) @ a.to(wide).T)
         logits = hidden.double() @ weight.double().T + u.double() @ b.double().T
         want = torch.log_softmax(logits, -1).gather(2, ids[..., None])[..., 0]
-        found = linear_logprob(hidden, head, ids, run=Run(backend=options.get("backend", "auto")))
+        found = linear_logps(hidden, head, ids, run=Run(backend=options.get("backend", "auto")))
     torch.testing.assert_close(found.logps.double(), want, rtol=0, atol=3e-6)
 
     given, old = (hidden, head, ids, None, advantages), want.float()

@@ -17,7 +17,7 @@ from grpo_kernels import (
     Scores,
     grpo_loss,
     linear_divergence,
-    linear_logprob,
+    linear_logps,
     topk_divergence,
 )  # fmt: skip
 from tests.support.case_builder import PER_TOKEN, Case, seeded
@@ -153,7 +153,7 @@ def upstream_of(case: Case) -> dict[str, Tensor]:
 def scores(
     case: Case, leaves: dict[str, Tensor | None], engine: str, rows: slice, **options: Any
 ) -> Scores:
-    """`linear_logprob`, or one of the two divergences, with all that the case has."""
+    """`linear_logps`, or one of the two divergences, with all that the case has."""
     o = settings(case)
     head = Head(
         leaves["weight"],
@@ -176,7 +176,7 @@ def scores(
         teacher = reference_of(case, rows)
         return linear_divergence(leaves["hidden"], head, teacher, **given, **options)
     options.setdefault("entropy", True if o.entropy_of == "the set" else "full")
-    return linear_logprob(leaves["hidden"], head, case.completion_ids, **kept_of(case), **options)
+    return linear_logps(leaves["hidden"], head, case.completion_ids, **kept_of(case), **options)
 
 
 def run_scores(

@@ -18,14 +18,14 @@ from grpo_kernels import (
     advantages,
     grpo_loss,
     linear_divergence,
-    linear_logprob,
+    linear_logps,
     objectives,
     policy_loss_from_logps,
     presets,
     token_level,
     topk_divergence,
 )
-from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
+from grpo_kernels.transformers import causal_lm_loss, completion_logps
 from grpo_kernels.typing import BackendName, EngineName, LossFields
 
 x, ids, mask, rewards = torch.randn(2, 3, 4), torch.ones(2, 3), torch.ones(2, 3), torch.ones(2)
@@ -72,13 +72,13 @@ grpo_loss(*loss_args, reference=x)  # wrong
 grpo_loss(*loss_args, epsilon_hi=1)  # wrong
 assert_type(policy_loss_from_logps(ids, ids, mask, rewards, config=config), LossOutput)
 
-scores = linear_logprob(x, whole, ids, completion_mask=mask, temperature=0.9, extras=("is_top1", "mean_logits"), run=run)
+scores = linear_logps(x, whole, ids, completion_mask=mask, temperature=0.9, extras=("is_top1", "mean_logits"), run=run)
 assert_type(scores, Scores)
 assert_type(scores.logps, Tensor)
-assert_type(linear_logprob(x, lm_head, ids, kept_ids=ids, on_missing_set="full", entropy="full"), Scores)
-linear_logprob(x, x, ids, entropy="whole")  # wrong
-linear_logprob(x, x, ids, extras="is_top1")  # wrong
-linear_logprob(x, [x], ids)  # wrong
+assert_type(linear_logps(x, lm_head, ids, kept_ids=ids, on_missing_set="full", entropy="full"), Scores)
+linear_logps(x, x, ids, entropy="whole")  # wrong
+linear_logps(x, x, ids, extras="is_top1")  # wrong
+linear_logps(x, [x], ids)  # wrong
 
 assert_type(linear_divergence(x, whole, (x, lm_head), divergence="jsd", beta=0.5, entropy=True, completion_ids=ids), Scores)
 linear_divergence(x, x, (x, x), divergence="js")  # wrong
@@ -117,7 +117,7 @@ causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, layout="trim"
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, logits_dtype="input")
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, reference=lm_head)
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, reference=(x, lm_head))  # wrong
-assert_type(completion_logprobs(nn.Linear(2, 2), ids, None, mask, run=run), Scores)
-completion_logprobs(nn.Linear(2, 2), ids, None, mask, run="lean")  # wrong
+assert_type(completion_logps(nn.Linear(2, 2), ids, None, mask, run=run), Scores)
+completion_logps(nn.Linear(2, 2), ids, None, mask, run="lean")  # wrong
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, layout="pack")  # wrong
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, zero_advantage="drop")  # wrong

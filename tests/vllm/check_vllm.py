@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import _ChunkedLogProbFunction
 
-from grpo_kernels import Head, KeptIds, linear_logprob
-from grpo_kernels.transformers import completion_logprobs, head_inputs
+from grpo_kernels import Head, KeptIds, linear_logps
+from grpo_kernels.transformers import completion_logps, head_inputs
 from tests.vllm import engine, training
 from tests.vllm.engine import CASES
 
@@ -35,7 +35,7 @@ def fresh(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def batch(samples: Samples) -> dict[str, Tensor]:
-    """Arguments of `completion_logprobs`, prompts padded on the left."""
+    """Arguments of `completion_logps`, prompts padded on the left."""
     longest = [max(len(x[name]) for x in samples) for name in ("prompt", "ids")]
     ids, mask, counted = torch.zeros(3, len(samples), sum(longest), dtype=torch.int64)
     for i, x in enumerate(samples):
@@ -64,7 +64,7 @@ def sampled() -> Any:
 def test_log_probabilities_in_fp32_are_the_engines(name: str, sampled: dict[str, Samples]) -> None:
     samples, options = sampled[name], CASES[name]
     given, model = batch(samples), AutoModelForCausalLM.from_pretrained(FP32, dtype=torch.float32)
-    score = functools.partial(completion_logprobs, model, **given, entropy=False)
+    score = functools.partial(completion_logps, model, **given, entropy=False)
     score = functools.partial(score, temperature=options["temperature"])
     sets = {}
     if "top_k" in options:
@@ -86,7 +86,7 @@ def scorers(model: Any, samples: Samples, temperature: float) -> dict[str, Tenso
             model(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
         hidden, ids = found.hidden[:, -columns - 1 : -1], given["input_ids"][:, -columns:]
         weight = found.of_model.weight.weight
-        score = functools.partial(linear_logprob, temperature=temperature, entropy=False)
+        score = functools.partial(linear_logps, temperature=temperature, entropy=False)
         rounded = Head(weight, logits_dtype="input")
         ours = {"ours": score(hidden, Head(weight), ids).logps}
         ours['ours, `logits_dtype="input"`'] = score(hidden, rounded, ids).logps

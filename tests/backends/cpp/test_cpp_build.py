@@ -37,13 +37,13 @@ print(load().origin, load().path, sep="\\n")
 """
 LOSS = """
 import json, os, torch, warnings
-from grpo_kernels import Run, linear_logprob
+from grpo_kernels import Run, linear_logps
 hidden, weight, ids = torch.ones(5, 3), torch.ones(7, 3), torch.arange(5)
 for backend in {backends!r}:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            logps = linear_logprob(hidden, weight, ids, run=Run(backend=backend)).logps
+            logps = linear_logps(hidden, weight, ids, run=Run(backend=backend)).logps
     said = [str(x.message) for x in caught if x.category is RuntimeWarning]
     print(json.dumps([said, logps.tolist(), os.listdir()]))
 """
