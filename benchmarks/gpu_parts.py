@@ -19,13 +19,8 @@ from benchmarks.cases import SEED, BenchCase, make_inputs
 from benchmarks.providers import build
 from benchmarks.run import Results, measure_runs, step
 from benchmarks.timing import Clock
-from grpo_kernels.backends import (
-    Chunk,
-    Coefficients,
-    FusedRowBackend,
-    LogitTransform,
-    choose_backend,
-)
+from grpo_kernels import backends
+from grpo_kernels.backends import Chunk, Coefficients, LogitTransform
 
 SPREAD = 2.5  # standard deviation of the logits
 COPY_BYTES = 2 * 2**30
@@ -63,7 +58,7 @@ def measure_rows(device: torch.device, results: Results, *, toy: bool = False) -
     for name in ("triton", "torch"):
         top = ("micro", "rows", name)
         with results.noting(*top, seconds=LIMIT):
-            backend, _ = choose_backend(name, device)
+            backend, _ = backends.choose_backend(name, device)
             runs = _row_runs(backend, logits.clone(), ids)
             clock = Clock(device, flush=True, queued=True)
             steps = {run: x for run, (_, x) in runs.items()}
@@ -87,7 +82,7 @@ def _row_runs(
         "grad": (6, lambda: backend.grad(chunk, stats, Coefficients(a), out)),
         "grad_entropy": (6, lambda: backend.grad(chunk, stats, Coefficients(a, b), out)),
     }
-    if isinstance(backend, FusedRowBackend):
+    if isinstance(backend, backends.FusedRowBackend):
         runs |= {
             "fused": (6, lambda: backend.fused(chunk, loss, out)),
             "fused_no_gradient": (4, lambda: backend.fused(chunk, loss, None)),

@@ -9,15 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import (
-    Chunk,
-    Coefficients,
-    DivergenceStats,
-    FusedLoss,
-    LogitTransform,
-    ReferenceLogits,
-    RowStats,
-)
+from grpo_kernels import backends
+from grpo_kernels.backends import Chunk, FusedLoss, LogitTransform
 from grpo_kernels.backends.triton_rows import divergence, fused, grad, reduce
 from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.objective import losses
@@ -82,17 +75,19 @@ def row_runs(
     def numbers() -> Tensor:
         return torch.rand(n, device=device)
 
-    pair = reference and ReferenceLogits(
+    pair = reference and backends.ReferenceLogits(
         logits(), transform_of(reference[0], vocab, n, device), reference[1]
     )
     ids = torch.randint(vocab, (n,), device=device)
     chunk = Chunk(logits(), ids, transform_of(transform, vocab, n, device), reference=pair)
-    diverged = pair and DivergenceStats(*(numbers() for _ in range(4)))
-    statistics = RowStats(
+    diverged = pair and backends.DivergenceStats(*(numbers() for _ in range(4)))
+    statistics = backends.RowStats(
         -numbers(), chunk.logits.amax(1), numbers(), numbers(), divergence=diverged
     )
     gradient = None if out is None else rows(out)
-    coefficients = Coefficients(numbers(), numbers() if entropy else None, pair and numbers())
+    coefficients = backends.Coefficients(
+        numbers(), numbers() if entropy else None, pair and numbers()
+    )
     of_rows = loss and loss.of_rows(numbers)
     wanted = {"entropy": entropy, "extras": extras}
     launch: Callable[[Any], Any] = {
