@@ -74,9 +74,10 @@ def group_advantages(
     Args:
         rewards: (B,), or (B, F) from F reward functions. NaN means unscored and is left out of
             every sum, mean and std; a row without any score gets advantage 0. If F equals
-            `num_generations`, pass `reward_weights`: the call cannot tell (B, F) from (prompts, G).
+            `num_generations`, pass `reward_weights`: otherwise, the call cannot tell (B, F) from
+            (prompts, num_generations).
         num_generations: number of completions per prompt. A group consists of `num_generations`
-            consecutive rows, counted over all ranks.
+            consecutive rows; with `process_group`, rows are numbered across ranks.
         group_ids: (B,) integers, an alternative to `num_generations`. Rows with equal ids form a
             group; rows may come in any order, and groups may have any size.
         reward_weights: (F,), one weight per reward function; by default, all weights are 1.

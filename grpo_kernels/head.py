@@ -141,9 +141,9 @@ class Head:
     Args:
         weight: a tensor (V, H), or the head's module, which is an ``nn.Linear`` or PEFT's LoRA
             layer around an ``nn.Linear``. With a module, leave `bias` and `lora` None: the call
-            reads the weight, bias and active adapters from the module. It reads them inside the
-            hooks with which FSDP2 and DeepSpeed ZeRO-3 gather parameters. Modules with other
-            forward or backward hooks are refused, since these hooks expect logits.
+            reads the weight, bias and active adapters from the module. Under FSDP2 and DeepSpeed
+            ZeRO-3, it reads them while they are gathered. Modules with other forward or backward
+            hooks are refused, since these hooks expect logits.
         bias: (V,), or None.
         lora: a low-rank adapter on the head, `LoRA`.
         process_group: the group of ranks that shard the head by rows of the vocabulary, in rank
@@ -151,7 +151,7 @@ class Head:
             results are then the same, too. Each rank gets the gradient of its own rows of the head,
             and the whole gradient of the hidden states. You need no group if the weight is a
             DTensor with `Shard(0)` and the hidden states are a replicated DTensor. The ranks
-            exchange three numbers per row, or four with the entropy, and sum the gradient of the
+            exchange three numbers per token, or four with the entropy, and sum the gradient of the
             hidden states. They exchange no tensor of the vocabulary's size.
         vocab_size: number of ids, at most the V of all shards together. The head's rows beyond this
             number are padding.

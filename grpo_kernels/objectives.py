@@ -1,20 +1,20 @@
 """Policy losses of verl, prime-rl, SkyRL, ROLL and ms-swift that `LossConfig` does not offer. Pass
 them as ``objective=``::
 
-    out = grpo_loss(..., sampling_per_token_logps=mu, objective=objectives.ipo)
+    out = grpo_loss(..., sampling_per_token_logps=sampled, objective=objectives.ipo)
     near = functools.partial(objectives.ipo, eps=0.1)  # another parameter
 
-Symbols: A is the token's advantage; p, old and mu are the probabilities of the sampled token under
-the policy, the old policy and the sampler; r = p / mu, R = log(p / old), logp = log(p), and sg[x]
-is x without its gradient.
+Symbols: A is the token's advantage. p, old and mu are the probabilities of the sampled token under
+the policy, the old policy and the sampler. r = p / mu, R = log(p / old), logp = log(p), and sg[x] is
+x without its gradient.
 
 Parameters and defaults are those of the named trainer. `fipo`, `clip_cov`, `kl_cov` and
-`gspo_token` look at a whole batch or sequence and take two passes; the other losses take one pass.
-No loss here uses entropies or the reference. An ``importance_sampling_ratio`` multiplies the whole
-loss of a token. The config's ``loss_type``, by default "dapo", sets the normalizer. Without old
-log-probabilities, R = 0; a token that the sampler could not score (NaN) has r = 1. An advantage of
-exactly 0 contributes exactly 0 to the policy term, and a clipped token gets no gradient, even where
-a ratio overflows. Means and shares are over the tokens of the call.
+`gspo_token` read a whole batch or sequence, so they take two passes. The other losses take one
+pass. No loss here uses entropies or the reference. An ``importance_sampling_ratio`` multiplies the
+whole loss of a token. The config's ``loss_type``, by default "dapo", sets the normalizer. Without
+old log-probabilities, R is 0. If the sampler could not score a token (NaN), r is 1. A token with an
+advantage of exactly 0 adds exactly 0 to the policy term, and a clipped token gets no gradient. Both
+hold even if a ratio overflows. Means and shares are over the tokens of the call.
 
 `m2po_mask` computes a mask of tokens; call it before the loss.
 """
@@ -340,9 +340,9 @@ def kl_cov(
 ) -> Tensor:
     """verl's KL-Cov: a penalty for the tokens that lower the entropy most.
 
-    A token's loss is -e^R A. The ``max(1, int(kl_cov_ratio * counted tokens))`` tokens of highest
-    covariance (see `clip_cov`) also get a penalty, `ppo_kl_coef` |R|. Use KL-Cov if the entropy
-    collapses.
+    A token's loss is -e^R A. The ``max(1, int(kl_cov_ratio * counted tokens))`` tokens with the
+    highest covariance also get a penalty, `ppo_kl_coef` |R|. `clip_cov` defines the covariance. Use
+    KL-Cov if the entropy collapses.
     Source: https://arxiv.org/abs/2505.22617.
     """
     log_ratio = tokens.logps - tokens.old_per_token_logps

@@ -1,4 +1,4 @@
-"""Published algorithms, each as a `LossConfig` of its loss.
+"""Published algorithms as ready-made `LossConfig`s.
 
 A preset sets only the loss. Compute the advantages yourself, for example with
 `grpo_kernels.advantages`.
@@ -14,11 +14,11 @@ LUSPO     GSPO's ratio; the loss is summed over each sequence
 VESPO     a gamma-shaped weight of the sequence's ratio
 GMPO      geometric mean of the sequence's clipped ratios
 PPO       one ratio and one advantage (`gae`) per token
-REINFORCE -A log p per token; off-policy, weighted by a ratio of at most 1 (Williams)
+REINFORCE Williams's REINFORCE: -A log p; if off-policy, times the ratio, capped at 1
 RLOO      REINFORCE leave-one-out, with `rloo_advantages`
 TIS       PPO's loss times a truncated weight per token, to correct for the sampler
-ICEPOP    PPO's loss times the untruncated weight, or 0 outside [0.5, 5]
-MIS       PPO's loss times the sequence's weight, or 0 above 3
+ICEPOP    PPO's loss times the token's weight, or 0 if the weight is outside [0.5, 5]
+MIS       PPO's loss times the sequence's weight, or 0 if the weight is above 3
 OPSM      GRPO's loss, but 0 for off-policy sequences with A < 0
 ========= ==========================================================================
 """
@@ -73,8 +73,8 @@ PPO = LossConfig(loss_type="bnpo", epsilon=0.2)
 (`gae`) per token."""
 
 REINFORCE = LossConfig(loss_type="cispo", epsilon_high=1.0)
-"""REINFORCE (Williams, 1992, https://doi.org/10.1007/BF00992696): -A log p per token, weighted by a
-ratio of at most 1 if the samples are off-policy."""
+"""Williams's REINFORCE (1992), https://doi.org/10.1007/BF00992696: -A log p per token. If the
+samples are off-policy, the ratio, capped at 1, is a constant weight of the token."""
 
 RLOO = LossConfig(loss_type="luspo")
 """REINFORCE leave-one-out, https://arxiv.org/abs/2402.14740: the loss is summed over each sequence.
@@ -87,8 +87,8 @@ TIS = LossConfig(
     vllm_importance_sampling_clip_max=2.0,
 )
 """Truncated importance sampling, https://fengyao.notion.site/off-policy-rl: PPO's loss times min(w,
-2), where w is a token's probability under the old policy, divided by that under the sampler. slime
-and verl use this bound; OpenRLHF clamps to [0.5, 5]."""
+2), where w is the token's probability under the old policy divided by its probability under the
+sampler. slime and verl use this bound; OpenRLHF clamps w to [0.5, 5]."""
 
 ICEPOP = LossConfig(
     vllm_importance_sampling_correction=True,
@@ -106,8 +106,8 @@ MIS = LossConfig(
     vllm_importance_sampling_clip_max=3.0,
 )
 """Masked importance sampling, TRL's default (https://github.com/huggingface/trl): PPO's loss times
-the sequence's probability under the old policy, divided by that under the sampler, or 0 if this
-ratio is above 3."""
+w, the sequence's probability under the old policy divided by its probability under the sampler. The
+loss is 0 if w is above 3."""
 
 OPSM = LossConfig(loss_type="grpo", off_policy_mask_threshold=1e-4)
 """Off-policy sequence masking, https://arxiv.org/abs/2512.02556, with slime's threshold: GRPO's

@@ -256,7 +256,7 @@ def completion_logps(
     return_output: bool = False,
     **model_inputs: Any,
 ) -> Scores | tuple[Scores, ModelOutput]:
-    """Compute the log-probability and entropy of each completion token, differentiable.
+    """Compute the log-probability and entropy of each completion token, with gradients.
 
     ::
 
@@ -272,12 +272,13 @@ def completion_logps(
         model: a causal language model of transformers, which PEFT, DDP, FSDP2 or accelerate may
             wrap.
         input_ids: (B, L), prompt and completion.
-        attention_mask: (B, L), or None if no padding comes before a counted token. If such padding
-            exists, the call warns; it recognizes padding by the config's ``pad_token_id``.
+        attention_mask: (B, L), or None if no padding comes before a counted token. With None, the
+            call warns if it finds such padding, that is, ids equal to the config's
+            ``pad_token_id``.
         completion_mask: (B, T) for the last T <= L columns of `input_ids`, nonzero where a token
-            counts. T may be the length of the longest completion, as in TRL, or L, with completions
-            in any columns. Column t - 1 predicts the token in column t, so column 0 of `input_ids`
-            never counts.
+            counts. If completions end the rows, as in TRL, let T be the length of the longest
+            completion. If they are elsewhere, let T be L. Column t - 1 predicts the token in column
+            t, so column 0 of `input_ids` never counts.
         loss_fn: the loss that will use the log-probabilities; the call applies its temperature.
         temperature: divisor of the logits; None: the temperature of `loss_fn`, or 1 without one.
         logits_dtype: as in `grpo_kernels.Head`.

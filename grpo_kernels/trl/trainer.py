@@ -121,9 +121,9 @@ class FusedLossMixin(LogsShares):
 
         class FusedGMPOTrainer(FusedLossMixin, GMPOTrainer): ...
 
-    Any subclass works. In a subclass with its own loss, other than TRL's GMPO, samples are not
-    regrouped, and every sequence runs a backward. The mixin takes the arguments of
-    `FusedGRPOTrainer`.
+    Any subclass works. Put the mixin first: the wrong order raises a TypeError. If the subclass
+    defines its own loss, samples are not regrouped. No backward is skipped either, unless that loss
+    is TRL's GMPO. The mixin takes the arguments of `FusedGRPOTrainer`.
     """
 
     _call: Call | None = None  # the scoring in progress
