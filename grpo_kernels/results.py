@@ -25,7 +25,7 @@ class Metrics(Mapping[str, Tensor]):
         wandb.log(out.metrics.floats())                # all of them, in one wait for the device
         Metrics.merge([a.metrics, b.metrics])          # of micro-batches
 
-    docs/metrics.md lists them. As in TRL, ``policy_loss`` is the loss with its KL term, but without
+    docs/troubleshooting.md lists them. As in TRL, ``policy_loss`` is the loss with its KL term, but without
     the entropy bonus.
 
     Attributes:

@@ -1,7 +1,7 @@
 """The metrics of a loss, in `Metrics`.
 
 Everything stays on the device: nothing here waits for it. Names and definitions are TRL's, unless
-docs/metrics.md says otherwise.
+docs/troubleshooting.md says otherwise.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def test_metrics_of_micro_batches_merge(loss_type: str, items: int | None) -> No
 
 @pytest.mark.parametrize("loss_type", ["bnpo", "dapo", "cispo", "vespo"])
 def test_the_policy_loss_has_a_kl_term_and_no_entropy_bonus(loss_type: str) -> None:
-    """As TRL's; of a mean over tokens, docs/metrics.md says how to take the KL term out."""
+    """As TRL's; of a mean over tokens, docs/troubleshooting.md says how to take the KL term out."""
     ref = torch.linspace(-3.0, -1.0, 10).view(2, 5)
     inputs = small_batch(loss_type=loss_type, ref_per_token_logps=ref, advantages=torch.ones(2, 5))
     with_kl = flat(grpo_loss)(**inputs, beta=0.5, entropy_coef=0.1).metrics
