@@ -166,14 +166,13 @@ def linear_logps(
 
         The sampler:
 
-        kept_ids: the kept set of each position: the ids that a truncating sampler (top-k, top-p,
-            min-p) kept there, as `KeptIds` or as (..., K) signed integers padded with -1. Sets at
-            masked positions are never read. The ids may have any order, and a repeated id counts
-            once. Operands keep their stored dtype, or are rounded to autocast's dtype under
-            autocast; products are fp32. The only vocabulary-sized tensors are the gradients of
-            weight and bias, in fp32 (fp64). Each kept id takes 8 bytes (12 in fp64) from forward to
-            backward. The host waits for the device. With a sharded head, pass the same sets on
-            every rank.
+        kept_ids: the ids that a truncating sampler (top-k, top-p, min-p) kept at each position:
+            `KeptIds`, or (..., K) signed integers padded with -1. Sets at masked positions are
+            never read. The ids may have any order, and a repeated id counts once. Operands keep
+            their stored dtype; under autocast, they are rounded to its dtype. Products are fp32.
+            The only vocabulary-sized tensors are the gradients of weight and bias, in fp32 (fp64).
+            Each kept id takes 8 bytes (12 in fp64) from forward to backward. The host waits for the
+            device. With a sharded head, pass the same sets on every rank.
         on_missing_set: what to do with a position whose set is empty or lacks the sampled id.
             ``"error"`` raises an error on a CPU; elsewhere, the position's results are NaN.
             ``"full"`` scores the position over the whole vocabulary, as prime-rl does; this costs

@@ -125,8 +125,8 @@ class LossConfig(Config):
         use_bias_correction_kl: multiply the KL estimate by the ratio. TRL does so by default; the
             GRPO paper does not. Therefore ``loss_type="grpo", beta=0.04`` is TRL's GRPO, and
             `presets.GRPO` is the paper's GRPO. ``"gmpo"`` ignores this option.
-            ``kl_estimator="full"`` needs no correction: the expectation of the corrected estimate
-            over the old policy's tokens, sum_v old_v (p_v / old_v) log(p_v / q_v), is the full KL.
+            ``kl_estimator="full"`` needs no correction: it is the expectation of the corrected
+            estimate over the old policy's tokens, sum_v old_v (p_v / old_v) log(p_v / q_v).
         kl_estimator: *not in TRL*. With d = ref - logp, ``"k3"`` is exp(d) - d - 1 (as in TRL),
             ``"k2"`` is d^2 / 2, and ``"k1"`` is -d. ``"full"`` is the exact KL instead of an
             estimate: sum_v p_v log(p_v / q_v) over the vocabulary, with q from `reference`.
@@ -137,8 +137,8 @@ class LossConfig(Config):
         entropy_coef: weight of the entropy bonus, which is subtracted from the loss. The bonus is
             the mean entropy of the tokens that `top_entropy_quantile` keeps. As in TRL, the weight
             may be negative: the loss then lowers the entropy.
-        off_policy_mask_threshold: a token is dropped from the policy loss if its advantage is
-            negative and its sequence's mean of (sampling logp - logp) is above this threshold.
+        off_policy_mask_threshold: the policy loss drops a sequence's tokens with a negative
+            advantage if the sequence's mean of (sampling logp - logp) is above this threshold.
             Without sampling log-probabilities, the mean of (old logp - logp) decides.
         vllm_importance_sampling_correction: compute the importance sampling ratio in the loss, from
             the old log-probabilities and `sampling_per_token_logps`, which you must pass. Without
@@ -160,8 +160,8 @@ class LossConfig(Config):
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape of the VESPO surrogate
             for positive and negative advantages.
 
-    The call warns if you set a field that it ignores: a field of other loss types, or an option of
-    the sampler correction while the correction is off. To change fields of a config or of a preset,
+    The call warns if you set a field that it ignores. Such a field belongs to other loss types, or
+    to the sampler correction while the correction is off. To change fields of a config or of a preset,
     use `dataclasses.replace`, or pass the fields after the config: ``GRPOLoss(presets.DAPO,
     beta=0.1)``. Soft-cap, scale and precision of the logits are options of the head,
     `grpo_kernels.Head`.

@@ -382,8 +382,8 @@ def causal_lm_divergence(
         model_inputs: other arguments of both models' forwards.
 
     Returns:
-        `Scores` with `divergence` (B, T), the student's `logps` (B, T) and, with `entropy`,
-        `entropies` (B, T): fp32 (fp64 for fp64 models), 0 where the mask is 0.
+        `Scores` with `divergence` and the student's `logps`, (B, T) each; if `entropy` is True,
+        also `entropies` (B, T). All are fp32 (fp64 for fp64 models), and 0 where the mask is 0.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `completion_logps` and `linear_divergence`.
