@@ -553,7 +553,7 @@ def policy_expectation(
     importance_sampling_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,)
     num_items_in_batch: float | Tensor | None = None,
 ) -> Expectation:
-    """Tell `linear_logprob` which gradient to expect, if your trainer computes the loss itself.
+    """Tell `linear_logps` which gradient to expect, if your trainer computes the loss itself.
 
     With `linear_logps(..., expected=policy_expectation(...))`, such a trainer needs only one
     pass. A wrong expectation costs time, but does not change the gradient. The arguments are as in

@@ -5,8 +5,8 @@ them as ``objective=``::
     near = functools.partial(objectives.ipo, eps=0.1)  # another parameter
 
 Symbols: A is the token's advantage. p, old and mu are the probabilities of the sampled token under
-the policy, the old policy and the sampler. r = p / mu, R = log(p / old), logp = log(p), and sg[x] is
-x without its gradient.
+the policy, the old policy and the sampler. r = p / mu, R = log(p / old), logp = log(p), and sg[x]
+is x without its gradient.
 
 Parameters and defaults are those of the named trainer. `fipo`, `clip_cov`, `kl_cov` and
 `gspo_token` read a whole batch or sequence, so they take two passes. The other losses take one
