@@ -25,8 +25,8 @@ class Metrics(Mapping[str, Tensor]):
         wandb.log(out.metrics.floats())                # all of them, in one wait for the device
         Metrics.merge([a.metrics, b.metrics])          # of micro-batches
 
-    docs/troubleshooting.md lists them. As in TRL, ``policy_loss`` is the loss with its KL term, but without
-    the entropy bonus.
+    docs/troubleshooting.md lists them. As in TRL, ``policy_loss`` is the loss with its KL term, but
+    without the entropy bonus.
 
     Attributes:
         pairs: name -> (sum, count), each a 0-d tensor. Minima and maxima have no pair:

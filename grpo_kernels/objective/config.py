@@ -161,8 +161,8 @@ class LossConfig(Config):
             for positive and negative advantages.
 
     The call warns if you set a field that it ignores. Such a field belongs to other loss types, or
-    to the sampler correction while the correction is off. To change fields of a config or of a preset,
-    use `dataclasses.replace`, or pass the fields after the config: ``GRPOLoss(presets.DAPO,
+    to the sampler correction while the correction is off. To change fields of a config or of a
+    preset, use `dataclasses.replace`, or pass the fields after the config: ``GRPOLoss(presets.DAPO,
     beta=0.1)``. Soft-cap, scale and precision of the logits are options of the head,
     `grpo_kernels.Head`.
 
