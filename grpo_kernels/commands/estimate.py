@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from grpo_kernels.commands import memory
-from grpo_kernels.commands.memory import MIB, MOST, Size, share, whole_number
+from grpo_kernels.commands.memory import MOST, share, whole_number
 
 NOTE = (
     "Computed from counts of matrix products, not measured. "
@@ -315,17 +315,7 @@ def _computed(options: argparse.Namespace) -> dict[str, Any]:
         batches = [Batch(*prompts, *x) for x in lengths]
     model = memory.known_or_read(options.model, MODELS, partial(read_model, options.model))
     gains = factors(model, batches, training)
-    gain, longest = math.prod(gains.values()), max(x.longest for x in batches)
-    rows_of_head = round(batch * longest)
-    size = Size(
-        model.vocabulary,
-        model.hidden,
-        torch.bfloat16,
-        rows_of_head,
-        frozen=training.lora,
-        masked=max(0.0, 1.0 - fmean(x.completion for x in batches) / longest),
-        on_gpu=True,
-    )
+    gain = math.prod(gains.values())
     means = [fmean(x) for x in zip(*batches, strict=True)]
     return {
         "note": NOTE,
@@ -336,19 +326,13 @@ def _computed(options: argparse.Namespace) -> dict[str, Any]:
         "gain": gain,
         "generation": options.generation,
         "gain_whole_step": whole(gain, options.generation),
-        "head_memory": {
-            "rows": rows_of_head,
-            "all_logits_mib": rows_of_head * model.vocabulary * 4 / MIB,
-            "extra_mib": {x.name: x.extra / MIB for x in memory.estimate(size)},
-        },
     }
 
 
 def _text(result: dict[str, Any]) -> str:
     model, training = Model(**result["model"]), Training(**result["training"])
-    lengths, head = Batch(*[*result["lengths"].values()][1:]), result["head_memory"]
+    lengths = Batch(*[*result["lengths"].values()][1:])
     gains = "\n".join(f"{x:6.2f}  {SAVINGS[name]}" for name, x in result["factors"].items())
-    extra = ", ".join(f"{name} {x:,.0f}" for name, x in head["extra_mib"].items())
     return f"""{result["note"]}
 
 {model.name}: V {model.vocabulary:,}, H {model.hidden:,}, {model.body:,} weights in the body
@@ -363,8 +347,4 @@ speedup from each saving, on top of those above it
 total speedup over stock TRL
 {result["gain"]:6.2f}  without generation
 {result["gain_whole_step"]:6.2f}  whole step, if generation takes {result["generation"]:.0%} of \
-stock TRL's
-
-memory of the head beyond its gradients, {head["rows"]:,} rows in bf16, GPU with enough free \
-memory, MiB by engine:
-  {extra}; all logits at once in fp32 {head["all_logits_mib"]:,.0f}"""
+stock TRL's"""

@@ -24,13 +24,10 @@ from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.cpp_rows import build
 from grpo_kernels.base import VERSION
 from grpo_kernels.engine.plan import Run
-from grpo_kernels.engine.workspace import CUDA, LARGE_CHUNK_ROWS
 from grpo_kernels.head import Head
 from grpo_kernels.loss import grpo_loss
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.scores import linear_divergence
-
-__all__ = ["collect", "render"]
 
 PACKAGES = ("triton", "trl", "transformers", "accelerate", "peft", "liger-kernel", "verl", "numpy")
 PRECISIONS = {  # torch's name for the precision of float32 products -> text
@@ -48,7 +45,6 @@ def collect() -> dict[str, dict[str, str]]:
     library, kernels = build.load(), "none"
     if not library.refusal:
         kernels = f"{torch.ops.grpo_kernels_cpp.isa('')}, {library.path or library.origin}"
-    least, *_, most = (f"{size / 2**20:.0f} MiB" for size in CUDA.workspaces)
     return {
         "versions": {
             "python": platform.python_version(),
@@ -67,10 +63,6 @@ def collect() -> dict[str, dict[str, str]]:
         "backend": {
             **{name: f"{backend.name} ({reason})" for name, (backend, reason) in chosen.items()},
             "C++ library": kernels,
-        },
-        "defaults": {
-            "workspace": f"{least} (on a GPU, enough for chunks of {LARGE_CHUNK_ROWS} rows, up to "
-            f"{most}, if it is free)"
         },
         "settings of torch": _settings(),
     }
