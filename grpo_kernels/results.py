@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -257,68 +257,40 @@ class Scores:
 
 
 _OF_SCORES = [x.name for x in fields(Scores)]
-_PLAIN = ("engine", "backend")  # fields that hold no tensors
-_Context = tuple[tuple[str, ...], tuple[str, ...]]  # names of the leaves; values of `_PLAIN`
-
-
-def _flatten(out: Any) -> tuple[list[Any], _Context]:
-    values = {x.name: getattr(out, x.name) for x in fields(out)}
-    leaves = {name: x for name, x in values.items() if x is not None and name not in _PLAIN}
-    return [*leaves.values()], ((*leaves,), tuple(values[x] for x in _PLAIN if x in values))
-
-
-def _flatten_with_keys(out: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Context]:
-    leaves, context = _flatten(out)
-    names = map(pytree.GetAttrKey, context[0])
-    return [*zip(names, leaves, strict=True)], context
 
 
 # DDP with static_graph=True silently drops the gradients of an output that is not a registered
 # pytree.
-def _register(kind: Any) -> None:
-    def unflatten(leaves: Iterable[Any], context: _Context) -> Any:
-        names, plain = context
-        return kind(**dict(zip((*names, *_PLAIN), (*leaves, *plain), strict=False)))
+def _register(kind: Any, names: Sequence[str]) -> None:
+    """Register `kind`, whose attributes `names` have tensors unless they are None."""
+
+    def flatten(out: Any) -> tuple[list[Any], Any]:
+        children = {name: getattr(out, name) for name in names}
+        children = {name: x for name, x in children.items() if x is not None}
+        facts = tuple(item for item in vars(out).items() if item[0] not in children)
+        return [*children.values()], ((*children,), facts)
+
+    def flatten_with_keys(out: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
+        children, context = flatten(out)
+        return [*zip(map(pytree.GetAttrKey, context[0]), children, strict=True)], context
+
+    def unflatten(children: Iterable[Any], context: Any) -> Any:
+        (names, facts), out = context, object.__new__(kind)
+        vars(out).update({**dict(facts), **dict(zip(names, children, strict=True))})
+        return out
 
     pytree.register_pytree_node(
         kind,
-        _flatten,
+        flatten,
         unflatten,
         serialized_type_name=f"grpo_kernels.{kind.__name__}",
         to_dumpable_context=lambda context: context,
-        from_dumpable_context=lambda lists: tuple(map(tuple, lists)),
-        flatten_with_keys_fn=_flatten_with_keys,
+        # JSON has lists
+        from_dumpable_context=lambda x: (tuple(x[0]), tuple(map(tuple, x[1]))),
+        flatten_with_keys_fn=flatten_with_keys,
     )
 
 
-_register(LossOutput)
-_register(Scores)
-
-
-def _flatten_metrics(metrics: Metrics) -> tuple[list[Any], tuple[Any, ...]]:
-    facts = metrics.sequences, metrics.loss_over, metrics._lost
-    return [metrics._pairs, metrics._extremes], facts
-
-
-def _flatten_metrics_with_keys(metrics: Metrics) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
-    children, facts = _flatten_metrics(metrics)
-    names = ("pairs", "extremes")
-    return [(pytree.MappingKey(x), y) for x, y in zip(names, children, strict=True)], facts
-
-
-def _unflatten_metrics(children: Iterable[Any], facts: tuple[Any, ...]) -> Metrics:
-    (pairs, extremes), (sequences, loss_over, lost) = children, facts
-    if lost:
-        return Metrics(extremes)
-    return Metrics(pairs, extremes, sequences=sequences, loss_over=loss_over)
-
-
-pytree.register_pytree_node(
-    Metrics,
-    _flatten_metrics,
-    _unflatten_metrics,
-    serialized_type_name="grpo_kernels.Metrics",
-    to_dumpable_context=lambda facts: facts,
-    from_dumpable_context=tuple,  # JSON has lists
-    flatten_with_keys_fn=_flatten_metrics_with_keys,
-)
+_register(LossOutput, ("loss", "logps", "entropies", "metrics"))
+_register(Scores, _OF_SCORES)
+_register(Metrics, ("_pairs", "_extremes"))
