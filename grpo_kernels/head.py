@@ -18,15 +18,12 @@ from torch import Tensor, nn
 
 from grpo_kernels.base.checks import (
     check_choice,
-    check_head,
     check_number,
     check_shape,
     check_tensor,
-    first_rows,
     hints_names,
     is_dtensor,
     listed,
-    refuse_logits,
 )
 from grpo_kernels.base.choices import LogitsDtype, choices
 from grpo_kernels.base.distributed import check_group
@@ -303,11 +300,11 @@ def read_heads(
     reference: Any = None,
     *,
     prefix: str = "reference.",
-    dims: tuple[int, ...] = (),
+    dim: int | None = None,
 ) -> tuple[Tensor, Head, Reference | None]:
     """Check a call's heads; return this rank's plain tensors. A whole head loses its padding rows.
 
-    `dims` are the allowed values of ``hidden.dim()``; if empty, any from 2 up.
+    `dim` is the number of dimensions of `hidden`; None allows any from 2 up.
     """
     size, group = head.vocab_size, head.process_group
     if reference is not None:
@@ -332,12 +329,12 @@ def read_heads(
                 f"{size}"
             )
         head, reference = first_ids(head, reference, size, prefix)
-    check_head(hidden, head.weight, head.bias, dims=dims or None)
+    _check_head(hidden, head, dim=dim)
     if head.lora is not None:
         _check_lora(head.lora, hidden, head.weight)
     if reference is not None:
         states, other = reference
-        _check_reference(states, other, hidden, head.weight, prefix)
+        _check_head(states, other, prefix, first=(hidden, head.weight))
     return hidden, head, reference
 
 
@@ -349,14 +346,86 @@ def first_ids(
         states, other = reference
         weight = other.weight
         if isinstance(weight, Tensor) and weight.dim() and weight.shape[0] > count:
-            bias = first_rows(f"{prefix}head.bias", other.bias, weight, count)
+            bias = _first_rows(f"{prefix}head.bias", other.bias, weight, count)
             reference = states, replace(other, weight=weight[:count], bias=bias)
     if head.weight.shape[0] == count:
         return head, reference
-    lora, bias = head.lora, first_rows("head.bias", head.bias, head.weight, count)
+    lora, bias = head.lora, _first_rows("head.bias", head.bias, head.weight, count)
     if lora is not None:
-        lora = replace(lora, b=first_rows("head.lora.b", lora.b, head.weight, count))
+        lora = replace(lora, b=_first_rows("head.lora.b", lora.b, head.weight, count))
     return replace(head, weight=head.weight[:count], bias=bias, lora=lora), reference
+
+
+def _first_rows(name: str, x: Any, weight: Tensor, count: int) -> Any:
+    """Select the first `count` rows of a tensor `x`, which must have as many rows as `weight`.
+
+    Anything else is returned as it is.
+    """
+    if not isinstance(x, Tensor):
+        return x
+    if x.shape[:1] != weight.shape[:1]:
+        wanted = f"a row for each of the {weight.shape[0]} of weight"
+        raise ValueError(f"{name}: expected {wanted}, got shape {tuple(x.shape)}")
+    return x[:count]
+
+
+def _check_head(
+    hidden: Any,
+    head: Head,
+    prefix: str = "",
+    *,
+    dim: int | None = None,
+    first: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Require hidden states (..., H), weight (V, H) and bias (V,) that fit together.
+
+    A second head must also fit `first`, the hidden states and the weight of the first. `dim` is the
+    number of dimensions of `hidden`; None allows any from 2 up.
+    """
+    weight, name, of_weight = head.weight, f"{prefix}hidden", f"{prefix}head.weight"
+    check_tensor(name, hidden, like=None if first is None else first[0], floating=True)
+    if first is not None:
+        places = tuple(first[0].shape[:-1])
+        wanted = f"(*hidden.shape[:-1], H') with hidden.shape[:-1] = {places}"
+        check_shape(name, hidden, (wanted, (*places, None)))
+    if dim is not None:
+        wanted = "(B, T, H)" if dim == 3 else "(N, H) with cu_seqlens"
+        if hidden.dim() == 3:
+            hint = "; pass the rows of the packed sequences, as in hidden[mask], or no cu_seqlens"
+        elif isinstance(weight, Tensor) and weight.dim() == dim:
+            hint = "; are hidden and head swapped?"
+        else:
+            hint = "; packed rows need cu_seqlens" if hidden.dim() == 2 else ""
+        check_shape(name, hidden, (wanted, (None,) * dim), hint=hint)
+    if hidden.dim() < 2:
+        wanted = "(..., H) of at least two dimensions"
+        raise ValueError(f"{name}: expected shape {wanted}, got {tuple(hidden.shape)}")
+    check_tensor(of_weight, weight, like=hidden, floating=True)
+    if weight.numel() == 0:
+        raise ValueError(
+            f"{of_weight}: expected shape (V, H), got {tuple(weight.shape)}, which is empty; under "
+            "DeepSpeed ZeRO-3, pass the head's module instead, or call inside the model's forward, "
+            "or gather the weight: with deepspeed.zero.GatheredParameters([weight]) around forward "
+            "and backward"
+        )
+    width, vocab = hidden.shape[-1], None if first is None else first[1].shape[0]
+    if weight.dim() == 2 and weight.shape[1] < width == weight.shape[0]:
+        raise ValueError(
+            f"{name}: expected hidden states of width H = {weight.shape[1]}, for a weight (V, H) = "
+            f"{tuple(weight.shape)}, got {tuple(hidden.shape)}: these look like logits; pass the "
+            "hidden states before lm_head"
+        )
+    wanted, hint = f"(V, H) with H = {width} as in {name}", ""
+    if vocab is not None:
+        wanted = "(V, H')"
+        hint = "; V is that of the other head: vocab_size leaves out the rows of both beyond it"
+    if weight.shape[:-1] == (width,):
+        hint = "; it looks transposed, or hidden looks like logits: pass the hidden states "
+        hint += "before lm_head"
+    check_shape(of_weight, weight, (wanted, (vocab, width)), hint=hint)
+    if head.bias is not None:
+        check_tensor(f"{prefix}head.bias", head.bias, like=hidden, floating=True)
+        check_shape(f"{prefix}head.bias", head.bias, ("(V,)", (weight.shape[0],)))
 
 
 def _check_lora(lora: LoRA, hidden: Tensor, weight: Tensor) -> None:
@@ -373,24 +442,6 @@ def _check_lora(lora: LoRA, hidden: Tensor, weight: Tensor) -> None:
     if lora.input is not None:
         check_tensor("head.lora.input", lora.input, like=hidden, floating=True)
         check_shape("head.lora.input", lora.input, ("hidden.shape", tuple(hidden.shape)))
-
-
-def _check_reference(states: Any, other: Head, hidden: Tensor, weight: Tensor, prefix: str) -> None:
-    check_tensor(f"{prefix}hidden", states, like=hidden, floating=True)
-    check_tensor(f"{prefix}head.weight", other.weight, like=hidden, floating=True)
-    width = states.shape[-1] if states.dim() else 0
-    shape = (*hidden.shape[:-1], width)
-    check_shape(f"{prefix}hidden", states, ("(*hidden.shape[:-1], H')", shape))
-    vocab = weight.shape[0]
-    refuse_logits(f"{prefix}hidden", states, other.weight)
-    if tuple(other.weight.shape) != (vocab, width):
-        raise ValueError(
-            f"{prefix}head.weight: expected shape (V, H') = {(vocab, width)}, with head's ids, got "
-            f"{tuple(other.weight.shape)}; vocab_size leaves out the rows of both beyond it"
-        )
-    if other.bias is not None:
-        check_tensor(f"{prefix}head.bias", other.bias, like=hidden, floating=True)
-        check_shape(f"{prefix}head.bias", other.bias, ("(V,)", (vocab,)))
 
 
 def tensors_of(hidden: Tensor, head: Head, positions: Tensor) -> HeadTensors:

@@ -65,11 +65,8 @@ class KeptIds:
         """
         _check_lists(rows)
         check_tensor("completion_mask", completion_mask)
-        if completion_mask.dim() != 2 or len(rows) != completion_mask.shape[0]:
-            raise ValueError(
-                f"completion_mask: expected shape (B, T) with B = {len(rows)}, as rows, got "
-                f"{tuple(completion_mask.shape)}"
-            )
+        wanted = f"(B, T) with B = {len(rows)}, as rows"
+        check_shape("completion_mask", completion_mask, (wanted, (len(rows), None)))
         sampled = completion_mask.detach().cpu() != 0
         for i, (lists, wanted) in enumerate(zip(rows, sampled.sum(dim=1).tolist(), strict=True)):
             if len(lists) != wanted:
@@ -193,14 +190,20 @@ def joined_ids(name: str, lists: Iterable[Any]) -> tuple[Tensor, Tensor]:
     return ids.int() if fits else ids, torch.tensor([len(x) for x in rows], dtype=torch.int64)
 
 
-def read_kept_ids(kept_ids: Any, ids: Tensor, on_missing_set: Any) -> KeptIds:
+def read_kept_ids(kept_ids: Any, ids: Tensor, on_missing_set: Any) -> KeptIds | None:
     """Check the sets of the positions of `ids` (...); convert bounds to int64 and detach the ids.
+
+    Return None if the call has no sets.
 
     Raises:
         TypeError, ValueError: `kept_ids` is neither a tensor (..., K) nor `KeptIds`, or does not
         fit
-            the ids; or `on_missing_set` is not one of its choices.
+            the ids; or `on_missing_set` is not one of its choices, or not "error" without sets.
     """
+    if kept_ids is None:
+        if on_missing_set != "error":
+            raise ValueError(f"on_missing_set: expected kept_ids with {on_missing_set!r}, got none")
+        return None
     check_choice("on_missing_set", on_missing_set, _ON_MISSING_SET)
     if not isinstance(kept_ids, KeptIds):
         check_signed_ids("kept_ids", kept_ids, ids)

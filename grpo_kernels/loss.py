@@ -289,14 +289,12 @@ def grpo_loss(
         if reference is not None and not config.needs_reference_head:  # beta is 0
             read_reference(reference, head, "reference.")
             reference = None
-        dims = (3,) if cu_seqlens is None else (2,)
-        hidden, head, reference = read_heads(hidden, head, reference, dims=dims)
+        dim = 3 if cu_seqlens is None else 2
+        hidden, head, reference = read_heads(hidden, head, reference, dim=dim)
         check_ids("completion_ids", completion_ids, hidden)
         if sampling_topk_ids is not None:
             check_topk("sampling_topk_ids", sampling_topk_ids, hidden, sampling_topk_logps)
-        sets = None
-        if kept_ids is not None:
-            sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
+        sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
 
         # the tokens that count, and their loss
         dtype, memory = dtype_and_memory(hidden, head, run, reference)
@@ -512,9 +510,8 @@ def policy_loss_from_logps(
     )
     check_inputs(config, arguments)
     check_tensor("logps", logps, floating=True)
-    if logps.dim() != (2 if cu_seqlens is None else 1):
-        written = "(B, T)" if cu_seqlens is None else "(N,) with cu_seqlens"
-        raise ValueError(f"logps: expected shape {written}, got {tuple(logps.shape)}")
+    wanted = "(B, T)" if cu_seqlens is None else "(N,) with cu_seqlens"
+    check_shape("logps", logps, (wanted, (None,) * (2 if cu_seqlens is None else 1)))
     has_entropies = entropies is not None
     if entropies is None:
         for name, off in (("entropy_coef", 0.0), ("top_entropy_quantile", 1.0)):
@@ -577,9 +574,7 @@ def policy_expectation(
     check_kind(config)
     check_inputs(config, arguments, has_reference=config.needs_reference_head)
     check_tensor("completion_mask", completion_mask)
-    if completion_mask.dim() != 2:
-        got = tuple(completion_mask.shape)
-        raise ValueError(f"completion_mask: expected shape (B, T), got {got}")
+    check_shape("completion_mask", completion_mask, ("(B, T)", (None, None)))
     inputs = {name: arguments[name] for name in _TOKEN_INPUTS if name in arguments}
     tokens = read_tokens(completion_mask, completion_mask, advantages, torch.float32, **inputs)
     row_loss = _row_loss(config, None, tokens, num_items_in_batch)

@@ -62,7 +62,6 @@ from grpo_kernels.base.checks import (
     check_mask,
     check_masses,
     check_number,
-    check_on_missing_set,
     check_shape,
     check_tensor,
     is_dtensor,
@@ -194,7 +193,6 @@ def linear_logps(
     """
     arguments = {**locals()}
     if kept_ids is None:
-        check_on_missing_set(on_missing_set)
         if not isinstance(entropy, bool):
             raise TypeError(f"entropy: expected a bool without kept_ids, got {entropy!r}")
     elif not isinstance(entropy, bool) and entropy != "full":
@@ -223,9 +221,7 @@ def linear_logps(
 
         # read even if few rows or none need it
         gradient = NOTHING_EXPECTED if expected is None else expected_at(rows.positions)
-        sets = None
-        if kept_ids is not None:
-            sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
+        sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
         if topk_ids is not None:
             check_topk("topk_ids", topk_ids, hidden)
             ids = topk_ids.detach().flatten(0, -2)[rows.positions]

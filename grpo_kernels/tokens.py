@@ -128,7 +128,9 @@ def counted_positions(mask: Tensor | None, ids: Tensor) -> Tensor:
         return torch.arange(ids.numel(), device=ids.device)
     mask = mask.detach().reshape(-1)
     counts = mask.ne(0)
-    if mask.numel() == 0 or not _is_checked(mask):
+    # integers only on a CPU, since on a GPU the search takes 4 launches
+    searched = mask.is_floating_point() or (mask.dtype != torch.bool and mask.device.type == "cpu")
+    if mask.numel() == 0 or not searched:
         return counts.nonzero()[:, 0]
     # a value other than 0 and 1 sets all flags and one extra flag. The host reads the number of
     # indices anyway, and a number above the size of the mask reveals such a value.
@@ -137,28 +139,14 @@ def counted_positions(mask: Tensor | None, ids: Tensor) -> Tensor:
     if positions.shape[0] <= mask.shape[0]:
         return positions
     if mask.device.type == "cpu" and not (mask.is_floating_point() or ids.is_floating_point()):
-        _refuse_swapped(mask, ids)
+        most, highest, lowest = int(mask.max()), int(ids.max()), int(ids.min())
+        if most > highest == 1 and lowest >= 0:
+            raise ValueError(
+                "completion_ids, completion_mask: expected the ids, then their mask; the ids are "
+                f"all 0 or 1 and the mask goes up to {most}: are they swapped?"
+            )
     check_mask_values(mask)
     return counts.nonzero()[:, 0]
-
-
-def _refuse_swapped(mask: Tensor, ids: Tensor) -> None:
-    if int(ids.max()) == 1 and int(ids.min()) >= 0 and int(mask.max()) > 1:
-        raise ValueError(
-            "completion_ids, completion_mask: expected the ids, then their mask; the ids are all 0 "
-            f"or 1 and the mask goes up to {int(mask.max())}: are they swapped?"
-        )
-
-
-def _is_checked(mask: Tensor) -> bool:
-    """True if the mask is searched for values other than 0 and 1.
-
-    That is always so for floats; for integers only on a CPU, since on a GPU the search takes 4
-    launches.
-    """
-    if mask.is_floating_point():
-        return True
-    return mask.dtype != torch.bool and mask.device.type == "cpu"
 
 
 def read_tokens(

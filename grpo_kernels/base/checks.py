@@ -309,76 +309,19 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
         raise ValueError(f"{name}: expected a tensor on {like.device}, got one on {x.device}")
 
 
-def check_shape(name: str, x: Tensor, *shapes: tuple[str, tuple[int, ...]], hint: str = "") -> None:
-    """Require one of `shapes`, each given as (text, sizes). The error ends with `hint`."""
-    if not any(tuple(x.shape) == sizes for _, sizes in shapes):
-        wanted = " or ".join(f"{text} = {sizes}" for text, sizes in shapes)
-        raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}{hint}")
+def check_shape(
+    name: str, x: Tensor, *shapes: tuple[str, tuple[int | None, ...]], hint: str = ""
+) -> None:
+    """Require one of `shapes`, each given as (text, sizes); a size of None may be any.
 
-
-def check_head(hidden: Any, weight: Any, bias: Any, *, dims: tuple[int, ...] | None = None) -> None:
-    """Require hidden states (..., H), weight (V, H) and bias (V,) that fit together.
-
-    `dims` lists the allowed numbers of dimensions of `hidden`; None allows any from 2 up.
+    The error ends with `hint`.
     """
-    check_tensor("hidden", hidden, floating=True)
-    if dims is not None and hidden.dim() not in dims:
-        wanted = " or ".join({2: "(N, H) with cu_seqlens", 3: "(B, T, H)"}[rank] for rank in dims)
-        if hidden.dim() == 3:
-            hint = "; pass the rows of the packed sequences, as in hidden[mask], or no cu_seqlens"
-        elif isinstance(weight, Tensor) and weight.dim() in dims:
-            hint = "; are hidden and head swapped?"
-        else:
-            hint = "; packed rows need cu_seqlens" if hidden.dim() == 2 else ""
-        raise ValueError(f"hidden: expected shape {wanted}, got {tuple(hidden.shape)}{hint}")
-    if hidden.dim() < 2:
-        raise ValueError(
-            f"hidden: expected shape (..., H) of at least two dimensions, got {tuple(hidden.shape)}"
-        )
-    check_tensor("head.weight", weight, like=hidden, floating=True)
-    if weight.numel() == 0:
-        raise ValueError(
-            f"head.weight: expected shape (V, H), got {tuple(weight.shape)}, which is empty; under "
-            "DeepSpeed ZeRO-3, pass the head's module instead, or call inside the model's forward, "
-            "or gather the weight: with deepspeed.zero.GatheredParameters([weight]) around forward "
-            "and backward"
-        )
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        refuse_logits("hidden", hidden, weight)
-        hint = ""
-        if weight.dim() == 2 and weight.shape[0] == hidden.shape[-1]:
-            hint = "; it looks transposed, or hidden looks like logits: pass the hidden states "
-            hint += "before lm_head"
-        raise ValueError(
-            f"head.weight: expected shape (V, H) with H = {hidden.shape[-1]} as in hidden, got "
-            f"{tuple(weight.shape)}{hint}"
-        )
-    if bias is not None:
-        check_tensor("head.bias", bias, like=hidden, floating=True)
-        check_shape("head.bias", bias, ("(V,)", (weight.shape[0],)))
-
-
-def first_rows(name: str, x: Any, weight: Tensor, count: int) -> Any:
-    """Select the first `count` rows of a tensor `x`, which must have as many rows as `weight`.
-
-    Anything else is returned as it is.
-    """
-    if not isinstance(x, Tensor):
-        return x
-    if x.shape[:1] != weight.shape[:1]:
-        wanted = f"a row for each of the {weight.shape[0]} of weight"
-        raise ValueError(f"{name}: expected {wanted}, got shape {tuple(x.shape)}")
-    return x[:count]
-
-
-def refuse_logits(name: str, hidden: Tensor, weight: Tensor) -> None:
-    """Refuse `hidden` of shape (..., V) with a weight (V, H), H < V."""
-    if weight.dim() == 2 and weight.shape[1] < hidden.shape[-1] == weight.shape[0]:
-        raise ValueError(
-            f"{name}: expected hidden states of width H = {weight.shape[1]}, for a weight (V, H) = "
-            f"{tuple(weight.shape)}, got {tuple(hidden.shape)}: these look like logits; pass the "
-            "hidden states before lm_head"
-        )
+    got = tuple(x.shape)
+    for _, sizes in shapes:
+        if len(sizes) == len(got) and all(a in (None, b) for a, b in zip(sizes, got, strict=True)):
+            return
+    texts = (text if None in sizes else f"{text} = {sizes}" for text, sizes in shapes)
+    raise ValueError(f"{name}: expected shape {' or '.join(texts)}, got {got}{hint}")
 
 
 def check_ids(name: str, ids: Any, hidden: Tensor) -> None:
@@ -386,23 +329,16 @@ def check_ids(name: str, ids: Any, hidden: Tensor) -> None:
     check_tensor(name, ids, like=hidden)
     if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"{name}: expected integer ids, got {ids.dtype}")
-    shape, got = tuple(hidden.shape[:-1]), tuple(ids.shape)
-    if shape != got:
-        raise ValueError(
-            f"{name}: expected shape hidden.shape[:-1] = {shape}, got {got}{_shift(shape, got)}"
-        )
-
-
-def _shift(hidden: tuple[int, ...], ids: tuple[int, ...]) -> str:
-    """Give advice if the lengths differ by one: this library does not shift ids."""
-    more = hidden[-1] - ids[-1] if len(hidden) == len(ids) and hidden[:-1] == ids[:-1] else 0
-    why = "; position t - 1 predicts token t"
-    if more == 1:
-        why += ": drop the last position, hidden[..., :-1, :], if the first one predicts the "
-        return f"{why}first id"
-    if more == -1:
-        return f"{why}: drop the first id, [..., 1:], if hidden begins with the position of that id"
-    return ""
+    shape, got, hint = tuple(hidden.shape[:-1]), tuple(ids.shape), ""
+    if len(shape) == len(got) > 0 and shape[:-1] == got[:-1]:
+        # advice if the lengths differ by one: this library does not shift ids
+        hint = {
+            1: "; position t - 1 predicts token t: drop the last position, hidden[..., :-1, :], if "
+            "the first one predicts the first id",
+            -1: "; position t - 1 predicts token t: drop the first id, [..., 1:], if hidden begins "
+            "with the position of that id",
+        }.get(shape[-1] - got[-1], "")
+    check_shape(name, ids, ("hidden.shape[:-1]", shape), hint=hint)
 
 
 def check_signed_ids(name: str, ids: Any, like: Tensor) -> None:
@@ -417,15 +353,13 @@ def check_mask(name: str, mask: Any, ids: Tensor) -> None:
     """Require a real tensor of the shape of `ids`; `check_mask_values` checks its values."""
     check_tensor(name, mask, like=ids)
     shape, got, hint = tuple(ids.shape), tuple(mask.shape), ""
-    if shape == got:
-        return
     if len(shape) == 2 and got[:1] == shape[:1]:
         if len(got) == 1:
             hint = f"; for one value per sequence, expand it: {name}[:, None].expand(B, T)"
             hint += "; if it is the advantages, pass them after the mask"
         elif len(got) == 2 and got[1] > shape[1]:
             hint = f"; take the columns of these tokens, such as {name}[:, -T:]"
-    raise ValueError(f"{name}: expected shape of the tokens = {shape}, got {got}{hint}")
+    check_shape(name, mask, ("of the tokens", shape), hint=hint)
 
 
 def read_mask(mask: Tensor) -> Tensor:
@@ -457,28 +391,34 @@ def check_mask_values(mask: Tensor) -> None:
     )
 
 
-def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
-    """Require ids in [0, V).
+def check_counted_ids(name: str, ids: Tensor, vocab: int, *, padded: bool = False) -> Tensor | None:
+    """Require ids in [0, V), or -1 too if they are `padded`.
 
-    On a CPU, wrong ids raise and the result is None. Elsewhere the result marks wrong ids, (n,)
-    bool; the caller sets their results to NaN.
+    On a CPU, wrong ids raise and the result is None. Elsewhere the result marks wrong ids as bool;
+    the caller sets their results to NaN.
     """
-    outside = (ids < 0) | (ids >= vocab)
+    outside = (ids < (-1 if padded else 0)) | (ids >= vocab)
     if ids.device.type != "cpu":
         return outside
     if bool(outside.any()):
-        bad = ids[outside][0].item()
-        raise ValueError(
-            f"{name}: expected ids in [0, V) = [0, {vocab}) where the mask counts, got {bad}"
-        )
+        wanted = f"[0, V) = [0, {vocab})" + (", or -1 for padding," if padded else "")
+        got = ids[outside][0].item()
+        raise ValueError(f"{name}: expected ids in {wanted} where the mask counts, got {got}")
     return None
+
+
+def _require(ok: Tensor, name: str, rows: Tensor, expected: str, way_out: str = "") -> None:
+    """Require that `ok` (n,) is True for all `rows`; the error shows the first wrong one."""
+    if not bool(ok.all()):
+        wrong = rows[~ok]
+        got = f"{wrong[0].item():.4g} for {len(wrong)} of {len(rows)} tokens"
+        raise ValueError(f"{name}: expected {expected} where the mask counts, got {got}{way_out}")
 
 
 def check_finite(name: str, rows: Tensor) -> None:
     """Require finite numbers (n,), on a CPU. Elsewhere, non-finite numbers make the loss NaN."""
-    if rows.device.type == "cpu" and not bool(rows.isfinite().all()):
-        bad = rows[~rows.isfinite()][0].item()
-        raise ValueError(f"{name}: expected finite numbers where the mask counts, got {bad}")
+    if rows.device.type == "cpu":
+        _require(rows.isfinite(), name, rows, "finite numbers")
 
 
 def check_logps(name: str, rows: Tensor | None) -> None:
@@ -491,7 +431,8 @@ def check_logps(name: str, rows: Tensor | None) -> None:
     if rows is None or rows.device.type != "cpu" or rows.numel() == 0:
         return
     if not name.startswith("sampling") and name != "logps":
-        _check_no_nan(name, rows, "mask them, or look for NaN in the model that scored them")
+        way_out = "; mask them, or look for NaN in the model that scored them"
+        _require(~rows.isnan(), name, rows, "numbers", way_out)
     if bool((rows < 0).any()):
         return
     highest = rows.nan_to_num(nan=0.0).amax().item()
@@ -503,28 +444,15 @@ def check_logps(name: str, rows: Tensor | None) -> None:
         )
 
 
-def _check_no_nan(name: str, rows: Tensor, way_out: str) -> None:
-    missing = rows.isnan()
-    if bool(missing.any()):
-        got = f"NaN for {int(missing.sum())} of {rows.numel()} tokens"
-        raise ValueError(f"{name}: expected numbers where the mask counts, got {got}; {way_out}")
-
-
 def check_ratios(name: str, rows: Tensor | None) -> None:
     """Require finite, non-negative ratios (n,), on a CPU."""
     if rows is None or rows.device.type != "cpu":
         return
-    _check_no_nan(name, rows, "give a token that the sampler could not score a ratio of 1")
-    if bool(rows.isinf().any()):
-        raise ValueError(
-            f"{name}: expected finite ratios where the mask counts, got inf: bound the log-ratios "
-            "before you take their exponential"
-        )
-    if bool((rows < 0).any()):
-        raise ValueError(
-            f"{name}: expected ratios >= 0 where the mask counts, got {rows.amin().item():.4g}: "
-            "take the exponential of a log-ratio"
-        )
+    way_out = "; give a token that the sampler could not score a ratio of 1"
+    _require(~rows.isnan(), name, rows, "numbers", way_out)
+    way_out = ": bound the log-ratios before you take their exponential"
+    _require(~rows.isinf(), name, rows, "finite ratios", way_out)
+    _require(rows >= 0, name, rows, "ratios >= 0", ": take the exponential of a log-ratio")
 
 
 def check_masses(name: str, rows: Tensor) -> None:
@@ -553,32 +481,6 @@ def warn_of_ratio(log_ratio: Tensor | None, name: str = "old_per_token_logps") -
         )
 
 
-def check_on_missing_set(on_missing_set: Any) -> None:
-    """Refuse a value other than the default, because the call has no kept ids."""
-    if on_missing_set != "error":
-        raise ValueError(f"on_missing_set: expected kept_ids with {on_missing_set!r}, got none")
-
-
-def check_budget(workspace_bytes: Any) -> None:
-    """Require a positive number of bytes."""
-    if isinstance(workspace_bytes, bool) or not isinstance(workspace_bytes, int):
-        raise TypeError(f"workspace_bytes: expected an int, got {workspace_bytes!r}")
-    if workspace_bytes <= 0:
-        raise ValueError(f"workspace_bytes: expected a number of bytes > 0, got {workspace_bytes}")
-    if workspace_bytes < 2**20:
-        warn_once(
-            "workspace_bytes is in bytes; values under 1 MiB are slow. For 512 MiB, pass "
-            "512 * 2**20"
-        )
-
-
-def check_gather(gather: Any) -> None:
-    """Require a function or None. The function is not called here, only in the backward."""
-    if gather is not None and not callable(gather):
-        got = type(gather).__name__
-        raise TypeError(f"gather: expected a function that returns a context manager, got {got}")
-
-
 def listed(values: Iterable[tuple[str, Any]]) -> str:
     """Names and values; only the shape of a tensor with dimensions, only the class of a module."""
 
@@ -594,8 +496,3 @@ def listed(values: Iterable[tuple[str, Any]]) -> str:
 def is_dtensor(x: Any) -> bool:
     """True for a DTensor, without importing `torch.distributed.tensor`."""
     return type(x).__name__ == "DTensor"
-
-
-def is_one(x: Tensor) -> bool:
-    """True if x () is known to be 1 without waiting for the device. Always False on a GPU."""
-    return x.device.type == "cpu" and x.item() == 1.0

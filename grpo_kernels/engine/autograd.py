@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import TOPK_LOGPS, Coefficients, RowBackend, RowStats
-from grpo_kernels.base.checks import is_one, warn_once
+from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.tensors import (
     is_nonzero,
     map_tensors,
@@ -477,7 +477,8 @@ def _scaled(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBa
     """
     if factor is None:
         return x.to(dtype)
-    if factor.dim() == 0 and is_one(factor):  # as in `loss.backward()`
+    known = factor.dim() == 0 and factor.device.type == "cpu"  # without a wait for the device
+    if known and factor.item() == 1.0:  # as in `loss.backward()`
         return x.to(dtype, copy=_retains_graph())  # never give the stored gradient to the caller
     if x.dtype != dtype and not device_of(x.device).casts_into:
         return (x * factor if _retains_graph() else x.mul_(factor)).to(dtype)

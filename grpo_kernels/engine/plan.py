@@ -45,10 +45,8 @@ from grpo_kernels.backends import (
 )
 from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.checks import (
-    check_budget,
     check_choice,
     check_counted_ids,
-    check_gather,
     hints_names,
     warn_once,
 )
@@ -134,11 +132,24 @@ class Run:
     gather: Gather | None = None
 
     def __post_init__(self) -> None:
-        check_gather(self.gather)
         check_choice("engine", self.engine, NAMES)
         check_backend(self.backend)
-        if self.workspace_bytes is not None:
-            check_budget(self.workspace_bytes)
+        gather: Any = self.gather
+        budget: Any = self.workspace_bytes
+        if gather is not None and not callable(gather):
+            expected = "a function that returns a context manager"
+            raise TypeError(f"gather: expected {expected}, got {type(gather).__name__}")
+        if budget is None:
+            return
+        if isinstance(budget, bool) or not isinstance(budget, int):
+            raise TypeError(f"workspace_bytes: expected an int, got {budget!r}")
+        if budget <= 0:
+            raise ValueError(f"workspace_bytes: expected a number of bytes > 0, got {budget}")
+        if budget < 2**20:
+            warn_once(
+                "workspace_bytes is in bytes; values under 1 MiB are slow. For 512 MiB, pass "
+                "512 * 2**20"
+            )
 
 
 def check_run(run: Any) -> None:
@@ -514,19 +525,13 @@ def in_range(rows: Rows, names: tuple[str, str], vocab: int, shard_start: int) -
     if invalid is not None:
         ids = ids.masked_fill(invalid, 0)
     if topk is not None:
-        outside = (topk.ids < -1) | (topk.ids >= vocab)
-        if isinstance(topk, TopKTeacher) and ids.device.type != "cpu":
+        outside = check_counted_ids(names[1], topk.ids, vocab, padded=True)
+        if outside is not None and isinstance(topk, TopKTeacher):
             none = outside.any(dim=1, keepdim=True)
             topk = replace(topk, logps=topk.logps.masked_fill(none, torch.nan))
-        elif ids.device.type != "cpu":
+        elif outside is not None:
             none = outside.any(dim=1)
             invalid = none if invalid is None else invalid | none
-        elif bool(outside.any()):
-            bad = topk.ids[outside][0].item()
-            raise ValueError(
-                f"{names[1]}: expected ids in [0, V) = [0, {vocab}), or -1 for padding, where the "
-                f"mask counts, got {bad}"
-            )
         topk = replace(topk, ids=topk.ids - shard_start)
     ids = ids - shard_start if shard_start else ids
     return replace(rows, ids=ids, invalid=invalid, topk=topk)
@@ -561,10 +566,9 @@ def _warn_if_promoted(
     A GPU multiplies 16-bit operands about ten times as fast, so this warns of a 16-bit weight
     there. An fp32 weight counts as intended.
     """
-    device = device_of(weight.device)
-    if dtype != torch.float32 or weight.dtype.itemsize != 2 or not device.slow_fp32:
-        return
-    if device.mixed_products:  # otherwise the device multiplies in fp32 anyway
+    # without mixed products, the device multiplies in fp32 anyway
+    has_16_bits = weight.dtype.itemsize == 2 and device_of(weight.device).mixed_products
+    if has_16_bits and dtype == torch.float32:
         warn_once(
             f"{name} in {hidden.dtype} with a {weight_name} in {weight.dtype}, outside autocast, "
             "is multiplied in torch.float32, which takes a GPU about ten times as long as 16 bits. "

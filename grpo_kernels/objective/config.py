@@ -23,7 +23,6 @@ from grpo_kernels.base.checks import (
     INSTEAD,
     check_choice,
     check_number,
-    check_on_missing_set,
     check_tensor,
     did_you_mean,
     hints_names,
@@ -546,8 +545,6 @@ def check_inputs(
     _check_num_items(config, inputs["num_items_in_batch"])
     if kept_ids is not None:
         _refuse_full_kl(config, "with kept_ids, which truncate the policy")
-    elif "on_missing_set" in inputs:
-        check_on_missing_set(inputs["on_missing_set"])
     if "sampling_topk_ids" in inputs:
         _check_centering(config, inputs)
 

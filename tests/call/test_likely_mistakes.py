@@ -238,7 +238,7 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Run(workspace_bytes=0), ValueError, "workspace_bytes: expected a number of bytes > 0"),
     (lambda: Run(gather=1), TypeError, "gather: expected"),  # type: ignore[arg-type]
     *((lambda call=call, x=x: call(importance_sampling_ratio=x), ValueError,
-       "importance_sampling_ratio: expected ratios >= 0 ..., got -1: take the exponen")
+       "importance_sampling_ratio: expected ratios >= 0 ..., got -1 for ...: take the exponen")
       for call in (loss, given_loss) for x in (-torch.ones(2, 5), -torch.ones(2))),
     (lambda: loss(importance_sampling_ratio=torch.full((2, 5), torch.inf)), ValueError,
      "importance_sampling_ratio: expected finite ratios"),
