@@ -17,7 +17,8 @@ from benchmarks.cases import case, make_inputs
 from benchmarks.providers import build
 from benchmarks.run import step
 from grpo_kernels import Run, grpo_loss, linear_logps
-from grpo_kernels.commands.memory import MIB, MODELS, Size, estimate
+from grpo_kernels.commands.memory import MODELS, Size, estimate
+from grpo_kernels.engine.workspace import MIB
 from tests.support.gpu_tape import GPUAllocations, taped, tensor
 from tests.support.measure import AllocationWatcher
 from tests.support.pretend_gpu import OnGPU

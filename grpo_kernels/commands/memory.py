@@ -18,12 +18,11 @@ import torch
 from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.engine.plan import Job, Rows
 from grpo_kernels.engine.slices import plan_slices
-from grpo_kernels.engine.sweep import planned_bytes
-from grpo_kernels.engine.workspace import CPU, CUDA, default_workspace, meta_tensors_of
+from grpo_kernels.engine.sweep import plan_groups
+from grpo_kernels.engine.workspace import CPU, CUDA, MIB, default_workspace, meta_tensors_of
 from grpo_kernels.head import HeadTensors
 
 R = TypeVar("R")
-MIB = 2**20
 FP32 = 4  # bytes per accumulated element
 MOST = 10**9  # largest plausible size
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -102,10 +101,12 @@ def estimate(size: Size) -> list[Need]:
         job = Job(Rows(indices, indices), wants, size.dtype, workspace, CppRows())
         # What a step needs besides the sums: `scored` for scores, `graded` for gradients by rows,
         # `slices` for gradients by slices of the vocabulary.
-        scored = planned_bytes(job, head, None, None)
+        scored, graded = (
+            max(group.workspace for group in plan_groups(job, head, None, wanted))
+            for wanted in (None, wants)
+        )
         if size.score:
             return [Need("score", scored, 0, 0)]
-        graded = planned_bytes(job, head, None, wants)
         slices = plan_slices(job, head, None)[2] if trains else 0
     row, weight = size.hidden * size.dtype.itemsize, size.vocab * size.hidden  # bytes, elements
     d_hidden = n * size.hidden * FP32

@@ -34,7 +34,8 @@ from typing import Any
 import torch
 
 from grpo_kernels.base.modes import random_rates
-from grpo_kernels.commands.memory import MIB, whole_number
+from grpo_kernels.commands.memory import whole_number
+from grpo_kernels.engine.workspace import MIB
 
 STOCK, FUSED = "stock", "fused"
 METHODS = {  # of TRL's trainers; time in a nested call counts for the inner phase

@@ -266,7 +266,7 @@ def sweep(
                 # allocate only now: the device already computes the first product
                 if sums is not None and d_logits is None:
                     d_logits = projection.new_d_logits(max(group.padded_rows for group in groups))
-                # a group is one chunk if d logits overwrite the logits or carry a scale (`_costs`)
+                # a group is one chunk if d logits overwrite logits or carry a scale (`plan_groups`)
                 out = None if sums is None or d_logits is None else d_logits[span]
                 stats, fp16_scale = work(chunk, rows_of_chunk, at, out)
                 if stats is not None:  # of rows before the padding; none if all are padding
@@ -295,34 +295,7 @@ def _no_stats(job: Job, like: Tensor) -> RowStats:
 def plan_groups(
     job: Job, tensors: HeadTensors, reference: HeadTensors | None, needs_grad: HeadTensors | None
 ) -> list[Group]:
-    """Divide the rows of `job` into the groups of a sweep."""
-    costs = _costs(job, tensors, reference, needs_grad)
-    return divide(len(job.rows), job.workspace_bytes, device_of(tensors.weight.device), **costs)
-
-
-def planned_bytes(
-    job: Job, tensors: HeadTensors, reference: HeadTensors | None, needs_grad: HeadTensors | None
-) -> int:
-    """Peak bytes of a sweep's chunks; works on meta tensors too.
-
-    That is at most `Job.workspace_bytes`, if that is enough for a chunk of `Device.fewest_rows`.
-    """
-    costs = _costs(job, tensors, reference, needs_grad)
-    return max(
-        (
-            group.chunk_rows * costs["chunk_row_bytes"]
-            + group.padded_rows * costs["group_row_bytes"]
-            + costs["scratch_bytes"](group.chunk_rows)
-            for group in plan_groups(job, tensors, reference, needs_grad)
-        ),
-        default=0,
-    )
-
-
-def _costs(
-    job: Job, tensors: HeadTensors, reference: HeadTensors | None, needs_grad: HeadTensors | None
-) -> dict[str, Any]:
-    """Costs of a sweep, as arguments of `divide`.
+    """Divide the rows of `job` into the groups of a sweep; works on meta tensors too.
 
     A chunk needs logits; a group needs operands, and d logits if these have another dtype.
     """
@@ -347,12 +320,15 @@ def _costs(
         return max(slice_bytes, scratch)
 
     grouped = needs_grad is not None and separate and needs_grad.weight
-    return {
-        "chunk_row_bytes": chunk_row_bytes,
-        "group_row_bytes": products.hidden_bytes() + d_logits,
-        "grouped": grouped and not products.scales_gradient,
-        "scratch_bytes": scratch_bytes,
-    }
+    return divide(
+        len(job.rows),
+        job.workspace_bytes,
+        device_of(tensors.weight.device),
+        chunk_row_bytes=chunk_row_bytes,
+        group_row_bytes=products.hidden_bytes() + d_logits,
+        grouped=grouped and not products.scales_gradient,
+        scratch_bytes=scratch_bytes,
+    )
 
 
 def padded_index(start: int, n: int, padded: int, device: torch.device) -> Index:

@@ -8,8 +8,9 @@ large. What differs between kinds of devices in products and memory is said here
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -35,14 +36,13 @@ class Device:
         row_multiple: a product's rows are padded to a multiple of this.
         width_multiple: rows of logits start at multiples of this many elements.
         mixed_products: True if 16-bit operands have products with fp32 results (`gemm.mixed_mm`).
-        slow_fp32: True if fp32 products are much slower than 16-bit ones.
         fp32_rows: rows of an fp32 product: one tile, so that a row's bits do not depend on other
             rows. None means all rows.
         casts_into: True if ``x * factor`` is rounded to 16 bits in one pass, without a temporary.
         workspaces: default budgets of chunks in bytes, increasing; more free memory allows a larger
             one.
-        free: function that returns the driver's free bytes; None means never ask the driver.
-        unused: function that returns the bytes that torch's allocator could give back.
+        free: function that returns the free bytes, if they are fewer than asked for with those that
+            torch's allocator could give back; None means never ask the driver.
         is_capturing: function that returns True within a CUDA graph, where nothing may wait for the
             device or depend on its free memory.
     """
@@ -51,12 +51,10 @@ class Device:
     row_multiple: int
     width_multiple: int
     mixed_products: bool
-    slow_fp32: bool
     fp32_rows: int | None
     casts_into: bool
     workspaces: tuple[int, ...]
-    free: Callable[[torch.device], int] | None
-    unused: Callable[[torch.device], int]
+    free: Callable[[torch.device, int], int] | None
     is_capturing: Callable[[], bool]
 
     def padded_rows(self, n: int) -> int:
@@ -78,22 +76,18 @@ class Device:
         return -(-vocab // self.width_multiple) * self.width_multiple
 
 
-def _free(device: torch.device) -> int:
-    try:
-        return int(torch.cuda.mem_get_info(device)[0])
-    except RuntimeError:
-        return 0
-
-
-def _unused(device: torch.device) -> int:
-    # only entirely free blocks: the allocator cannot give back the free part of a block in use
-    try:
-        stats = torch.cuda.memory_stats_as_nested_dict(device)
-    except RuntimeError:
-        return 0
-    kinds = ("reserved", "active", "inactive_split")
-    reserved, active, fragments = (stats[f"{x}_bytes"]["all"]["current"] for x in kinds)
-    return int(reserved - active - fragments)
+def _free(device: torch.device, wanted: int) -> int:
+    free = 0
+    with suppress(RuntimeError):
+        free = int(torch.cuda.mem_get_info(device)[0])
+    if free < wanted:  # ask the allocator only if needed, since that takes longer
+        with suppress(RuntimeError):
+            stats = torch.cuda.memory_stats_as_nested_dict(device)
+            # only entirely free blocks: it cannot give back the free part of a block in use
+            kinds = ("reserved", "active", "inactive_split")
+            reserved, active, fragments = (stats[f"{x}_bytes"]["all"]["current"] for x in kinds)
+            free += int(reserved - active - fragments)
+    return free
 
 
 CPU = Device(
@@ -101,12 +95,10 @@ CPU = Device(
     row_multiple=1,
     width_multiple=1,
     mixed_products=False,
-    slow_fp32=False,
     fp32_rows=None,
     casts_into=False,
     workspaces=(512 * MIB,),
     free=None,
-    unused=lambda device: 0,
     is_capturing=lambda: False,
 )
 CUDA = Device(
@@ -114,12 +106,10 @@ CUDA = Device(
     row_multiple=128,
     width_multiple=64,
     mixed_products=True,
-    slow_fp32=True,
     fp32_rows=128,
     casts_into=True,
     workspaces=(512 * MIB, 768 * MIB, 1024 * MIB, 1536 * MIB, 2048 * MIB, 3072 * MIB),
     free=_free,
-    unused=_unused,
     # looked up at each call, since tests replace it
     is_capturing=lambda: torch.cuda.is_current_stream_capturing(),
 )
@@ -149,9 +139,7 @@ def converted_dtype(weight: Tensor, operand_dtype: torch.dtype) -> torch.dtype |
 
     A weight that is converted to 32 bits is never converted as a whole.
     """
-    device = device_of(weight.device)
-    can_ask = device.free is not None  # then it is known if a copy fits
-    mixed = can_ask and operand_dtype.itemsize == 2 and device.mixed_products
+    mixed = operand_dtype.itemsize == 2 and device_of(weight.device).mixed_products
     return operand_dtype if mixed and weight.dtype != operand_dtype else None
 
 
@@ -202,10 +190,7 @@ def free_memory(
         # the workspaces up to the first that is large enough
         budgets = [x for x in device.workspaces if x < large]
         budgets.append(device.workspaces[len(budgets)])
-    free = device.free(weight.device)
-    # ask the allocator only if needed, since that takes longer
-    if gradients + copies + budgets[-1] > free:
-        free += device.unused(weight.device)
+    free = device.free(weight.device, gradients + copies + budgets[-1])
     converts = gradients + copies + budgets[0] <= free
     held = gradients + (copies if converts else 0)
     return Memory(
@@ -243,16 +228,13 @@ class Group(NamedTuple):
     stop: int
     padded_rows: int  # stop - start, and padding
     chunks: tuple[slice, ...]  # of those rows
+    chunk_rows: int  # of the largest chunk
+    workspace: int  # bytes; more than the budget if that is too small for the fewest rows
 
     @property
     def n(self) -> int:
         """Rows without padding."""
         return self.stop - self.start
-
-    @property
-    def chunk_rows(self) -> int:
-        """Rows of the largest chunk."""
-        return max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
 
 
 def divide(
@@ -280,8 +262,10 @@ def divide(
     """
 
     def rows_of_chunk(per_group: int) -> int:
-        row_bytes = chunk_row_bytes + per_group * group_row_bytes
-        return most_rows(row_bytes, workspace_bytes, scratch_bytes, device.fewest_rows)
+        row_bytes, least = chunk_row_bytes + per_group * group_row_bytes, device.fewest_rows
+        rows = range(least + 1, workspace_bytes // row_bytes + 1)
+        more = bisect_right(rows, workspace_bytes, key=lambda m: m * row_bytes + scratch_bytes(m))
+        return least + more
 
     sizes = {count: rows_of_chunk(count) for count in (CHUNKS_OF_A_GROUP if grouped else ())}
     choices = itertools.product((LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS), sizes)
@@ -293,7 +277,10 @@ def divide(
     for start, stop in _even_parts(n, per_group * most, multiple):
         rows = device.padded_rows(stop - start)
         parts = [(0, rows)] if per_group == 1 else _even_parts(rows, most, multiple)
-        groups.append(Group(start, stop, rows, tuple(slice(*part) for part in parts)))
+        chunks = tuple(slice(*part) for part in parts)
+        m = max(chunk.stop - chunk.start for chunk in chunks)
+        taken = m * chunk_row_bytes + rows * group_row_bytes + scratch_bytes(m)
+        groups.append(Group(start, stop, rows, chunks, m, taken))
     return groups
 
 
@@ -304,23 +291,3 @@ def _even_parts(n: int, most: int, multiple: int) -> list[tuple[int, int]]:
         return []
     bounds = (min(n, -(-(n * i // count) // multiple) * multiple) for i in range(count + 1))
     return list(itertools.pairwise(bounds))
-
-
-def most_rows(
-    row_bytes: int, workspace_bytes: int, scratch_bytes: Callable[[int], int], least: int
-) -> int:
-    """The largest number of rows per chunk for which the workspace stays within `workspace_bytes`.
-
-    Args:
-        row_bytes: bytes per row of a chunk, including its group's bytes.
-        scratch_bytes: further bytes for a chunk with the given number of rows; not decreasing.
-        least: the result if the budget allows fewer rows, which would be padded to this number.
-    """
-    low, high = least, max(least, workspace_bytes // row_bytes)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if middle * row_bytes + scratch_bytes(middle) <= workspace_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low

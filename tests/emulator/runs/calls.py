@@ -30,8 +30,7 @@ def product(left: Tensor, right: Tensor, out: Tensor, *, add: bool) -> None:
 @pytest.fixture(autouse=True)
 def _like_a_gpu() -> Iterator[None]:
     kind = replace(
-        workspace.CUDA, free=None, unused=lambda device: 0, is_capturing=lambda: False,
-        fewest_rows=16, row_multiple=16,
+        workspace.CUDA, free=None, is_capturing=lambda: False, fewest_rows=16, row_multiple=16,
     )  # fmt: skip
     with (
         mock.patch.dict(workspace._KINDS, {"cpu": kind}),
