@@ -58,10 +58,10 @@ from grpo_kernels.engine.topk import TopKLogps, TopKTeacher
 from grpo_kernels.engine.workspace import (
     AMPLE,
     Memory,
-    converted_dtype,
     default_workspace,
     device_of,
     free_memory,
+    needs_conversion,
 )
 from grpo_kernels.head import (
     Head,
@@ -329,8 +329,9 @@ class Job:
 
 
 def _converted(tensors: HeadTensors, dtype: torch.dtype) -> HeadTensors:
-    wanted = converted_dtype(tensors.weight, dtype)
-    return tensors if wanted is None else tensors._replace(weight=tensors.weight.to(wanted))
+    if not needs_conversion(tensors.weight, dtype):
+        return tensors
+    return tensors._replace(weight=tensors.weight.to(dtype))
 
 
 @contextmanager

@@ -134,13 +134,13 @@ def device_of(device: torch.device) -> Device:
     return _KINDS.get(device.type, CPU)
 
 
-def converted_dtype(weight: Tensor, operand_dtype: torch.dtype) -> torch.dtype | None:
-    """The 16-bit dtype that the whole weight must be converted to; None if not needed.
+def needs_conversion(weight: Tensor, operand_dtype: torch.dtype) -> bool:
+    """True if the whole weight must be converted to the 16-bit dtype of its products.
 
     A weight that is converted to 32 bits is never converted as a whole.
     """
     mixed = operand_dtype.itemsize == 2 and device_of(weight.device).mixed_products
-    return operand_dtype if mixed and weight.dtype != operand_dtype else None
+    return mixed and weight.dtype != operand_dtype
 
 
 class Memory(NamedTuple):
@@ -174,10 +174,7 @@ def free_memory(
     weight, device = weights[0][0], device_of(hidden.device)
     if device.free is None or device.is_capturing():
         return AMPLE
-    copies = 0
-    for x, wanted in weights:
-        dtype = converted_dtype(x, wanted)
-        copies += 0 if dtype is None else x.numel() * dtype.itemsize
+    copies = sum(x.numel() * dtype.itemsize for x, dtype in weights if needs_conversion(x, dtype))
     gradients = sum(
         x.numel() * (accumulator_of(x.dtype).itemsize + x.element_size())
         for x, wanted in ((weight, needs_grad.weight), (hidden, needs_grad.hidden))
