@@ -23,7 +23,6 @@ from torch.nn.functional import pad
 from grpo_kernels.base.checks import (
     check_choice,
     check_number,
-    check_shape,
     check_tensor,
     hints_names,
     only_public,
@@ -240,7 +239,7 @@ def process_advantages(
         _check_int("length", length, 0)
         completion_mask = table.new_ones(batch_size, length, dtype=torch.bool)
     mask = _bool_mask(completion_mask)
-    _check_shape("completion_mask", mask, "(B, T)", (batch_size, mask.shape[1]))
+    check_tensor("completion_mask", mask, ("(B, T)", (batch_size, mask.shape[1])))
     columns = mask.shape[1]
     x = table.to(widen(mask[:0]).dtype).to(mask.device)  # the device may lack the table's dtype
     ends = ends.to(mask.device, torch.int64)
@@ -379,7 +378,7 @@ def reinforce_plus_plus(
     check_number("beta", beta)
     mask = _bool_mask(completion_mask)
     table, weights = _reward_table(rewards, reward_weights, num_generations)
-    _check_shape("rewards", rewards, "(B,) or (B, F)", (len(mask), *rewards.shape[1:]))
+    check_tensor("rewards", rewards, ("(B,) or (B, F)", (len(mask), *rewards.shape[1:])))
     if reward_weights is None and rewards.shape == mask.shape and mask.shape[1] > 1:
         raise ValueError(
             "rewards: expected (B,), or (B, F) with a column per reward function, got the shape "
@@ -497,7 +496,7 @@ def _groups(
         raise TypeError(f"group_ids: expected integers, got {group_ids!r:.80}{hint}") from error
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"group_ids: expected integers, got {ids.dtype}")
-    _check_shape("group_ids", ids, "(B,)", (rows,))
+    check_tensor("group_ids", ids, ("(B,)", (rows,)))
     ids = ids.to(torch.int64)
     every = ids if process_group is None else gather_uneven(ids, sizes, process_group)
     unique, index = every.unique(return_inverse=True)
@@ -595,7 +594,7 @@ def _reward_table(
             expected = "expected a tensor or a list of numbers"
             raise TypeError(f"reward_weights: {expected}, got {reward_weights!r:.80}") from error
     weights = widen(reward_weights).to(table.device)
-    _check_shape("reward_weights", weights, "(F,)", table.shape[1:])
+    check_tensor("reward_weights", weights, ("(F,)", table.shape[1:]))
     _require_all(weights.isfinite(), weights, "reward_weights", "finite values")
     return table, weights
 
@@ -623,10 +622,8 @@ def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
                 f"{odd[0]}; are step_rewards and step_ends swapped?"
             )
         ends = _padded(ends, -1, torch.int64)
-    check_tensor("step_rewards", rewards)
-    if rewards.dim() != 2:
-        raise ValueError(f"step_rewards: expected shape (B, S), got {tuple(rewards.shape)}")
-    _check_shape("step_ends", ends, "(B, S)", rewards.shape)
+    check_tensor("step_rewards", rewards, ("(B, S)", (None, None)))
+    check_tensor("step_ends", ends, ("(B, S)", rewards.shape))
     if ends.is_floating_point():
         raise TypeError(f"step_ends: expected integers, got {ends.dtype}")
     return rewards, ends
@@ -658,22 +655,20 @@ def _padded(rows: list[Any], fill: float, dtype: torch.dtype) -> Tensor:
 
 def _bool_mask(mask: Any) -> Tensor:
     """``completion_mask`` as (B, T) bool."""
-    check_tensor("completion_mask", mask)
-    if mask.dim() != 2:
-        raise ValueError(f"completion_mask: expected shape (B, T), got {tuple(mask.shape)}")
+    check_tensor("completion_mask", mask, ("(B, T)", (None, None)))
     return read_mask(mask)
 
 
 def _counted_values(name: str, x: Tensor, mask: Tensor) -> Tensor:
     """``x`` (B, T), widened, with 0 where masked; raise if a counted value is not finite."""
-    _check_shape(name, x, "(B, T)", mask.shape)
+    check_tensor(name, x, ("(B, T)", mask.shape))
     _require_all(x.isfinite() | ~mask, x, name, "finite values at counted positions")
     return torch.where(mask, widen(x), 0.0)
 
 
 def _at_last(name: str, x: Tensor, mask: Tensor) -> Tensor:
     """``x`` (B,) at each row's last counted position of (B, T), widened, and 0 elsewhere."""
-    _check_shape(name, x, "(B,)", mask.shape[:1])
+    check_tensor(name, x, ("(B,)", mask.shape[:1]))
     return _counted_values(name, x[:, None].expand(mask.shape), last_counted(mask))
 
 
@@ -683,11 +678,6 @@ def _require_all(ok: Tensor, x: Tensor, name: str, expected: str, if_negative: s
         first = tuple(bad[0].tolist())
         got, hint = x[first].item(), if_negative if x[first] < 0 else ""
         raise ValueError(f"{name}: expected {expected}, got {got} at {first}{hint}")
-
-
-def _check_shape(name: str, x: Tensor, letters: str, shape: Sequence[int]) -> None:
-    check_tensor(name, x)
-    check_shape(name, x, (letters, tuple(shape)))
 
 
 def _check_one_of(names: str, first: Any, second: Any, hint: str) -> None:

@@ -424,8 +424,8 @@ def _check_head(
         hint += "before lm_head"
     check_shape(of_weight, weight, (wanted, (vocab, width)), hint=hint)
     if head.bias is not None:
-        check_tensor(f"{prefix}head.bias", head.bias, like=hidden, floating=True)
-        check_shape(f"{prefix}head.bias", head.bias, ("(V,)", (weight.shape[0],)))
+        shape = "(V,)", (weight.shape[0],)
+        check_tensor(f"{prefix}head.bias", head.bias, shape, like=hidden, floating=True)
 
 
 def _check_lora(lora: LoRA, hidden: Tensor, weight: Tensor) -> None:
@@ -440,8 +440,8 @@ def _check_lora(lora: LoRA, hidden: Tensor, weight: Tensor) -> None:
             f"head.lora.a: expected shape (r, H) with r > 0, got {tuple(lora.a.shape)}"
         )
     if lora.input is not None:
-        check_tensor("head.lora.input", lora.input, like=hidden, floating=True)
-        check_shape("head.lora.input", lora.input, ("hidden.shape", tuple(hidden.shape)))
+        shape = "hidden.shape", hidden.shape
+        check_tensor("head.lora.input", lora.input, shape, like=hidden, floating=True)
 
 
 def tensors_of(hidden: Tensor, head: Head, positions: Tensor) -> HeadTensors:

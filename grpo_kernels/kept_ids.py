@@ -64,9 +64,8 @@ class KeptIds:
                 number of sequences or tokens; the message names the argument.
         """
         _check_lists(rows)
-        check_tensor("completion_mask", completion_mask)
         wanted = f"(B, T) with B = {len(rows)}, as rows"
-        check_shape("completion_mask", completion_mask, (wanted, (len(rows), None)))
+        check_tensor("completion_mask", completion_mask, (wanted, (len(rows), None)))
         sampled = completion_mask.detach().cpu() != 0
         for i, (lists, wanted) in enumerate(zip(rows, sampled.sum(dim=1).tolist(), strict=True)):
             if len(lists) != wanted:

@@ -78,7 +78,6 @@ from grpo_kernels.base.checks import (
     check_ids,
     check_logps,
     check_ratios,
-    check_shape,
     check_tensor,
     hints_names,
     warn_of_ratio,
@@ -509,9 +508,9 @@ def policy_loss_from_logps(
         config, fields, _LOGPS_ARGUMENTS, "policy_loss_from_logps"
     )
     check_inputs(config, arguments)
-    check_tensor("logps", logps, floating=True)
-    wanted = "(B, T)" if cu_seqlens is None else "(N,) with cu_seqlens"
-    check_shape("logps", logps, (wanted, (None,) * (2 if cu_seqlens is None else 1)))
+    packed = "(N,) with cu_seqlens", (None,)
+    shape = ("(B, T)", (None, None)) if cu_seqlens is None else packed
+    check_tensor("logps", logps, shape, floating=True)
     has_entropies = entropies is not None
     if entropies is None:
         for name, off in (("entropy_coef", 0.0), ("top_entropy_quantile", 1.0)):
@@ -519,8 +518,7 @@ def policy_loss_from_logps(
                 why = f"since {name} = {getattr(config, name)} reads them"
                 raise ValueError(f"entropies: expected a tensor, {why}, got None")
         entropies = torch.zeros_like(logps)  # which nothing reads
-    check_tensor("entropies", entropies, like=logps, floating=True)
-    check_shape("entropies", entropies, ("logps.shape", tuple(logps.shape)))
+    check_tensor("entropies", entropies, ("logps.shape", logps.shape), like=logps, floating=True)
     dtype = accumulator_of(logps.dtype)
     tokens = _tokens(logps, completion_mask, advantages, dtype, arguments)
     check_logps("logps", logps.detach().reshape(-1)[tokens.layout.index])
@@ -573,8 +571,7 @@ def policy_expectation(
     arguments = {**locals()}
     check_kind(config)
     check_inputs(config, arguments, has_reference=config.needs_reference_head)
-    check_tensor("completion_mask", completion_mask)
-    check_shape("completion_mask", completion_mask, ("(B, T)", (None, None)))
+    check_tensor("completion_mask", completion_mask, ("(B, T)", (None, None)))
     inputs = {name: arguments[name] for name in _TOKEN_INPUTS if name in arguments}
     tokens = read_tokens(completion_mask, completion_mask, advantages, torch.float32, **inputs)
     row_loss = _row_loss(config, None, tokens, num_items_in_batch)

@@ -34,7 +34,6 @@ from grpo_kernels.backends.formulas import times
 from grpo_kernels.base.checks import (
     check_logps,
     check_number,
-    check_shape,
     check_tensor,
     only_public,
     read_mask,
@@ -395,8 +394,8 @@ def m2po_mask(
     check_tensor("completion_mask", completion_mask)
     old, sampling = old_per_token_logps, sampling_per_token_logps
     for name, x in (("old_per_token_logps", old), ("sampling_per_token_logps", sampling)):
-        check_tensor(name, x, like=completion_mask, floating=True)
-        check_shape(name, x, ("completion_mask.shape", tuple(completion_mask.shape)))
+        shape = "completion_mask.shape", completion_mask.shape
+        check_tensor(name, x, shape, like=completion_mask, floating=True)
     counts = read_mask(completion_mask)
     check_logps("old_per_token_logps", old[counts])
     check_logps("sampling_per_token_logps", sampling[counts])

@@ -18,7 +18,6 @@ from grpo_kernels.base.checks import (
     check_finite,
     check_logps,
     check_number,
-    check_shape,
     check_tensor,
     hints_names,
     only_public,
@@ -280,14 +279,12 @@ def _bounds(name: str, bound: Any) -> tuple[float, float]:
 
 def _counted(old: Any, sampling: Any, completion_mask: Any, packed: bool) -> Tensor:
     """Check the three tensors, and mark the counted positions with True."""
-    check_tensor("old_per_token_logps", old, floating=True)
-    if old.dim() != (1 if packed else 2):
-        expected = "(N,), since there are cu_seqlens" if packed else "(B, T)"
-        raise ValueError(f"old_per_token_logps: expected shape {expected}, got {tuple(old.shape)}")
+    wanted = ("(N,), since there are cu_seqlens", (None,)) if packed else ("(B, T)", (None, None))
+    check_tensor("old_per_token_logps", old, wanted, floating=True)
     others = {"sampling_per_token_logps": sampling, "completion_mask": completion_mask}
     for name, x in others.items():
-        check_tensor(name, x, like=old, floating=x is sampling)
-        check_shape(name, x, ("that of old_per_token_logps", tuple(old.shape)))
+        shape = "that of old_per_token_logps", old.shape
+        check_tensor(name, x, shape, like=old, floating=x is sampling)
     counts = read_mask(completion_mask)
     rows = old[counts].cpu()  # checks read numbers on a CPU
     check_finite("old_per_token_logps", rows)

@@ -62,7 +62,6 @@ from grpo_kernels.base.checks import (
     check_mask,
     check_masses,
     check_number,
-    check_shape,
     check_tensor,
     is_dtensor,
     warn_once,
@@ -433,8 +432,8 @@ def _read_rows(
         check_number("temperature", temperature, 0.0)
         inverse = 1.0 / float(temperature)
     else:
-        check_tensor("temperature", temperature, like=ids, floating=True)
-        check_shape("temperature", temperature, ("of the tokens", tuple(ids.shape)))
+        shape = "of the tokens", ids.shape
+        check_tensor("temperature", temperature, shape, like=ids, floating=True)
         rows = temperature.detach().reshape(-1)[positions].to(dtype)
         bad = ~((rows > 0) & torch.isfinite(rows))
         if rows.device.type == "cpu" and bool(bad.any()):

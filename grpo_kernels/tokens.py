@@ -177,8 +177,7 @@ def read_tokens(
     per_token = ("(B, T)" if cu_seqlens is None else "(N,)", shape)
     for name, x in logps.items():
         if x is not None:
-            check_tensor(name, x, like=like, floating=True)
-            check_shape(name, x, per_token)
+            check_tensor(name, x, per_token, like=like, floating=True)
     check_tensor("advantages", advantages, like=like)
     if advantages.dtype == torch.bool:
         raise TypeError("advantages: expected numbers, got torch.bool")
@@ -187,8 +186,8 @@ def read_tokens(
     ratio = importance_sampling_ratio
     if ratio is not None:
         name = "importance_sampling_ratio"
-        check_tensor(name, ratio, like=like, floating=True)
-        check_shape(name, ratio, per_token, ("(B, 1)", (batch, 1)), ("(B,)", (batch,)))
+        shapes = per_token, ("(B, 1)", (batch, 1)), ("(B,)", (batch,))
+        check_tensor(name, ratio, *shapes, like=like, floating=True)
 
     positions = counted_positions(completion_mask, like)
     layout = Layout(positions, *locate(positions), batch, longest, shape)

@@ -275,10 +275,16 @@ def check_choice(name: str, value: Any, allowed: Iterable[str], hint: str = "") 
         raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}{hint}")
 
 
-def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: bool = False) -> None:
+Shape = tuple[str, tuple[int | None, ...]]  # (text, sizes); a size of None may be any
+
+
+def check_tensor(
+    name: str, x: Any, *shapes: Shape, like: Tensor | None = None, floating: bool = False
+) -> None:
     """Require a plain dense real tensor with data.
 
     Args:
+        shapes: require one of these shapes.
         like: a tensor on the required device.
         floating: require a floating-point dtype.
     """
@@ -307,20 +313,17 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
         raise ValueError(f"{name}: expected a tensor with data, got one on the meta device")
     if like is not None and x.device != like.device:
         raise ValueError(f"{name}: expected a tensor on {like.device}, got one on {x.device}")
+    if shapes:
+        check_shape(name, x, *shapes)
 
 
-def check_shape(
-    name: str, x: Tensor, *shapes: tuple[str, tuple[int | None, ...]], hint: str = ""
-) -> None:
-    """Require one of `shapes`, each given as (text, sizes); a size of None may be any.
-
-    The error ends with `hint`.
-    """
+def check_shape(name: str, x: Tensor, *shapes: Shape, hint: str = "") -> None:
+    """Require one of `shapes`. The error ends with `hint`."""
     got = tuple(x.shape)
     for _, sizes in shapes:
         if len(sizes) == len(got) and all(a in (None, b) for a, b in zip(sizes, got, strict=True)):
             return
-    texts = (text if None in sizes else f"{text} = {sizes}" for text, sizes in shapes)
+    texts = (text if None in sizes else f"{text} = {tuple(sizes)}" for text, sizes in shapes)
     raise ValueError(f"{name}: expected shape {' or '.join(texts)}, got {got}{hint}")
 
 

@@ -292,8 +292,7 @@ def check_topk(name: str, ids: Any, hidden: Tensor, logps: Any = None) -> None:
     check_shape(name, ids, ("(*hidden.shape[:-1], K), K > 0", shape))
     if logps is not None:
         of_them = name.replace("_ids", "_logps")
-        check_tensor(of_them, logps, like=hidden, floating=True)
-        check_shape(of_them, logps, (f"{name}.shape", shape))
+        check_tensor(of_them, logps, (f"{name}.shape", shape), like=hidden, floating=True)
 
 
 def _sorted(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import Coefficients, FusedLoss, RowStats
-from grpo_kernels.base.checks import check_shape, check_tensor, hints_names
+from grpo_kernels.base.checks import check_tensor, hints_names
 from grpo_kernels.base.tensors import take
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import CustomLoss
@@ -146,8 +146,7 @@ def divergence_weights(
     """
     if expected is None:
         return torch.full_like(positions, 1.0 / max(1, len(positions)), dtype=dtype)
-    check_tensor(name, expected, like=hidden)
-    check_shape(name, expected, ("hidden.shape[:-1]", tuple(hidden.shape[:-1])))
+    check_tensor(name, expected, ("hidden.shape[:-1]", hidden.shape[:-1]), like=hidden)
     return _usable(expected.detach().reshape(-1)[positions], dtype)
 
 
@@ -206,8 +205,7 @@ def read_expected(
         return NOTHING_EXPECTED
 
     def rows(name: str, x: Any) -> Tensor:
-        check_tensor(name, x, like=ids)
-        check_shape(name, x, ("of the tokens", tuple(ids.shape)))
+        check_tensor(name, x, ("of the tokens", ids.shape), like=ids)
         return x.detach().reshape(-1)[positions]
 
     if isinstance(expected, LossConfig):
@@ -238,8 +236,7 @@ def read_expected(
         given = (a, None if stats.entropies is None else b, c if divergence else None)
         for name, x in zip(("expected", "expected[1]", "expected[2]"), given, strict=True):
             if x is not None or name == "expected":
-                check_tensor(name, x, like=ids)
-                check_shape(name, x, ("index.shape", tuple(index.shape)))
+                check_tensor(name, x, ("index.shape", index.shape), like=ids)
         return Coefficients(*(None if x is None else _usable(x, dtype) for x in given))
 
     return ExpectedGradient(compute, live, one_coefficient=one_coefficient)
