@@ -102,8 +102,8 @@ def estimate(size: Size) -> list[Need]:
         # What a step needs besides the sums: `scored` for scores, `graded` for gradients by rows,
         # `slices` for gradients by slices of the vocabulary.
         scored, graded = (
-            max(group.workspace for group in plan_groups(job, head, None, wanted))
-            for wanted in (None, wants)
+            max(group.workspace for group in plan_groups(job, head, None, with_gradient=wanted))
+            for wanted in (False, True)
         )
         if size.score:
             return [Need("score", scored, 0, 0)]

@@ -375,8 +375,8 @@ def second_pass(
     tensors, reference = job.converted(tensors, reference)
     stats_of_first = lambda chunk, rows, at, out: (take(stats, at), None)  # noqa: E731
     coefficients_of = lambda at, _: take(coefficients, at)  # noqa: E731
-    work = gradient_work(job, tensors, coefficients_of, stats_of_first, returns_stats=False)
-    grads = sweep(job, tensors, reference, work, job.needs_grad)[1]
+    work = gradient_work(job, tensors, coefficients_of, stats_of_first)
+    grads = sweep(job, tensors, reference, work, with_gradient=True)[1]
     assert grads is not None
     return grads, indices
 

@@ -60,7 +60,7 @@ def sweep_slices(
         for place, count, index in _blocks(rows, rows_at_once)
     ]
     m = blocks[-1][0].stop if blocks else 0
-    d_rows, d_matrices, d_bias = new_sums(tensors, job.needs_grad, m, dtype, rounds=True)
+    d_rows, d_matrices, d_bias = new_sums(job, tensors, m, rounds=True)
 
     def add_block(
         projection: Projection,

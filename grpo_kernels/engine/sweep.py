@@ -2,11 +2,11 @@
 
 For each chunk of rows: project, and do the row work. For each group of chunks, whose d logits share
 one product: add up the gradients. Besides the weight and its gradient, only the logits of a chunk
-have a vocabulary dimension. d logits, the gradient in the raw logits, may overwrite them. Three
+have a vocabulary dimension. d logits, the gradient in the raw logits, may overwrite them. Two
 functions make the row work of a chunk::
 
-    stats_work     the statistics of each row
-    fused_work     statistics, loss and d logits by one kernel, if no token depends on others
+    stats_work     the statistics of each row; if no token depends on others, the same kernel may
+                   compute loss and d logits, too
     gradient_work  d logits from coefficients and statistics, new ones or a first pass's
 
 A call makes one or two passes over its rows. The first (`first_pass`) computes each row's
@@ -46,8 +46,8 @@ from grpo_kernels.head import HeadTensors
 
 Index = Tensor | slice  # index of rows: (m,) int64, or a slice
 # arguments: chunk, its rows, their index among the sweep's rows (`at`), memory for d logits (m, V)
-# (`out`); returns statistics (None if already known), and the factor () that fp16 d logits carry
-RowWork = Callable[[Chunk, Rows, Index, Tensor | None], tuple[RowStats | None, Tensor | None]]
+# (`out`); returns the rows' statistics, and the factor () that fp16 d logits carry
+RowWork = Callable[[Chunk, Rows, Index, Tensor | None], tuple[RowStats, Tensor | None]]
 
 
 class FirstPass(NamedTuple):
@@ -62,11 +62,6 @@ class FirstPass(NamedTuple):
     grads: HeadTensors | None = None
     live_rows: Tensor | None = None
     coefficients: Coefficients | None = None
-
-    @property
-    def entropies(self) -> Tensor:
-        assert self.stats.entropies is not None
-        return self.stats.entropies
 
 
 def first_pass(
@@ -110,16 +105,16 @@ def first_pass(
         # of a chunk, so the kernel computes only statistics and loss
         is_part = live_rows.shape[0] < n
         part = job.at(live_rows) if is_part else job
-        work = _value_work(part, take(fused_loss, live_rows) if is_part else fused_loss)
+        work = stats_work(part, take(fused_loss, live_rows) if is_part else fused_loss)
         if fused_loss is None or job.products(tensors.weight).scales_gradient:
             work = gradient_work(part, tensors, coefficients_of, work)
-        stats, grads = sweep(part, tensors, reference, work, job.needs_grad)
+        stats, grads = sweep(part, tensors, reference, work, with_gradient=True)
 
         if is_part:  # the rows without
             assert live is not None
             others = indices_of(~live, n - live_rows.shape[0])
             part = job.at(others)
-            work = _value_work(part, take(fused_loss, others))
+            work = stats_work(part, take(fused_loss, others))
             parts = [stats] if len(live_rows) else []
             stats = RowStats.concatenate([*parts, sweep(part, tensors, reference, work)[0]])
             stats = take(stats, torch.cat([live_rows, others]).argsort())
@@ -132,11 +127,6 @@ def first_pass(
         if job.d_result(coefficients) is None:
             coefficients = job.with_d_result(torch.zeros_like(stats.logps), coefficients)
         return FirstPass(stats, grads, live_rows, coefficients)
-
-
-def _value_work(job: Job, fused_loss: FusedLoss | None) -> RowWork:
-    """Row work without a gradient: the statistics and, by a kernel for `fused_loss`, the loss."""
-    return stats_work(job) if fused_loss is None else fused_work(job, fused_loss)
 
 
 def scale_frozen_(first: FirstPass, d_logp: Tensor) -> None:
@@ -157,18 +147,18 @@ def indices_of(chosen: Tensor, count: int | None = None) -> Tensor:
     return chosen.nonzero()[:, 0]
 
 
-def stats_work(job: Job) -> RowWork:
-    """Row work: the statistics of the rows."""
-    return lambda chunk, rows, at, out: (statistics(job, chunk, rows), None)
+def stats_work(job: Job, fused_loss: FusedLoss | None = None) -> RowWork:
+    """Row work: the statistics of the rows.
 
-
-def fused_work(job: Job, fused_loss: FusedLoss) -> RowWork:
-    """Row work by one kernel: statistics with `fused_loss`, and d logits if memory is passed."""
+    With `fused_loss`, one kernel also computes the loss, and d logits if it gets memory for them.
+    """
     backend: Any = job.backend
 
     def work(
         chunk: Chunk, rows: Rows, at: Index, out: Tensor | None
-    ) -> tuple[RowStats | None, Tensor | None]:
+    ) -> tuple[RowStats, Tensor | None]:
+        if fused_loss is None:
+            return statistics(job, chunk, rows), None
         if rows.invalid is not None:  # -1 makes the row's results NaN
             chunk = replace(chunk, ids=chunk.ids.masked_fill(rows.invalid, -1))
         return backend.fused(chunk, take(fused_loss, at), out), None
@@ -181,21 +171,19 @@ def gradient_work(
     tensors: HeadTensors,
     coefficients_of: Callable[[Index, RowStats], Coefficients],
     statistics_by: RowWork,
-    *,
-    returns_stats: bool = True,
 ) -> RowWork:
     """Row work: d logits from the statistics of `statistics_by` and the rows' coefficients."""
     products = job.products(tensors.weight)
 
     def work(
         chunk: Chunk, rows: Rows, at: Index, out: Tensor | None
-    ) -> tuple[RowStats | None, Tensor | None]:
+    ) -> tuple[RowStats, Tensor | None]:
         stats, _ = statistics_by(chunk, rows, at, None)
-        assert stats is not None and out is not None
+        assert out is not None
         coefficients = coefficients_of(at, stats)
         scaled, fp16_scale = products.with_fp16_scale(coefficients, stats, chunk.transform)
         write_gradient(job, chunk, rows, stats, scaled, out)
-        return stats if returns_stats else None, fp16_scale
+        return stats, fp16_scale
 
     return work
 
@@ -240,17 +228,18 @@ def sweep(
     tensors: HeadTensors,
     reference: HeadTensors | None,
     work: RowWork,
-    needs_grad: HeadTensors | None = None,
+    *,
+    with_gradient: bool = False,
 ) -> tuple[RowStats, HeadTensors | None]:
     """Call `work` with the logits of all rows, a chunk at a time.
 
-    Returns the rows' statistics (empty if `work` returns none), and the gradients that `needs_grad`
-    asks for, in the accumulator's dtype; gradients of rows cover only the job's rows.
+    Returns the rows' statistics and, if wanted, the gradients that `job` needs, in the
+    accumulator's dtype; gradients of rows cover only the job's rows.
     """
     rows, parts = job.rows, []
-    groups = plan_groups(job, tensors, reference, needs_grad)
+    groups = plan_groups(job, tensors, reference, with_gradient=with_gradient)
     projection = Projection(job, tensors, reference)
-    sums = None if needs_grad is None else _Sums(job, tensors, groups, needs_grad)
+    sums = _GradientSums(job, tensors, groups) if with_gradient else None
     with torch.autocast(tensors.hidden.device.type, enabled=False), torch.no_grad():
         most = max((group.chunk_rows for group in groups), default=0)
         logits, reference_logits = projection.new_logits(most)
@@ -269,8 +258,8 @@ def sweep(
                 # a group is one chunk if d logits overwrite logits or carry a scale (`plan_groups`)
                 out = None if sums is None or d_logits is None else d_logits[span]
                 stats, fp16_scale = work(chunk, rows_of_chunk, at, out)
-                if stats is not None:  # of rows before the padding; none if all are padding
-                    parts.append(take(stats, slice(max(0, group.n - span.start))))
+                # of rows before the padding; none if all are padding
+                parts.append(take(stats, slice(max(0, group.n - span.start))))
             if sums is not None and d_logits is not None:
                 if group.n < group.padded_rows:
                     d_logits[group.n : group.padded_rows] = 0.0
@@ -293,7 +282,7 @@ def _no_stats(job: Job, like: Tensor) -> RowStats:
 
 
 def plan_groups(
-    job: Job, tensors: HeadTensors, reference: HeadTensors | None, needs_grad: HeadTensors | None
+    job: Job, tensors: HeadTensors, reference: HeadTensors | None, *, with_gradient: bool
 ) -> list[Group]:
     """Divide the rows of `job` into the groups of a sweep; works on meta tensors too.
 
@@ -301,10 +290,10 @@ def plan_groups(
     """
     whole = job.shard is None  # otherwise all ranks plan for the widest part
     products = job.products(tensors.weight if whole else widest_part(tensors.weight, job.shard))
-    vocab = products.weight.shape[0]
-    width = device_of(tensors.weight.device).row_width(vocab)
+    vocab, device = products.weight.shape[0], device_of(tensors.weight.device)
+    width = device.row_width(vocab)
     row_bytes = width * job.accumulator_dtype.itemsize
-    separate = needs_grad is not None and products.d_logits_dtype != job.accumulator_dtype
+    separate = with_gradient and products.d_logits_dtype != job.accumulator_dtype
     chunk_row_bytes, slice_bytes = row_bytes, products.slice_bytes
     if job.rows.topk is not None:
         chunk_row_bytes += job.rows.topk.row_bytes()
@@ -319,14 +308,13 @@ def plan_groups(
         scratch = job.backend.scratch_rows(m, vocab, reference=reference is not None) * row_bytes
         return max(slice_bytes, scratch)
 
-    grouped = needs_grad is not None and separate and needs_grad.weight
     return divide(
         len(job.rows),
         job.workspace_bytes,
-        device_of(tensors.weight.device),
+        device,
         chunk_row_bytes=chunk_row_bytes,
         group_row_bytes=products.hidden_bytes() + d_logits,
-        grouped=grouped and not products.scales_gradient,
+        grouped=separate and job.needs_grad.weight and not products.scales_gradient,
         scratch_bytes=scratch_bytes,
     )
 
@@ -444,38 +432,32 @@ def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor 
 
 
 def new_sums(
-    tensors: HeadTensors,
-    needs_grad: HeadTensors,
-    rows: int,
-    dtype: torch.dtype,
-    *,
-    rounds: bool = False,
+    job: Job, tensors: HeadTensors, rows: int, *, rounds: bool = False
 ) -> tuple[list[Tensor | None], list[Tensor | None], Tensor | None]:
-    """Memory for the gradients in `needs_grad`: per factor (rows, K) and (V, K), and (V,).
+    """Memory for the gradients that `job` needs: per factor (rows, K) and (V, K), and (V,).
 
     The first product overwrites that of the factors, unless there are no rows. With `rounds`, the
-    matrices have their own dtype instead of `dtype`.
+    matrices have their own dtype instead of the accumulator's.
     """
-    like = tensors.hidden
+    like, dtype = tensors.hidden, job.accumulator_dtype
     new = like.new_empty if rows else like.new_zeros
     d_rows: list[Tensor | None] = []
     d_matrices: list[Tensor | None] = []
-    pairs = zip(tensors.factors(), needs_grad.factors(), strict=True)
+    pairs = zip(tensors.factors(), job.needs_grad.factors(), strict=True)
     for (x, matrix), (needs_rows, needs_matrix) in pairs:
         d_rows.append(like.new_empty(rows, x.shape[1], dtype=dtype) if needs_rows else None)
         own = matrix.dtype if rounds else dtype
         d_matrices.append(new(matrix.shape, dtype=own) if needs_matrix else None)
-    bias = like.new_zeros(tensors.weight.shape[0], dtype=dtype) if needs_grad.bias else None
+    of_bias = job.needs_grad.bias
+    bias = like.new_zeros(tensors.weight.shape[0], dtype=dtype) if of_bias else None
     return d_rows, d_matrices, bias
 
 
-class _Sums:
+class _GradientSums:
     """The gradients of the head's tensors, summed over the groups."""
 
-    def __init__(
-        self, job: Job, tensors: HeadTensors, groups: list[Group], needs_grad: HeadTensors
-    ) -> None:
-        self._job, self._tensors, self._needs_grad = job, tensors, needs_grad
+    def __init__(self, job: Job, tensors: HeadTensors, groups: list[Group]) -> None:
+        self._job, self._tensors = job, tensors
         self._padded = max((group.start + group.padded_rows for group in groups), default=0)
         # per factor: (n, K) plus padding, which the next group overwrites
         self._d_rows: list[Tensor | None] = []
@@ -487,7 +469,7 @@ class _Sums:
     def _allocate(self) -> None:
         # called only when the first group's d logits are being computed
         self._d_rows, self._d_matrices, self._bias = new_sums(
-            self._tensors, self._needs_grad, self._padded, self._job.accumulator_dtype
+            self._job, self._tensors, self._padded
         )
 
     def add(
