@@ -217,10 +217,14 @@ def write_gradient(
     job: Job, chunk: Chunk, rows: Rows, stats: RowStats, coefficients: Coefficients, out: Tensor
 ) -> None:
     """Write ``out = d loss / d (raw logits)``, (n, V), of rows with these statistics."""
-    if rows.topk is not None:
-        rows.topk.grad(job.backend, chunk, stats, coefficients, out)
+    if rows.topk is None:
+        job.backend.grad(chunk, stats, coefficients, out)
         return
-    job.backend.grad(chunk, stats, coefficients, out)
+    d_z, total = rows.topk.slopes(stats, coefficients)
+    nowhere = replace(chunk, ids=torch.full_like(chunk.ids, -1))
+    alone = replace(stats, divergence=None)  # the backend sees no second head
+    job.backend.grad(nowhere, alone, Coefficients(total, coefficients.d_entropy), out)
+    rows.topk.write(d_z, chunk, out)
 
 
 def sweep(

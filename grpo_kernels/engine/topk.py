@@ -41,7 +41,6 @@ from grpo_kernels.backends import (
     Coefficients,
     DivergenceStats,
     LogitTransform,
-    RowBackend,
     RowStats,
 )
 from grpo_kernels.backends.divergence import forward, reverse
@@ -99,27 +98,10 @@ class TopK:
         logp = shifted - stats.log_sum[:, None].double()
         return logp.masked_fill(self.padding, -torch.inf)
 
-    def _write(
-        self,
-        backend: RowBackend,
-        chunk: Chunk,
-        stats: RowStats,
-        total: Tensor,
-        d_entropy: Tensor | None,
-        d_z: Tensor,
-        out: Tensor,
-    ) -> None:
-        """Write d loss / d (raw logits) to `out` (n, V), with `d_z` (n, K) at the ids.
-
-        Args:
-            total: (n,). At all other ids, d loss / d z_v is -p_v times this, plus the entropy's
-                part.
-        """
+    def write(self, d_z: Tensor, chunk: Chunk, out: Tensor) -> None:
+        """Write d loss / d (raw logits) of the ids to their columns of `out` (n, V)."""
         assert self.z is not None
         columns, here = self._columns(chunk.logits.shape[1], chunk.first_id)
-        nowhere = replace(chunk, ids=torch.full_like(chunk.ids, -1))
-        alone = replace(stats, divergence=None)  # the backend sees no second head
-        backend.grad(nowhere, alone, Coefficients(total, d_entropy), out)
         d_logits = d_z * _slope(self.z, chunk.transform)
         _overwrite(out, columns, here, d_logits.to(out.dtype))
 
@@ -161,15 +143,8 @@ class TopKLogps(TopK):
         logps = torch.where(stats.logps.isnan()[:, None], torch.nan, logps)
         return replace(stats, extras={**stats.extras, TOPK_LOGPS: logps})
 
-    def grad(
-        self,
-        backend: RowBackend,
-        chunk: Chunk,
-        stats: RowStats,
-        coefficients: Coefficients,
-        out: Tensor,
-    ) -> None:
-        """``out = d loss / d (raw logits)``, (n, V), as `RowBackend.grad` writes."""
+    def slopes(self, stats: RowStats, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
+        """d loss / d z (n, K) of the ids, and G (n,)."""
         d_logp, d_entropy, _, d_topk = coefficients
         assert d_logp is not None
         if d_topk is None:
@@ -184,7 +159,7 @@ class TopKLogps(TopK):
             assert stats.entropies is not None
             slope = torch.where(p > 0.0, p * (logp + stats.entropies[:, None]), 0.0)
             d_z -= d_entropy[:, None] * slope
-        self._write(backend, chunk, stats, total.to(d_logp.dtype), d_entropy, d_z, out)
+        return d_z, total.to(d_logp.dtype)
 
 
 @dataclass(frozen=True)
@@ -239,36 +214,14 @@ class TopKTeacher(TopK):
         extras = {**stats.extras, STUDENT_MASS: mass}
         return replace(stats, divergence=DivergenceStats(value, sum_k, none, none), extras=extras)
 
-    def grad(
-        self,
-        backend: RowBackend,
-        chunk: Chunk,
-        stats: RowStats,
-        coefficients: Coefficients,
-        out: Tensor,
-    ) -> None:
-        """``out = d_divergence * d D / d (raw logits)``, (n, V), as `RowBackend.grad` writes.
+    def slopes(self, stats: RowStats, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
+        """d loss / d z (n, K) of the ids, and what G is in the gradient of a log-probability.
 
-        Reads no other coefficient.
+        The divergence's coefficient is the only one.
         """
         d_divergence = coefficients.d_divergence
         assert stats.divergence is not None and d_divergence is not None
         assert coefficients.d_entropy is None
-        d_z = self._d_z(stats) * d_divergence[:, None]
-        total = d_divergence * stats.divergence.sum_k
-        self._write(backend, chunk, stats, total, None, d_z, out)
-
-    def _clamped(self, logp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # both log-probabilities, clamped except at padding; and q, 0 where the student's is clamped
-        least, logq = self.log_prob_min_clamp, self.logps
-        if least is None:
-            return logp, logq, logq.exp()
-        logq = torch.where(logq == -torch.inf, logq, logq.clamp(min=least))
-        return logp.clamp(min=least), logq, torch.where(logp < least, 0.0, logq.exp())
-
-    def _d_z(self, stats: RowStats) -> Tensor:
-        """d D / d z (n, K) of the ids."""
-        assert stats.divergence is not None
         logp = self._logps(stats)
         p, value = logp.exp(), stats.divergence.value[:, None]
         if self.reverse:
@@ -279,7 +232,15 @@ class TopKTeacher(TopK):
             d_z = -stats.divergence.sum_k[:, None] * p - self._clamped(logp)[2]
         if self.loss_max_clamp is not None:
             d_z = torch.where(value.abs() >= self.loss_max_clamp, 0.0, d_z)
-        return d_z
+        return d_z * d_divergence[:, None], d_divergence * stats.divergence.sum_k
+
+    def _clamped(self, logp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # both log-probabilities, clamped except at padding; and q, 0 where the student's is clamped
+        least, logq = self.log_prob_min_clamp, self.logps
+        if least is None:
+            return logp, logq, logq.exp()
+        logq = torch.where(logq == -torch.inf, logq, logq.clamp(min=least))
+        return logp.clamp(min=least), logq, torch.where(logp < least, 0.0, logq.exp())
 
 
 def check_topk(name: str, ids: Any, hidden: Tensor, logps: Any = None) -> None:
