@@ -52,7 +52,8 @@ def first_order(function: F) -> F:
     def tied(ctx: Any, *inputs: Any) -> Any:
         wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
         with torch.enable_grad():
-            ctx.tie = _Tie.apply(*wanted) if wanted else None
+            # empty, so that it does not hold the memory of the inputs
+            ctx.tie = _Refusal.apply(wanted[0].new_empty(0), *wanted) if wanted else None
         return forward(ctx, *inputs)
 
     @functools.wraps(backward)
@@ -75,35 +76,19 @@ def first_order(function: F) -> F:
     return function
 
 
-class _Tie(torch.autograd.Function):
-    """An empty tensor tied to a forward's inputs, without their memory; its backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, first: Tensor, *others: Tensor) -> Tensor:
-        return first.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return _refuse()
-
-
 class _Refusal(torch.autograd.Function):
-    """Identity on a gradient; its backward raises. `ties` are what the gradient depends on."""
+    """Identity on `x`; its backward raises. `ties` are what `x` depends on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *ties: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return _refuse()
-
-
-def _refuse() -> tuple[Tensor | None, ...]:
-    raise RuntimeError(
-        "grpo_kernels: differentiating twice is not supported; for second derivatives, compute the "
-        "loss from all logits with torch"
-    )
+    def backward(ctx: Any, upstream: Tensor) -> None:
+        raise RuntimeError(
+            "grpo_kernels: differentiating twice is not supported; for second derivatives, compute "
+            "the loss from all logits with torch"
+        )
 
 
 class _ForReading(torch.autograd.Function):
@@ -159,22 +144,22 @@ class LossWithGradient(torch.autograd.Function):
         tensors = HeadTensors(*inputs)
         if job.when == "later":
             stats = first.stats.for_gradient()
-            _save(ctx, job, tensors, (tensors, reference, stats, coefficients))
+            save(ctx, job, tensors, (tensors, reference, stats, coefficients))
         else:
-            _save(ctx, job, tensors, (first.grads, first.live_rows))
+            save(ctx, job, tensors, (first.grads, first.live_rows))
         return loss.clone()  # the copy joins the graph, `loss` must not
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         job: Job = ctx.job
         if job.when == "later":
-            tensors, reference, stats, coefficients = _saved(ctx)
+            tensors, reference, stats, coefficients = saved(ctx)
             coefficients = map_tensors(d_loss.mul, coefficients)
             with job.gather():
                 grads, indices = second_pass(job, tensors, reference, stats, coefficients)
             factor = None
         else:
-            (grads, indices), factor = _saved(ctx), d_loss
+            (grads, indices), factor = saved(ctx), d_loss
         gradients = _input_gradients(grads, ctx.shapes_and_dtypes, job, indices, factor)
         return *[None] * 5, *gradients
 
@@ -232,7 +217,7 @@ class LinearScores(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         tensors, stats = HeadTensors(*inputs), first.stats
         needed = tensors, reference, first._replace(stats=stats.for_gradient())
-        _save(ctx, job, tensors, None if job.when == "never" else needed)
+        save(ctx, job, tensors, None if job.when == "never" else needed)
 
         def result(x: Tensor | None) -> Tensor | None:
             return None if x is None else scatter(x, job.rows.positions, tensors.hidden.shape[0])
@@ -258,7 +243,7 @@ class LinearScores(torch.autograd.Function):
         with ctx.job.gather():
             d_topk = dict(zip(ctx.extras, d_extras, strict=True)).get(TOPK_LOGPS)
             upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk)
-            tensors, reference, first = _saved(ctx)
+            tensors, reference, first = saved(ctx)
             shapes_and_dtypes = ctx.shapes_and_dtypes
             grads = _gradient(ctx.job, shapes_and_dtypes, tensors, reference, first, upstream)
             return None, None, None, *grads
@@ -286,23 +271,24 @@ def run_scores(
     return Scores(**{name: x.view(*shape, *x.shape[1:]) for name, x in there.items()})
 
 
-def _save(ctx: Any, job: Job, tensors: HeadTensors, needed: Any) -> None:
+def save(ctx: Any, job: Job, tensors: HeadTensors, needed: Any) -> None:
     """Save what a backward needs: `needed` holds records of tensors; autograd takes a flat list."""
     ctx.job, ctx.shapes_and_dtypes = job, tensors.map(lambda x: (x.shape, x.dtype))
-    saved: list[Tensor] = []
+    flat: list[Tensor] = []
     place = torch.empty(0)
 
-    def save(x: Tensor) -> Tensor:
-        saved.append(x)
+    def keep(x: Tensor) -> Tensor:
+        flat.append(x)
         return place
 
-    ctx.needed = map_tensors(save, needed)
-    ctx.save_for_backward(*saved)
+    ctx.needed = map_tensors(keep, needed)
+    ctx.save_for_backward(*flat)
 
 
-def _saved(ctx: Any) -> Any:
-    saved = iter(ctx.saved_tensors)
-    return map_tensors(lambda _: next(saved), ctx.needed)
+def saved(ctx: Any) -> Any:
+    """What `save` saved."""
+    flat = iter(ctx.saved_tensors)
+    return map_tensors(lambda _: next(flat), ctx.needed)
 
 
 def _gradient(

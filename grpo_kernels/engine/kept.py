@@ -25,7 +25,7 @@ from grpo_kernels.backends import Chunk, Coefficients, LogitTransform, RowStats
 from grpo_kernels.base.checks import HIGHEST_LOGP
 from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.base.tensors import scatter, take
-from grpo_kernels.engine.autograd import first_order, run_scores
+from grpo_kernels.engine.autograd import first_order, run_scores, save, saved
 from grpo_kernels.engine.plan import Job, RowLoss, Run, with_engine
 from grpo_kernels.head import HeadTensors
 from grpo_kernels.kept_ids import KeptIds
@@ -282,10 +282,10 @@ class KeptSetLogprob(torch.autograd.Function):
         positions, dtype = planned.job.rows.positions, planned.job.accumulator_dtype
         zeros = positions.new_zeros(len(positions), dtype=dtype)
         nothing = torch.full_like(zeros, -torch.inf)  # for rows without an id on this rank
-        stats = RowStats(
-            zeros, nothing, zeros.clone(), zeros.clone() if planned.job.entropy else None
-        )
-        blocks: list[Tensor] = []
+        numbers: dict[str, Any] = {"logps": zeros, "max_logit": nothing, "log_sum": zeros.clone()}
+        if planned.job.entropy:
+            numbers["entropies"] = zeros.clone()
+        blocks: list[_Block] = []
         with torch.autocast(tensors.hidden.device.type, enabled=False):
             factors = _factors(tensors, planned)
             for span in planned.spans:
@@ -294,15 +294,15 @@ class KeptSetLogprob(torch.autograd.Function):
                 logits = _logits(factors, tensors, planned, at, kept)
                 chunk = Chunk(logits, target.clamp(min=0), planned.transform(at))
                 of_block = planned.job.backend.stats(chunk, entropy=planned.job.entropy)
-                for x, part in zip(_numbers(stats), _numbers(of_block), strict=True):
-                    if x is not None and part is not None:
-                        x[at] = part
+                for name, x in numbers.items():
+                    x[at] = getattr(of_block, name)
                 if any(planned.job.needs_grad):
-                    blocks += [kept, logits, target]
+                    blocks.append((kept, logits, target))
+            stats = RowStats(**numbers)
             if shard is not None:
                 stats = shard.joined(stats, planned.job.rows.ids, LogitTransform())
-        ctx.planned, ctx.count = planned, len(tensors)
-        ctx.save_for_backward(*tensors, *_numbers(stats), *blocks)
+        ctx.planned = planned
+        save(ctx, planned.job, tensors, (tensors, stats, tuple(blocks)))
         entropies = None if stats.entropies is None else _result(stats.entropies, planned, tensors)
         return _result(stats.logps, planned, tensors), entropies
 
@@ -312,15 +312,13 @@ class KeptSetLogprob(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         planned: KeptSets = ctx.planned
         with planned.job.gather(), torch.autocast(planned.kept_ids.ids.device.type, enabled=False):
-            saved = iter(ctx.saved_tensors)
-            tensors = HeadTensors(*itertools.islice(saved, ctx.count))
-            stats = RowStats(*itertools.islice(saved, 4))
+            tensors, stats, blocks = saved(ctx)
             upstream = [x for x in (d_logps, d_entropies) if x is not None]
             if not upstream:
                 return None, *(None for _ in tensors)
             sums, factors = _GradientSums(tensors, planned), _factors(tensors, planned)
-            for rows, *_ in planned.spans:
-                at, block = planned.order[rows], tuple(itertools.islice(saved, 3))
+            for (rows, *_), block in zip(planned.spans, blocks, strict=True):
+                at = planned.order[rows]
                 positions = planned.job.rows.positions[at]
                 has_gradient = torch.stack([x[positions] != 0 for x in upstream]).any(dim=0)
                 index = has_gradient.nonzero()[:, 0]
@@ -329,11 +327,6 @@ class KeptSetLogprob(torch.autograd.Function):
                     d_logits = _d_logits(block, planned, at, stats, d_logps, d_entropies)
                     sums.add(factors, block[0], d_logits, at)
         return None, *sums.gradients()
-
-
-def _numbers(stats: RowStats) -> tuple[Tensor | None, ...]:
-    # the statistics that rows over sets have, in the order of the fields
-    return stats.logps, stats.max_logit, stats.log_sum, stats.entropies
 
 
 def _factors(tensors: HeadTensors, planned: KeptSets) -> list[_Gathered]:

@@ -340,7 +340,7 @@ def checked_on_all_ranks(
 ) -> Iterator[Ranks | None]:
     """Context for a public call's checks and plan; yields its `Ranks`, or None without a group.
 
-    If one rank raises inside it before `Ranks.compare`, all ranks raise: each rank sends the same
+    If one rank raises inside it before `Ranks.agree`, all ranks raise: each rank sends the same
     number of integers, whatever its call. `arguments` are the call's arguments, compared between
     ranks, except heads, hidden states and `run`, which `plan` compares.
     """

@@ -76,40 +76,32 @@ class Shard:
 
         The chunk's ids are counted from `start`; an id outside [0, V_r) belongs to another rank.
         """
+        is_here = (chunk.ids >= 0) & (chunk.ids < self.sizes[self.rank])
         stats = backend.stats(
-            replace(chunk, ids=self.local_ids(chunk.ids)), entropy=entropy, extras=extras
+            replace(chunk, ids=torch.where(is_here, chunk.ids, 0)), entropy=entropy, extras=extras
         )
         return self.joined(stats, chunk.ids, chunk.transform)
 
-    def local_ids(self, ids: Tensor) -> Tensor:
-        """`ids`, with 0 for ids of other ranks."""
-        return torch.where((ids >= 0) & (ids < self.sizes[self.rank]), ids, 0)
-
     def joined(self, stats: RowStats, ids: Tensor, transform: LogitTransform) -> RowStats:
-        """Statistics of the whole vocabulary, from this rank's columns and its `local_ids`."""
-        extras, max_logit = tuple(stats.extras), stats.max_logit
+        """Statistics of the whole vocabulary, from those of this rank's columns.
+
+        Their log-probabilities are unread where the id belongs to another rank.
+        """
+        max_logit = stats.max_logit
         # a backend makes a row NaN if no logit is finite, but other ranks may have a finite one.
         # With a soft-cap all logits are finite.
         if transform.bias is not None and transform.softcap is None:
             max_logit = max_logit.masked_fill((transform.bias == -torch.inf).all(), -torch.inf)
         columns = [max_logit, stats.log_sum, stats.logps, *stats.extras.values()]
         columns += [] if stats.entropies is None else [stats.entropies]
-        parts = gather_stacked(
+        gathered = gather_stacked(
             torch.stack([x.to(stats.logps.dtype) for x in columns]), self.process_group
         )
+        parts = gathered.unbind(1)  # (R, n) each
         first = [sum(self.sizes[:rank]) - self.start for rank in range(len(self.sizes))]
-        here = torch.stack(
+        here = torch.stack(  # (R, n): the rank that has the id
             [(ids >= x) & (ids < x + size) for x, size in zip(first, self.sizes, strict=True)]
         )
-        return self._join(parts.unbind(1), here, extras, entropy=stats.entropies is not None)
-
-    def _join(
-        self, parts: tuple[Tensor, ...], here: Tensor, extras: tuple[str, ...], *, entropy: bool
-    ) -> RowStats:
-        """Join the numbers of all ranks, (R, n) each, into statistics (n,).
-
-        `here` (R, n) marks the rank that has the id.
-        """
         most, log_sum, logps = parts[:3]
         nothing = most == -torch.inf  # a bias of -inf bans all ids of the rank: its sum is 0
         log_sum, logps = (x.masked_fill(nothing, 0.0) for x in (log_sum, logps))
@@ -140,7 +132,7 @@ class Shard:
             + (max_logit - max_logit)[0]
         )
         # in a rank whose ids are all banned, a backend's statistics may be NaN
-        pairs = zip(extras, parts[3:], strict=False)
+        pairs = zip(stats.extras, parts[3:], strict=False)
         more = {name: x.masked_fill(nothing, -torch.inf) for name, x in pairs}
         whole: dict[str, Tensor] = {}
         if "log_sum_sq_probs" in more:
@@ -159,9 +151,9 @@ class Shard:
             logps=-torch.logaddexp(torch.zeros_like(margin), margin),
             max_logit=max_logit[0],
             log_sum=whole_sum,
-            entropies=weighted(parts[-1].masked_fill(nothing, 0.0) - log_weights)
-            if entropy
-            else None,
+            entropies=None
+            if stats.entropies is None
+            else weighted(parts[-1].masked_fill(nothing, 0.0) - log_weights),
             extras=whole,
         )
 
@@ -185,14 +177,15 @@ class Ranks:
         sent = sent.to(group_device(self.group))
         return [list(column) for column in gather_stacked(sent, self.group).T.tolist()]
 
-    def compare(self, values: Mapping[str, Any], own: Mapping[str, int]) -> dict[str, list[int]]:
+    def agree(self, values: Mapping[str, Any], head: Head, memory: Memory) -> tuple[Shard, Memory]:
         """Compare the call's arguments and `values` (tensors by dtype and shape) between ranks.
 
-        Returns the `own` integers of all ranks.
+        Returns this rank's shard, and the memory that all ranks have.
 
         Raises:
             ValueError: on all ranks, if one of them refuses its call or the calls differ.
         """
+        own = {"rows of weight": head.weight.shape[0], **memory._asdict()}
         same = {**self.given, **values}
         if "config" in same:  # a loss is compared by its fields
             same |= vars(same.pop("config"))
@@ -210,13 +203,6 @@ class Ranks:
             what = f"{', '.join(differ)} of {self.call}"
             what = what if len({*calls}) == 1 else f"call, {self.call} here,"
             raise ValueError(f"process_group: expected the same {what} on every rank")
-        return {name: of_ranks[name] for name in own}
-
-    def agree(self, values: Mapping[str, Any], head: Head, memory: Memory) -> tuple[Shard, Memory]:
-        """`compare`; return this rank's shard, and the memory that all ranks have."""
-        of_ranks = self.compare(
-            values, {"rows of weight": head.weight.shape[0], **memory._asdict()}
-        )
         sizes = _sizes(head.vocab_size, of_ranks["rows of weight"])
         tight, converts = any(of_ranks["tight"]), all(of_ranks["converts"])
         shard = Shard(self.group, torch.distributed.get_rank(self.group), tuple(sizes))

@@ -66,12 +66,9 @@ def sweep_slices(
         projection: Projection,
         columns: slice,
         parts: list[Tensor | None],
-        place: slice,
-        count: int,
-        rows: Rows,
-        stats: RowStats,
-        coefficients: Coefficients,
+        block: tuple[slice, int, Rows, RowStats, Coefficients],
     ) -> None:
+        place, count, rows, stats, coefficients = block
         operands = projection.operands(rows.positions)
         every, out = slice(0, len(rows)), projection.new_logits(len(rows))
         chunk, rows = projection.project(operands, every, rows, every, out)
@@ -97,7 +94,7 @@ def sweep_slices(
             for x in targets
         ]
         for block in blocks:
-            add_block(projection, columns, parts, *block)
+            add_block(projection, columns, parts, block)
         for target, part in zip(targets, parts, strict=True):
             if target is None or part is None:
                 continue
