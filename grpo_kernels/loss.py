@@ -22,7 +22,7 @@ and its forward and backward are::
         dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)            backends: `grad`
         d_logits = dz / temperature                                       the same
         d_hidden = d_logits @ weight                                      engine/gemm.py
-        d_weight += d_logits.T @ hidden                                   engine/sweep.py, `_Sums`
+        d_weight += d_logits.T @ hidden                                   engine/sweep.py
     loss = the sum above; metrics = means over the tokens                 objective/
     LossWithGradient attaches d_hidden and d_weight to the loss           engine/autograd.py
 
@@ -58,8 +58,8 @@ score    as two_pass; nothing trains     -                             -
 With a KL term over the whole vocabulary (`reference`) a row has a third number, c = d loss / d KL,
 which adds ``c p_j (log p_j - log q_j - KL)`` to dz_j (backends/divergence.py). With a sampler's K
 most likely ids v (`sampling_topk_ids`), a row has K more numbers, g_v = d loss / d log p_v. They
-add ``sum_v g_v (1[j = v] - p_j)`` (engine/topk.py). Kept sets take a separate path,
-`_loss_over_sets`: log-probabilities over each set (engine/kept.py), then the loss of these.
+add ``sum_v g_v (1[j = v] - p_j)`` (engine/topk.py). Kept sets take a separate path:
+log-probabilities over each set (engine/kept.py), then the loss of these.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +88,6 @@ from grpo_kernels.base.tensors import accumulator_of
 from grpo_kernels.engine.autograd import LossFromLogps, LossWithGradient, for_reading
 from grpo_kernels.engine.kept import score_kept
 from grpo_kernels.engine.plan import (
-    Job,
     Rows,
     Run,
     check_run,
@@ -96,11 +95,10 @@ from grpo_kernels.engine.plan import (
     dtype_and_memory,
     plan,
 )
-from grpo_kernels.engine.sweep import FirstPass, first_pass, scale_frozen_
+from grpo_kernels.engine.sweep import first_pass, scale_frozen_
 from grpo_kernels.engine.topk import TopKLogps, check_topk
 from grpo_kernels.head import (
     HeadLike,
-    HeadTensors,
     outside_graphs,
     read_heads,
     read_reference,
@@ -301,8 +299,11 @@ def grpo_loss(
         positions = tokens.layout.index
         ids = completion_ids.reshape(-1)[positions].long()
         rows = Rows(positions, ids, 1.0 / config.temperature)
-        if sampling_topk_ids is not None:
-            rows, tokens = _with_topk(rows, tokens, sampling_topk_ids, sampling_topk_logps)
+        if sampling_topk_ids is not None and sampling_topk_logps is not None:
+            # an entry that is -inf, or that repeats an earlier id, is padding
+            given = sampling_topk_ids.masked_fill(sampling_topk_logps == -torch.inf, -1)
+            topk, padding = TopKLogps.of(given.detach().flatten(0, -2)[positions], ids)
+            rows, tokens = replace(rows, topk=topk), tokens.without_topk(padding)
         row_loss = _row_loss(config, objective, tokens, num_items_in_batch)
 
         # which engine; over kept sets there is none
@@ -311,7 +312,15 @@ def grpo_loss(
             reference=reference, names=("completion_ids", "sampling_topk_ids"),
         )  # fmt: skip
     if sets is not None:
-        return _loss_over_sets(row_loss, tokens, arguments, job, head_tensors, sets)
+        over_vocab = expectation_of(row_loss, tokens) if on_missing_set == "full" else None
+        scores, of_sets = score_kept(
+            job, head_tensors, run, sets, completion_ids, on_missing_set,
+            lambda at: read_expected(over_vocab, completion_ids, at, dtype, entropy=True),
+            others={name: arguments[name] for name in LOGPS},
+        )  # fmt: skip
+        results = scores.logps, scores.entropies
+        out = _loss_of_logps(config, row_loss, tokens, *results, num_items_in_batch, "kept_sets")
+        return replace(out, metrics=out.metrics.joined(of_sets))
 
     # the loop over the rows; in one_pass and frozen it computes d hidden and d weight too
     keeps = objective is not None and hidden.device.type == "cpu"  # to check its declaration
@@ -323,8 +332,12 @@ def grpo_loss(
             row_loss.check_chunks(first.coefficients, evaluation.coefficients)
         if job.when == "unit":
             scale_frozen_(first, evaluation.d_logp)
-        results = first.stats.logps, first.entropies
-        count = _gradient_count(job, first, evaluation)
+        results = first.stats.logps, cast(Tensor, first.stats.entropies)
+        # tokens whose gradient is computed, now or later
+        live = first.live_rows
+        count = rows.ids.new_full((), 0 if live is None else len(live))
+        if job.when == "later":
+            count = evaluation.has_gradient.sum()
         metrics = _metrics(config, tokens, *results, evaluation, count, num_items_in_batch)
         logps, entropies = map(tokens.layout.scatter, results)
     # a backward reads the coefficients only if `first` does not have their gradient
@@ -624,24 +637,6 @@ def _row_loss(
     return CustomLoss(objective, tokens, of_config, has_entropies=has_entropies)
 
 
-def _with_topk(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tuple[Rows, Tokens]:
-    """Add the sampler's K most likely ids (..., K) to both.
-
-    An entry that is -inf, or that repeats an earlier id, is padding.
-    """
-    ids = ids.masked_fill(logps == -torch.inf, -1).detach().flatten(0, -2)[rows.positions]
-    topk, padding = TopKLogps.of(ids, rows.ids)
-    return replace(rows, topk=topk), tokens.without_topk(padding)
-
-
-def _gradient_count(job: Job, first: FirstPass, evaluation: Evaluation) -> Tensor:
-    """Number of tokens whose gradient is computed, now or later, ()."""
-    if job.when == "later":
-        return evaluation.has_gradient.sum()
-    count = 0 if first.live_rows is None else len(first.live_rows)
-    return job.rows.ids.new_full((), count)
-
-
 def _metrics(
     config: LossConfig,
     tokens: Tokens,
@@ -687,25 +682,3 @@ def _loss_of_logps(
     metrics = _metrics(config, tokens, logps, entropies, evaluation, count, num_items_in_batch)
     logps, entropies = for_reading(loss, *map(layout.scatter, (logps, entropies)))
     return LossOutput(loss, logps, entropies, metrics, engine, "torch")
-
-
-def _loss_over_sets(
-    row_loss: PolicyLoss | CustomLoss,
-    tokens: Tokens,
-    arguments: Mapping[str, Any],
-    job: Job,
-    tensors: HeadTensors,
-    sets: KeptIds,
-) -> LossOutput:
-    """The loss of log-probabilities over each token's kept set."""
-    ids, on_missing_set = arguments["completion_ids"], arguments["on_missing_set"]
-    expected = expectation_of(row_loss, tokens) if on_missing_set == "full" else None
-    scores, metrics = score_kept(
-        job, tensors, arguments["run"], sets, ids, on_missing_set,
-        lambda at: read_expected(expected, ids, at, job.accumulator_dtype, entropy=True),
-        others={name: arguments[name] for name in LOGPS},
-    )  # fmt: skip
-    config, items = arguments["config"], arguments["num_items_in_batch"]
-    logps, entropies = scores.logps, scores.entropies
-    out = _loss_of_logps(config, row_loss, tokens, logps, entropies, items, "kept_sets")
-    return replace(out, metrics=out.metrics.joined(metrics))
