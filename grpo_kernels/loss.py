@@ -80,7 +80,6 @@ from grpo_kernels.base.checks import (
     check_ratios,
     check_tensor,
     hints_names,
-    warn_of_ratio,
     warn_once,
 )
 from grpo_kernels.base.choices import OnMissingSet
@@ -116,14 +115,14 @@ from grpo_kernels.objective.config import (
     check_names,
     check_objective,
     config_with,
+    loss_type_of,
     warn_of_inputs,
 )
 from grpo_kernels.objective.custom import CustomLoss, PerTokenLoss
 from grpo_kernels.objective.expected import Expectation, expectation_of, read_expected
-from grpo_kernels.objective.losses import token_weights
 from grpo_kernels.objective.metrics import loss_metrics
-from grpo_kernels.objective.policy import Evaluation, PolicyLoss
-from grpo_kernels.results import LossOutput, Metrics
+from grpo_kernels.objective.policy import PolicyLoss
+from grpo_kernels.results import LossOutput
 from grpo_kernels.tokens import Tokens, read_tokens
 
 if TYPE_CHECKING:
@@ -338,7 +337,7 @@ def grpo_loss(
         count = rows.ids.new_full((), 0 if live is None else len(live))
         if job.when == "later":
             count = evaluation.has_gradient.sum()
-        metrics = _metrics(config, tokens, *results, evaluation, count, num_items_in_batch)
+        metrics = loss_metrics(config, tokens, *results, evaluation, count, num_items_in_batch)
         logps, entropies = map(tokens.layout.scatter, results)
     # a backward reads the coefficients only if `first` does not have their gradient
     loss = LossWithGradient.apply(
@@ -630,29 +629,13 @@ def _row_loss(
     has_entropies: bool = True,
 ) -> PolicyLoss | CustomLoss:
     """The loss that `config` describes, or the custom one."""
-    w = token_weights(config, tokens.layout, num_items_in_batch, tokens.advantages.dtype)
+    w = loss_type_of(config).token_weights(
+        tokens.layout, num_items_in_batch, config.max_completion_length, tokens.advantages.dtype
+    )
     of_config = PolicyLoss(config, tokens, w)
     if objective is None:
         return of_config
     return CustomLoss(objective, tokens, of_config, has_entropies=has_entropies)
-
-
-def _metrics(
-    config: LossConfig,
-    tokens: Tokens,
-    logps: Tensor,
-    entropies: Tensor,
-    evaluation: Evaluation,
-    gradient_count: Tensor,
-    num_items_in_batch: float | Tensor | None,
-) -> Metrics:
-    """Compute the metrics of a loss; warn of ratios that are far from 1."""
-    if tokens.old_per_token_logps is not None and evaluation.metric_inputs is not None:
-        warn_of_ratio(evaluation.metric_inputs.token_log_ratio)
-    if tokens.ref_per_token_logps is not None and config.estimates_kl:
-        warn_of_ratio(logps - tokens.ref_per_token_logps, "ref_per_token_logps")
-    has_items = num_items_in_batch is not None
-    return loss_metrics(config, tokens, entropies, evaluation, gradient_count, num_items=has_items)
 
 
 def _loss_of_logps(
@@ -679,6 +662,7 @@ def _loss_of_logps(
     d_entropy = evaluation.coefficients.d_entropy
     loss = LossFromLogps.apply(*results, evaluation.loss, evaluation.d_logp, d_entropy, layout)
     count = evaluation.has_gradient.sum()
-    metrics = _metrics(config, tokens, logps, entropies, evaluation, count, num_items_in_batch)
+    numbers = logps, entropies
+    metrics = loss_metrics(config, tokens, *numbers, evaluation, count, num_items_in_batch)
     logps, entropies = for_reading(loss, *map(layout.scatter, (logps, entropies)))
     return LossOutput(loss, logps, entropies, metrics, engine, "torch")

@@ -39,7 +39,6 @@ from grpo_kernels.backends import (
     FusedRowBackend,
     LogitTransform,
     RowBackend,
-    RowStats,
     check_backend,
     choose_backend,
 )
@@ -182,8 +181,13 @@ class RowLoss(Protocol):
     @property
     def one_coefficient(self) -> bool: ...
 
-    def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
-        """The coefficients of the rows at `index` (m,), from their statistics."""
+    def coefficients_at(
+        self, index: Tensor, logps: Tensor, entropies: Tensor | None, topk_logps: Tensor | None
+    ) -> Coefficients:
+        """The coefficients of the rows at `index` (m,), from what a loss reads of their statistics.
+
+        That is (m,), (m,) and, with a sampler's K most likely ids, (m, K).
+        """
 
     def fused_loss(self) -> FusedLoss | None:
         """This loss in the form that one kernel computes; None if no kernel can."""

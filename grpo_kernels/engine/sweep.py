@@ -89,10 +89,14 @@ def first_pass(
         fused_loss = row_loss.fused_loss() if fuses else None
         noted: dict[str, Tensor] = {}
 
+        def from_loss(index: Tensor, stats: RowStats) -> Coefficients:
+            read = stats.logps, stats.entropies, stats.extras.get(TOPK_LOGPS)
+            return row_loss.coefficients_at(index, *read)
+
         def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
             if job.when == "unit":
                 return job.with_d_result(torch.ones_like(stats.logps))
-            coefficients = row_loss.coefficients_at(live_rows[at], stats)
+            coefficients = from_loss(live_rows[at], stats)
             if keeps_coefficients:  # a user's function may answer differently later
                 for name, x in coefficients._asdict().items():
                     if x is not None:
@@ -123,7 +127,7 @@ def first_pass(
         if fused_loss is None:
             coefficients = Coefficients(**noted)
         else:
-            coefficients = row_loss.coefficients_at(every, stats)
+            coefficients = from_loss(every, stats)
         if job.d_result(coefficients) is None:
             coefficients = job.with_d_result(torch.zeros_like(stats.logps), coefficients)
         return FirstPass(stats, grads, live_rows, coefficients)

@@ -34,7 +34,7 @@ from grpo_kernels.base.choices import (
     LossTypeName,
     SamplingMode,
 )
-from grpo_kernels.objective.losses import LOSSES, Config, loss_type_of
+from grpo_kernels.objective.losses import LOSSES, LossType
 from grpo_kernels.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class LossFields(TypedDict, total=False):
 
 @hints_names
 @dataclass(frozen=True)
-class LossConfig(Config):
+class LossConfig:
     """Settings of a policy loss, with the names and defaults of TRL's ``GRPOConfig``.
 
     ::
@@ -302,6 +302,11 @@ _TYPES = get_type_hints(LossConfig)
 # Fields that apply to a custom objective that does not read tokens.loss: the normalizer's, and the
 # temperature.
 _BESIDE_AN_OBJECTIVE = ("loss_type", "max_completion_length", "temperature")
+
+
+def loss_type_of(config: LossConfig) -> LossType:
+    """The loss type that a config names."""
+    return LOSSES[config.loss_type]
 
 
 def divides_by_length(config: LossConfig) -> bool:

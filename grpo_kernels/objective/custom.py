@@ -25,7 +25,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -203,11 +203,13 @@ class CustomLoss:
     def one_coefficient(self) -> bool:
         return not self.has_entropy_gradient
 
-    def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
+    def coefficients_at(
+        self, index: Tensor, logps: Tensor, entropies: Tensor | None, topk_logps: Tensor | None
+    ) -> Coefficients:
         """Compute the coefficients of the tokens at `index` (m,) from these tokens alone."""
         chosen = index if self._chosen is None else self._chosen[index]
-        some = self.tokens.at(index), self.of_config.at(index), chosen
-        return CustomLoss(self.function, *some).evaluate(stats).coefficients
+        some = CustomLoss(self.function, self.tokens.at(index), self.of_config.at(index), chosen)
+        return some.of_logps(logps, cast(Tensor, entropies)).coefficients
 
     def check_chunks(self, of_chunks: Coefficients, of_all: Coefficients) -> None:
         """Raise if the gradient from chunks of tokens differs from that of all tokens.
@@ -235,8 +237,7 @@ class CustomLoss:
 
     def evaluate(self, stats: RowStats) -> Evaluation:
         """Compute the loss and its gradient from the statistics of all tokens."""
-        assert stats.entropies is not None
-        return self.of_logps(stats.logps, stats.entropies)
+        return self.of_logps(stats.logps, cast(Tensor, stats.entropies))
 
     def of_logps(self, logps: Tensor, entropies: Tensor) -> Evaluation:
         """Compute the loss and its gradient, by autograd, from numbers of all tokens, (n,).

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import Coefficients, FusedLoss, RowStats
+from grpo_kernels.backends import Coefficients, FusedLoss
 from grpo_kernels.base.checks import check_tensor, hints_names
 from grpo_kernels.base.tensors import take
 from grpo_kernels.objective.config import LossConfig
@@ -63,8 +63,7 @@ def expectation_of(row_loss: PolicyLoss | CustomLoss, tokens: Tokens) -> Expecta
     def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Coefficients:
         logps = logps.to(dtype)
         entropies = logps if entropies is None else entropies.to(dtype)
-        stats = RowStats(logps, logps, logps, entropies)  # a loss reads no maximum and no sum
-        return row_loss.coefficients_at(row[index], stats)
+        return row_loss.coefficients_at(row[index], logps, entropies, None)
 
     return Expectation(
         None if row_loss.known == "all_rows" else coefficients,
@@ -84,8 +83,8 @@ class ExpectedGradient:
     The comparison would wait for the device, so nothing is expected in a CUDA graph.
 
     Args:
-        compute: a function from the index (m,) of rows and their statistics to coefficients. None:
-            a row alone does not determine them.
+        compute: a function from the index (m,) of rows, their log-probabilities and their entropies
+            to coefficients. None: a row alone does not determine them.
         live: (n,) bool, rows that may have a coefficient other than 0; None means all rows.
         one_coefficient: True if each row has a single coefficient.
         coefficients: (n,), if known before the forward.
@@ -95,23 +94,25 @@ class ExpectedGradient:
 
     def __init__(
         self,
-        compute: Callable[[Tensor, RowStats], Coefficients] | None = None,
+        compute: Callable[[Tensor, Tensor, Tensor | None], Coefficients] | None = None,
         live: Tensor | None = None,
         *,
         one_coefficient: bool = True,
         coefficients: Coefficients | None = None,
     ) -> None:
         if coefficients is not None:
-            compute = lambda index, _: take(coefficients, index)  # noqa: E731
+            compute = lambda index, *_: take(coefficients, index)  # noqa: E731
         self.compute, self.live, self.one_coefficient = compute, live, one_coefficient
         self.coefficients = coefficients
         self.known: Literal["own_row", "all_rows", "backward"] = "own_row"
         if compute is None:
             self.known = "backward" if live is None else "all_rows"
 
-    def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
+    def coefficients_at(
+        self, index: Tensor, logps: Tensor, entropies: Tensor | None, topk_logps: Tensor | None
+    ) -> Coefficients:
         assert self.compute is not None
-        return self.compute(index, stats)
+        return self.compute(index, logps, entropies)
 
     def fused_loss(self) -> FusedLoss | None:
         """The gradient of divergences from a second head, as a loss."""
@@ -229,11 +230,11 @@ def read_expected(
     if function is None:
         return ExpectedGradient(None, live, one_coefficient=one_coefficient)
 
-    def compute(index: Tensor, stats: RowStats) -> Coefficients:
-        answer = function(positions[index], stats.logps, stats.entropies)
+    def compute(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Coefficients:
+        answer = function(positions[index], logps, entropies)
         a, b, c, *_ = (*answer, None, None) if isinstance(answer, tuple) else (answer, None, None)
         # no gradient can come from a result that the call does not have
-        given = (a, None if stats.entropies is None else b, c if divergence else None)
+        given = (a, None if entropies is None else b, c if divergence else None)
         for name, x in zip(("expected", "expected[1]", "expected[2]"), given, strict=True):
             if x is not None or name == "expected":
                 check_tensor(name, x, ("index.shape", index.shape), like=ids)

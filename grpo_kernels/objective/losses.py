@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -29,19 +29,6 @@ from grpo_kernels.base.choices import ImportanceSamplingLevel, LossTypeName
 from grpo_kernels.tokens import Layout, Tokens
 
 _LOWEST_LOG_WEIGHT, _HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # VESPO's range, as in TRL
-
-
-class Config(Protocol):
-    """The fields of `LossConfig` that this module reads. Its module imports this one."""
-
-    loss_type: LossTypeName
-    importance_sampling_level: ImportanceSamplingLevel
-    epsilon: float
-    delta: float | None
-    max_completion_length: Any  # an int where the loss divides by it
-
-    @property
-    def clip_high(self) -> float: ...
 
 
 class LogRatio:
@@ -80,20 +67,18 @@ class LogRatio:
         return passed if self._passes is None else torch.where(self._passes, passed, 0.0)
 
 
-def of_level(config: Config, tokens: Tokens, token_log_ratio: Tensor, _: Tensor | None) -> LogRatio:
-    """R by `importance_sampling_level`: the token's log-ratio, or the mean over its sequence."""
-    by_sequence = config.importance_sampling_level == "sequence"
-    return LogRatio(tokens if by_sequence else None, token_log_ratio)
-
-
 def clipped_mean(
-    config: Config, tokens: Tokens, token_log_ratio: Tensor, entropy_mask: Tensor | None
+    tokens: Tokens,
+    token_log_ratio: Tensor,
+    entropy_mask: Tensor | None,
+    epsilon: float,
+    clip_high: float,
 ) -> LogRatio:
     """GMPO's R: the mean of the sequence's log-ratios in `entropy_mask`, each clipped first.
 
     A log-ratio is clipped from above if A > 0, else from below.
     """
-    up, low, high = tokens.advantages > 0, -config.epsilon, config.clip_high
+    up, low, high = tokens.advantages > 0, -epsilon, clip_high
     bounded = torch.where(up, token_log_ratio.clamp(max=high), token_log_ratio.clamp(min=low))
     passes = torch.where(up, token_log_ratio <= high, token_log_ratio >= low)
     if entropy_mask is not None:
@@ -116,25 +101,30 @@ def sequence_log_weight(tokens: Tokens, token_log_ratio: Tensor) -> Tensor:
     return log_weight.clamp(low, high)[tokens.layout.sequence]
 
 
-# Tokens that a loss type clips, as metrics count them: (below, above), (n,) bool each, from ratios
-# and the tokens' log-ratios
+# Tokens that a loss type clips, as metrics count them: (below, above), (n,) bool each, from ratios,
+# the tokens' log-ratios, advantages and the values of `LossType.reads`
 
 
 def outside_range(
-    config: Config, ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor
+    ratio: Tensor,
+    token_log_ratio: Tensor,
+    advantages: Tensor,
+    epsilon: float,
+    clip_high: float,
+    delta: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Ratio < 1 - epsilon and A < 0; ratio > 1 + epsilon_high and A > 0."""
-    if config.delta is not None:  # as in TRL, after the upper bound
-        ratio = ratio.clamp(max=config.delta)
-    below, above = ratio < 1 - config.epsilon, ratio > 1 + config.clip_high
+    if delta is not None:  # as in TRL, after the upper bound
+        ratio = ratio.clamp(max=delta)
+    below, above = ratio < 1 - epsilon, ratio > 1 + clip_high
     return below & (advantages < 0), above & (advantages > 0)
 
 
 def outside_log_range(
-    config: Config, ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor
+    ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor, epsilon: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
     """Log-ratio < -epsilon and A < 0; log-ratio > epsilon_high and A > 0."""
-    below, above = token_log_ratio < -config.epsilon, token_log_ratio > config.clip_high
+    below, above = token_log_ratio < -epsilon, token_log_ratio > clip_high
     return below & (advantages < 0), above & (advantages > 0)
 
 
@@ -142,7 +132,8 @@ def outside_log_range(
 class LossType:
     """Definition of a loss type, without the parts that all types share.
 
-    Those parts are the KL term, the entropy bonus, the masks and the engines.
+    Those parts are the KL term, the entropy bonus, the masks and the engines. `log_ratio`,
+    `clipped_tokens` and `capped_tokens` get the values of `reads` as their last arguments.
     """
 
     name: LossTypeName
@@ -156,8 +147,9 @@ class LossType:
     to_constants: Callable[..., tuple[float, ...]] = lambda *values: values
     # what has one R: as `importance_sampling_level` says, always a token, always a sequence
     ratio_per: Literal["level", "token", "sequence"] = "level"
-    # R of each token: config, tokens, token log-ratios (n,), entropy mask (n,) or None
-    log_ratio: Callable[[Config, Tokens, Tensor, Tensor | None], LogRatio] = of_level
+    # R in place of the log-ratio or its mean: tokens, token log-ratios (n,), entropy mask (n,) or
+    # None
+    log_ratio: Callable[..., LogRatio] | None = None
     # the surrogate's argument in place of R: tokens, token log-ratios -> (n,)
     argument: Callable[[Tokens, Tensor], Tensor] | None = None
     # how the importance sampling ratio enters: a factor on the policy term, a part of `argument`
@@ -166,23 +158,64 @@ class LossType:
     corrects_kl: bool = True  # the KL estimate may be multiplied by the ratio
 
     # for metrics: the tokens that are clipped (below a range, above it), and the capped ones
-    clipped_tokens: Callable[[Config, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    capped_tokens: Callable[[Config, Tensor, Tensor], Tensor] | None = None
-    phi: Callable[..., Tensor] | None = None  # a formula: argument, advantages, constants -> (n,)
+    clipped_tokens: Callable[..., tuple[Tensor, Tensor]] | None = None
+    capped_tokens: Callable[..., Tensor] | None = None
+    # more metrics, (n,) each: the surrogate's argument, advantages, constants -> by name
+    more_metrics: Callable[..., dict[str, Tensor]] = lambda *_: {}
 
-    def constants(self, config: Config) -> tuple[float, ...]:
+    def values(self, config: object) -> tuple[Any, ...]:
+        """The values of `reads` in a `LossConfig`."""
+        return tuple(getattr(config, name) for name in self.reads)
+
+    def constants(self, config: object) -> tuple[float, ...]:
         """The surrogate's constants, in its order."""
-        return self.to_constants(*(getattr(config, name) for name in self.reads))
+        return self.to_constants(*self.values(config))
 
     @property
     def is_linear(self) -> bool:
         """True if the policy term is a constant times logp."""
         return self.surrogate in LINEAR
 
-    def shares_ratio(self, config: Config) -> bool:
+    def shares_ratio(self, level: ImportanceSamplingLevel) -> bool:
         """True if one R serves all tokens of a sequence."""
-        level = config.importance_sampling_level if self.ratio_per == "level" else self.ratio_per
-        return level == "sequence"
+        return (level if self.ratio_per == "level" else self.ratio_per) == "sequence"
+
+    def token_weights(
+        self,
+        layout: Layout,
+        num_items_in_batch: float | Tensor | None,  # a number or tensor (); below 1 counts as 1
+        max_completion_length: int | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Compute each counted token's weight (n,) by the normalizer."""
+        batch, device = max(layout.batch, 1), layout.index.device
+
+        def one_over(x: float) -> Tensor:  # rounded once, like the quotient of two `dtype` numbers
+            return torch.full((layout.index.shape[0],), 1 / x, dtype=dtype, device=device)
+
+        if self.normalizer == "sequence_mean":
+            return one_over(1) / (layout.lengths.to(dtype)[layout.sequence] * batch)
+        if self.normalizer == "max_length":
+            return one_over(batch * cast(int, max_completion_length))
+        if self.normalizer == "sequence_sum":
+            return one_over(batch)
+        if self.normalizer == "token_mean" or num_items_in_batch is None:
+            return one_over(max(layout.total, 1))
+        if isinstance(num_items_in_batch, Tensor) and num_items_in_batch.device.type != "cpu":
+            items = num_items_in_batch.detach().reshape(()).to(device, dtype)
+            return one_over(1) / items.clamp(min=1.0)
+        # a number on the CPU is read: copying it to the device would wait for the device
+        return one_over(max(float(num_items_in_batch), 1.0))
+
+    def averaged_over(self, *, num_items: bool) -> str:
+        """What a call's policy loss is a mean over: "sequences", "tokens", or "nothing".
+
+        "nothing" means that the losses of a batch's calls add up. `num_items` is True if
+        ``num_items_in_batch`` was given.
+        """
+        if self.normalizer == "num_items" and num_items:
+            return "nothing"
+        return "tokens" if self.normalizer in ("num_items", "token_mean") else "sequences"
 
 
 def clip_range(epsilon: float, clip_high: float, delta: float | None) -> tuple[float, ...]:
@@ -211,14 +244,15 @@ LOSSES = {
         _clipped("dapo", "num_items"),
         LossType(
             "cispo", "cispo", ("clip_high",), "num_items",
-            capped_tokens=lambda c, ratio, advantages: (ratio > c.clip_high) & (advantages > 0),
+            capped_tokens=lambda ratio, advantages, cap: (ratio > cap) & (advantages > 0),
         ),
         LossType("sapo", "sapo", ("sapo_temperature_pos", "sapo_temperature_neg"), "sequence_mean"),
         _clipped("luspo", "sequence_sum"),
         LossType(
             "vespo", "vespo",
             ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "num_items",
-            vespo_shape, argument=sequence_log_weight, sampling_ratio="argument", phi=phi,
+            vespo_shape, argument=sequence_log_weight, sampling_ratio="argument",
+            more_metrics=lambda *of_surrogate: {"vespo/phi_seq_mean": phi(*of_surrogate)},
         ),
         LossType(  # `log_ratio` has the range, and the surrogate no constants
             "gmpo", "unclipped", ("epsilon", "clip_high"), "sequence_mean", lambda *_: (),
@@ -227,48 +261,3 @@ LOSSES = {
         ),
     )
 }  # fmt: skip
-
-
-def loss_type_of(config: Config) -> LossType:
-    """The loss type that a config names."""
-    return LOSSES[config.loss_type]
-
-
-def token_weights(
-    config: Config,
-    layout: Layout,
-    num_items_in_batch: float | Tensor | None,  # a number or tensor (); below 1 counts as 1
-    dtype: torch.dtype,
-) -> Tensor:
-    """Compute each counted token's weight (n,) by the normalizer."""
-    batch, device = max(layout.batch, 1), layout.index.device
-    normalizer = loss_type_of(config).normalizer
-
-    def one_over(x: float) -> Tensor:  # rounded once, like the quotient of two numbers of `dtype`
-        return torch.full((layout.index.shape[0],), 1 / x, dtype=dtype, device=device)
-
-    if normalizer == "sequence_mean":
-        return one_over(1) / (layout.lengths.to(dtype)[layout.sequence] * batch)
-    if normalizer == "max_length":
-        return one_over(batch * config.max_completion_length)
-    if normalizer == "sequence_sum":
-        return one_over(batch)
-    if normalizer == "token_mean" or num_items_in_batch is None:
-        return one_over(max(layout.total, 1))
-    if isinstance(num_items_in_batch, Tensor) and num_items_in_batch.device.type != "cpu":
-        items = num_items_in_batch.detach().reshape(()).to(device, dtype)
-        return one_over(1) / items.clamp(min=1.0)
-    # a number on the CPU is read: copying it to the device would wait for the device
-    return one_over(max(float(num_items_in_batch), 1.0))
-
-
-def averaged_over(config: Config, *, num_items: bool) -> str:
-    """What a call's policy loss is a mean over: "sequences", "tokens", or "nothing".
-
-    "nothing" means that the losses of a batch's calls add up. `num_items` is True if
-    ``num_items_in_batch`` was given.
-    """
-    normalizer = loss_type_of(config).normalizer
-    if normalizer == "num_items" and num_items:
-        return "nothing"
-    return "tokens" if normalizer in ("num_items", "token_mean") else "sequences"

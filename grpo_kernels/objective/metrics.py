@@ -12,9 +12,13 @@ import math
 import torch
 from torch import Tensor
 
+from grpo_kernels.base.checks import warn_of_ratio
 from grpo_kernels.base.tensors import extreme
-from grpo_kernels.objective.config import LossConfig, sampling_ratio_is_per_sequence
-from grpo_kernels.objective.losses import averaged_over, loss_type_of
+from grpo_kernels.objective.config import (
+    LossConfig,
+    loss_type_of,
+    sampling_ratio_is_per_sequence,
+)
 from grpo_kernels.objective.policy import Evaluation
 from grpo_kernels.results import Metrics
 from grpo_kernels.tokens import Tokens
@@ -23,18 +27,17 @@ from grpo_kernels.tokens import Tokens
 def loss_metrics(
     config: LossConfig,
     tokens: Tokens,
+    logps: Tensor,
     entropies: Tensor,
     evaluation: Evaluation,
     gradient_count: Tensor,
-    *,
-    num_items: bool,
+    num_items_in_batch: float | Tensor | None,
 ) -> Metrics:
     """Compute the metrics of one loss, whose backward has products for `gradient_count` () tokens.
 
-    `num_items` is True if ``num_items_in_batch`` was given. Means are over the counted tokens, or
-    over the sequences if there is one value per sequence. A sequence without a counted token has
-    ratio 1. Sums over the tokens are computed together at the end: one sum for all numbers, one for
-    all flags.
+    Warns of ratios that are far from 1. Means are over the counted tokens, or over the sequences if
+    there is one value per sequence. A sequence without a counted token has ratio 1. Sums over the
+    tokens are computed together at the end: one sum for all numbers, one for all flags.
     """
     layout, inputs, n = tokens.layout, evaluation.metric_inputs, len(tokens)
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
@@ -63,6 +66,10 @@ def loss_metrics(
         else:
             over_tokens(name, x)
 
+    if tokens.old_per_token_logps is not None and inputs is not None:
+        warn_of_ratio(inputs.token_log_ratio)
+    if tokens.ref_per_token_logps is not None and config.estimates_kl:
+        warn_of_ratio(logps - tokens.ref_per_token_logps, "ref_per_token_logps")
     pairs["policy_loss"] = (evaluation.policy_loss, number(1))
     over_tokens("entropy", entropies)
     over_tokens("advantages/mean", tokens.advantages)
@@ -96,24 +103,20 @@ def loss_metrics(
 
     if inputs is not None:
         loss_type, ratios = loss_type_of(config), torch.exp(inputs.log_ratio)
-        per_sequence = loss_type.shares_ratio(config)
+        values = loss_type.values(config)
+        per_sequence = loss_type.shares_ratio(config.importance_sampling_level)
         mean_of("ratio", ratios, per_sequence, empty=1.0)
         # with one ratio and one advantage per sequence, TRL counts clipped sequences, else tokens
         follows_level = loss_type.ratio_per == "level"
         counts_sequences = follows_level and per_sequence and tokens.advantages_per_sequence
-        if inputs.phi is not None:
-            mean_of(
-                f"{loss_type.name}/phi_seq_mean",
-                inputs.phi,
-                tokens.advantages_per_sequence,
-                empty=1.0,
-            )
+        for name, x in inputs.of_loss_type.items():
+            mean_of(name, x, tokens.advantages_per_sequence, empty=1.0)
         if loss_type.capped_tokens is not None:
-            capped = loss_type.capped_tokens(config, ratios, tokens.advantages)
+            capped = loss_type.capped_tokens(ratios, tokens.advantages, *values)
             mean_of(f"{loss_type.name}_clip_ratio", capped, counts_sequences)
         if loss_type.clipped_tokens is not None:
             both = ratios, inputs.token_log_ratio
-            low, high = loss_type.clipped_tokens(config, *both, tokens.advantages)
+            low, high = loss_type.clipped_tokens(*both, tokens.advantages, *values)
             mean_of("clip_ratio/low_mean", low, counts_sequences)
             mean_of("clip_ratio/high_mean", high, counts_sequences)
             mean_of("clip_ratio/region_mean", low | high, counts_sequences)
@@ -131,5 +134,5 @@ def loss_metrics(
         if summands:
             sums = torch.stack([*summands.values()]).sum(dim=1, dtype=entropies.dtype)
             pairs |= {k: (x, pairs[k][1]) for k, x in zip(summands, sums.unbind(), strict=True)}
-    loss_over = averaged_over(config, num_items=num_items)
+    loss_over = loss_type_of(config).averaged_over(num_items=num_items_in_batch is not None)
     return Metrics(pairs, extremes, sequences=layout.batch, loss_over=loss_over)

@@ -48,7 +48,7 @@ A.3, numerator and denominator of rho are at least 1e-6.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, cast
 
@@ -60,11 +60,12 @@ from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times
 from grpo_kernels.base.tensors import bounded, is_nonzero, quantile, scored_difference
 from grpo_kernels.objective.config import (
     LossConfig,
+    loss_type_of,
     masks_off_policy,
     sampling_ratio_is_per_sequence,
     truncates_sampling_ratio,
 )
-from grpo_kernels.objective.losses import LogRatio, loss_type_of
+from grpo_kernels.objective.losses import LogRatio
 from grpo_kernels.tokens import Tokens
 
 LEAST_TAIL = 1e-6
@@ -78,7 +79,7 @@ class MetricInputs:
     log_ratio: Tensor  # R; the surrogate of "vespo" reads another number
     token_log_ratio: Tensor
     kl: Tensor | None = None
-    phi: Tensor | None = None
+    of_loss_type: dict[str, Tensor] = field(default_factory=dict)  # `LossType.more_metrics`
     off_policy_mask: Tensor | None = None  # bool: not dropped by the off-policy mask
     importance_sampling_ratio: Tensor | None = None  # (n,), or (B,) if it is one per sequence
     sampling_difference: Tensor | None = None  # old - sampling logp, if the ratio comes from it
@@ -154,7 +155,7 @@ class PolicyLoss:
     is_expected = False
 
     def __init__(self, config: LossConfig, tokens: Tokens, token_weights: Tensor) -> None:
-        old, sampled = tokens.old_per_token_logps, tokens.sampling_per_token_logps is not None
+        old = tokens.old_per_token_logps
         self.on_policy = old is None
         lacks_ratio = config.corrects_sampling and tokens.importance_sampling_ratio is None
         if lacks_ratio and old is not None:  # old and sampling logps determine it
@@ -163,9 +164,31 @@ class PolicyLoss:
         self.config, self.tokens, self.token_weights = config, tokens, token_weights
         self.loss_type = loss_type_of(config)
         self.is_centered = tokens.sampling_topk_logps is not None
-        couples = _couples_tokens(config, on_policy=self.on_policy, sampled=sampled)
-        self.known: Literal["own_row", "all_rows"] = "all_rows" if couples else "own_row"
+        self.shares_ratio = self.loss_type.shares_ratio(config.importance_sampling_level)
+        # True if the ratio couples the tokens of a sequence in the policy term
+        self.ratio_couples_tokens = self.shares_ratio or self.loss_type.argument is not None
+        # True if the KL estimate is multiplied by the ratio
+        self.corrects_kl = (
+            config.estimates_kl and config.use_bias_correction_kl and self.loss_type.corrects_kl
+        )
         self.has_entropy_gradient = config.entropy_coef != 0.0
+
+    @cached_property
+    def known(self) -> Literal["own_row", "all_rows"]:
+        return "all_rows" if self._couples_tokens() else "own_row"
+
+    def _couples_tokens(self) -> bool:
+        """True if a token's gradient depends on other tokens' log-probabilities or entropies."""
+        config, sampled = self.config, self.tokens.sampling_per_token_logps is not None
+        compares = sampled or not self.on_policy
+        if config.top_entropy_quantile < 1.0 or (masks_off_policy(config) and compares):
+            return True
+        if not self.on_policy:
+            return self.ratio_couples_tokens
+        reads_sequence = config.vllm_importance_sampling_mode.startswith("sequence_")
+        if config.corrects_sampling and (reads_sequence or self.ratio_couples_tokens):
+            return True
+        return self.corrects_kl and config.importance_sampling_level == "sequence"
 
     @cached_property
     def _at_ratio_one(self) -> Evaluation:
@@ -199,18 +222,19 @@ class PolicyLoss:
         is_factor = self.loss_type.sampling_ratio == "factor"
         if is_factor and tokens.importance_sampling_ratio is not None:
             live &= tokens.importance_sampling_ratio != 0
-        if _ratio_couples_tokens(config):
+        if self.ratio_couples_tokens:
             # a token whose own term is 0 still gets gradient through the shared ratio
             layout = tokens.layout
             live = layout.sequence_sum(live.to(tokens.advantages))[layout.sequence] > 0
         return live
 
-    def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
-        """Compute the coefficients at `index` (m,) from these tokens' statistics alone.
+    def coefficients_at(
+        self, index: Tensor, logps: Tensor, entropies: Tensor | None, topk_logps: Tensor | None
+    ) -> Coefficients:
+        """Compute the coefficients at `index` (m,) from these tokens' numbers alone.
 
         Only valid if tokens are not coupled.
         """
-        logps = stats.logps
         if self.on_policy and not self.lacks_sampling_ratio:
             d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one.d_logp[index])
             if self.config.estimates_kl:
@@ -220,8 +244,8 @@ class PolicyLoss:
             d_logp = self.at(index)._per_token(logps, None, None)[1]
         d_entropy = torch.full_like(logps, self._d_entropy) if self.has_entropy_gradient else None
         d_topk = None
-        if self.is_centered:
-            d_topk = self.at(index)._centering(stats.extras[TOPK_LOGPS], logps, None)[1]
+        if topk_logps is not None:
+            d_topk = self.at(index)._centering(topk_logps, logps, None)[1]
         return Coefficients(d_logp, d_entropy, self._d_divergence(index), d_topk)
 
     def at(self, index: Tensor) -> PolicyLoss:
@@ -251,7 +275,7 @@ class PolicyLoss:
             surrogate=None if self.on_policy else self.loss_type.surrogate,
             constants=() if self.on_policy else self._constants,
             kl=config.kl_estimator if config.beta != 0.0 else None,
-            corrects_kl=_corrects_kl(config),
+            corrects_kl=self.corrects_kl,
             advantages=None if self.on_policy else tokens.advantages,
             d_policy=self._at_ratio_one.d_logp if self.on_policy else None,
             weights=self.token_weights,
@@ -326,7 +350,7 @@ class PolicyLoss:
         Raises:
             ValueError: tokens are coupled, and `alone` says that these may be only some of them.
         """
-        if alone and (self.known == "all_rows" or _ratio_couples_tokens(self.config)):
+        if alone and (self.known == "all_rows" or self.ratio_couples_tokens):
             raise ValueError(
                 "tokens.loss: expected a loss of each token alone in a token_level objective, got "
                 f"{self.config}, whose tokens depend on each other: do not declare it token_level"
@@ -351,7 +375,7 @@ class PolicyLoss:
             log_ratio=terms["log_ratio"],
             token_log_ratio=terms["log_ratio"],
             kl=terms.get("kl"),
-            phi=None if at_one is None else at_one.phi,
+            of_loss_type={} if at_one is None else at_one.of_loss_type,
             off_policy_mask=None if at_one is None else at_one.off_policy_mask,
             importance_sampling_ratio=ratio,
             sampling_difference=difference,
@@ -391,12 +415,14 @@ class PolicyLoss:
         token_log_ratio = (
             torch.where(torch.isnan(logps), logps, 0.0) if old is None else logps - old
         )
-        log_ratio = loss_type.log_ratio(config, tokens, token_log_ratio, entropy_mask)
-        argument, advantages, phi = log_ratio.value, tokens.advantages, None
+        if loss_type.log_ratio is not None:
+            values = loss_type.values(config)
+            log_ratio = loss_type.log_ratio(tokens, token_log_ratio, entropy_mask, *values)
+        else:
+            log_ratio = LogRatio(tokens if self.shares_ratio else None, token_log_ratio)
+        argument, advantages = log_ratio.value, tokens.advantages
         if loss_type.argument is not None:
             argument = loss_type.argument(tokens, token_log_ratio)
-        if loss_type.phi is not None:
-            phi = loss_type.phi(argument, advantages, *constants)
         surrogate = SURROGATES[loss_type.surrogate]
         loss, d_log_ratio, d_logps = surrogate(argument, advantages, logps, *constants)
 
@@ -420,7 +446,7 @@ class PolicyLoss:
             log_ratio=log_ratio.value,
             token_log_ratio=token_log_ratio,
             kl=kl,
-            phi=phi,
+            of_loss_type=loss_type.more_metrics(argument, advantages, *constants),
             off_policy_mask=off_policy_mask,
             importance_sampling_ratio=ratio,
             sampling_difference=difference,
@@ -457,44 +483,13 @@ class PolicyLoss:
         config, weights = self.config, self.config.beta * self.token_weights
         ref: Any = self.tokens.ref_per_token_logps
         kl, d_kl, d_corrected = ESTIMATORS[config.kl_estimator](logps, ref)
-        if not _corrects_kl(config):
+        if not self.corrects_kl:
             return kl, weights * d_kl
         ratio = torch.exp(log_ratio.value)
         kl, a = times(ratio, kl), weights * times(ratio, d_corrected)
         if log_ratio.is_shared:  # then the ratio moves with every logp of the sequence
             a = a + (log_ratio.to_logps(weights * kl) - weights * kl)
         return kl, a
-
-
-def _corrects_kl(config: LossConfig) -> bool:
-    """True if the KL estimate is multiplied by the ratio."""
-    return (
-        config.estimates_kl and config.use_bias_correction_kl and loss_type_of(config).corrects_kl
-    )
-
-
-def _ratio_couples_tokens(config: LossConfig) -> bool:
-    """True if the ratio couples the tokens of a sequence in the policy term."""
-    loss_type = loss_type_of(config)
-    return loss_type.shares_ratio(config) or loss_type.argument is not None
-
-
-def _couples_tokens(config: LossConfig, *, on_policy: bool, sampled: bool) -> bool:
-    """True if a token's gradient depends on other tokens' log-probabilities or entropies.
-
-    Args:
-        on_policy: True without old log-probabilities.
-        sampled: True with the sampler's log-probabilities.
-    """
-    compares = sampled or not on_policy
-    if config.top_entropy_quantile < 1.0 or (masks_off_policy(config) and compares):
-        return True
-    if not on_policy:
-        return _ratio_couples_tokens(config)
-    reads_sequence = config.vllm_importance_sampling_mode.startswith("sequence_")
-    if config.corrects_sampling and (reads_sequence or _ratio_couples_tokens(config)):
-        return True
-    return _corrects_kl(config) and config.importance_sampling_level == "sequence"
 
 
 class _TokenLosses(torch.autograd.Function):

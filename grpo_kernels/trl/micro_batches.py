@@ -25,9 +25,14 @@ from trl import GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
 from grpo_kernels.loss import policy_expectation
-from grpo_kernels.objective.config import LossConfig, config_of_trainer, masks_off_policy
+from grpo_kernels.objective.config import (
+    LossConfig,
+    config_of_trainer,
+    loss_type_of,
+    masks_off_policy,
+)
 from grpo_kernels.objective.expected import Expectation
-from grpo_kernels.objective.losses import LOSSES, averaged_over, loss_type_of, token_weights
+from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.patching import all_replaced, divided, numbered
 from grpo_kernels.tokens import read_tokens
 
@@ -124,7 +129,7 @@ def without_dead(
     for name, x in inputs.items():
         if name.endswith("_per_token_logps") and isinstance(x, Tensor):
             found[name] = x.masked_fill(~keep, 0.0)  # so that no ratio overflows
-    if config is None or averaged_over(config, num_items=True) != "tokens":
+    if config is None or loss_type_of(config).averaged_over(num_items=True) != "tokens":
         return found, 1.0
     counted = counted_tokens(inputs)  # bnpo: a mean over all tokens of the micro-batch
     return found, (counted * keep).sum() / counted.sum().clamp(min=1)
@@ -137,14 +142,15 @@ def with_exact_kl(trainer: Any, loss: Tensor, inputs: Batch, divergences: Tensor
     """
     config = config_of(trainer)
     mask, trains = counted_tokens(inputs), trainer.model.training
-    items, per_item = None, 1.0
+    loss_type, items, per_item = loss_type_of(config), None, 1.0
     # `items` counts the tokens of the generated batch, items / per_item those of a micro-batch.
-    if loss_type_of(config).normalizer == "num_items":
+    if loss_type.normalizer == "num_items":
         items = inputs["num_items_in_batch"].clamp(min=1.0)
         steps = trainer.args.steps_per_generation if trains else 1
         per_item = trainer.accelerator.num_processes * steps
     layout = read_tokens(mask, mask, mask.new_zeros(len(mask)), divergences.dtype).layout
-    weights = per_item * token_weights(config, layout, items, divergences.dtype)
+    most, dtype = config.max_completion_length, divergences.dtype
+    weights = per_item * loss_type.token_weights(layout, items, most, dtype)
     term = config.beta * (weights * divergences.reshape(-1)[layout.index]).sum()
     accumulated = trainer.current_gradient_accumulation_steps if trains else 1
     metrics = metrics_of(trainer)

@@ -77,9 +77,9 @@ from grpo_kernels.engine.plan import Run
 from grpo_kernels.objective.config import (
     LossConfig,
     config_of_trainer,
+    loss_type_of,
     sampling_ratio_is_per_sequence,
 )
-from grpo_kernels.objective.losses import averaged_over
 from grpo_kernels.objective.policy import bounded_ratio
 from grpo_kernels.patching import LogsShares, Shares, all_replaced, replaced
 from grpo_kernels.results import Scores
@@ -597,7 +597,8 @@ class FusedLossMixin(LogsShares):
         else:
             with micro_batches.unlogged(self):
                 loss, kept = self._loss_of(model, inputs)
-            if averaged_over(micro_batches.config_of(self), num_items=True) == "sequences":
+            loss_type = loss_type_of(micro_batches.config_of(self))
+            if loss_type.averaged_over(num_items=True) == "sequences":
                 size = len(part.window.batches[0]["prompt_ids"])  # TRL's micro-batch size
                 loss = len(inputs["prompt_ids"]) / size * loss
             part.window.keep(part.samples, kept)
