@@ -65,12 +65,12 @@ struct Transform {
 
 // Rows of a head's logits; the names in messages start with `prefix`.
 template <class T>
-struct Rows {
+struct LogitRows {
   Matrix x;
   const T *bias, *inv_t;
   Row<T> first;
 
-  Rows(const Tensor& logits, int64_t n, int64_t vocab, const Transform& transform, const std::string& prefix)
+  LogitRows(const Tensor& logits, int64_t n, int64_t vocab, const Transform& transform, const std::string& prefix)
       : x(logits, n, vocab, (prefix + "logits").c_str()),
         bias(column<T>(transform.bias, vocab, (prefix + "bias").c_str())),
         inv_t(column<T>(transform.inv_temperatures, n, (prefix + "inv_temperatures").c_str())) {
@@ -101,9 +101,9 @@ struct ReferenceArguments {
 template <class T>
 struct Chunk {
   int64_t n, vocab;
-  Rows<T> rows;
+  LogitRows<T> rows;
   const int64_t* ids;
-  std::optional<Rows<T>> reference;
+  std::optional<LogitRows<T>> reference;
   double jsd_beta;
 
   Chunk(const Tensor& logits, const Tensor& targets, const Transform& transform, const ReferenceArguments& other)

@@ -151,8 +151,8 @@ struct Columns {
 template <class T, bool PLAIN>
 INLINE Columns<T> columns(Kind kind, const Row<T>& row, const Row<T>& reference, const Divergence<T>& at, int64_t start,
                           int count) {
-  const Vector<T> x = projection<T, PLAIN>(row, start, count), z = scaled<T, PLAIN>(row, x);
-  const Vector<T> y = scaled<T, PLAIN>(reference, projection<T, PLAIN>(reference, start, count));
+  const Vector<T> x = biased<T, PLAIN>(row, start, count), z = scaled<T, PLAIN>(row, x);
+  const Vector<T> y = scaled<T, PLAIN>(reference, biased<T, PLAIN>(reference, start, count));
   return {x, z, gradient_terms<T>(kind, at, z, y)};
 }
 

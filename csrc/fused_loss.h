@@ -1,5 +1,7 @@
 // The loss of one token from its log-probability: the counterpart of PolicyLoss in grpo_kernels/objective/policy.py,
-// operation by operation in the same dtype, so that at a ratio of 1 both have the same bits.
+// operation by operation in the same dtype, so that at a ratio of 1 both have the same bits. The third is
+// grpo_kernels/backends/triton_rows/fused.py. tests/support/row_suite.py compares each kernel with float64, and
+// tests/call/test_differential.py all three.
 #pragma once
 
 #include <cmath>

@@ -23,7 +23,7 @@ INLINE Vector<T> filled(Vector<T> v, int count, float x) {
 
 // round(x + bias) of `count` numbers from `start` on. PLAIN: rows of T, without bias, rounding or soft-cap.
 template <class T, bool PLAIN>
-INLINE Vector<T> projection(const Row<T>& row, int64_t start, int count) {
+INLINE Vector<T> biased(const Row<T>& row, int64_t start, int count) {
   if constexpr (PLAIN) return load_some<T>(static_cast<const T*>(row.x) + start, kDtype<T>, count);
   Vector<T> x = load_some<T>(static_cast<const char*>(row.x) + start * size_of(row.dtype), row.dtype, count);
   if (row.bias != nullptr) x += load_some<T>(row.bias + start, kDtype<T>, count);
@@ -50,7 +50,7 @@ INLINE Vector<T> slope(const Row<T>& row, Vector<T> x) {
 template <class T, bool PLAIN>
 INLINE Vector<T> logits(const Row<T>& row, int64_t start) {
   const int count = count_at<T>(start, row.size);
-  return filled<T>(scaled<T, PLAIN>(row, projection<T, PLAIN>(row, start, count)), count, -INFINITY);
+  return filled<T>(scaled<T, PLAIN>(row, biased<T, PLAIN>(row, start, count)), count, -INFINITY);
 }
 
 // The largest logit that is not NaN, and its first place (0 if there is none).
@@ -122,7 +122,7 @@ void reduce(const Row<T>& row, int64_t target, bool extras, Sums& sums) {
   // several +inf give inf - inf = NaN; the others' probability is 0, as with a single +inf
   if (max == T(INFINITY) && std::isnan(sums.rest) && !has_nan<T, PLAIN>(row)) sums.rest = sums.squares = 0.0;
   if (target >= 0 && target < row.size) {
-    const Vector<T> z = scaled<T, PLAIN>(row, projection<T, PLAIN>(row, target, 1));
+    const Vector<T> z = scaled<T, PLAIN>(row, biased<T, PLAIN>(row, target, 1));
     sums.target = z[0], sums.target_term = exp(z - max)[0];
   }
 }
@@ -131,11 +131,11 @@ template <class T, bool PLAIN>
 void gradient(const Row<T>& row, const Gradient<T>& at) {
   const bool has_target = at.target >= 0 && at.target < row.size;
   Vector<T> d_target{};  // read before `out`, which may be the row itself, is written
-  if (has_target) d_target = slope<T, PLAIN>(row, projection<T, PLAIN>(row, at.target, 1)) * at.at_target;
+  if (has_target) d_target = slope<T, PLAIN>(row, biased<T, PLAIN>(row, at.target, 1)) * at.at_target;
   char* const out = static_cast<char*>(at.out);
   for (int64_t start = 0; start < row.size; start += kWidth<T>) {
     const int count = count_at<T>(start, row.size);
-    const Vector<T> x = projection<T, PLAIN>(row, start, count), shifted = scaled<T, PLAIN>(row, x) - at.max;
+    const Vector<T> x = biased<T, PLAIN>(row, start, count), shifted = scaled<T, PLAIN>(row, x) - at.max;
     Vector<T> d = splat<Vector<T>>(-at.d_logp);
     if (at.has_d_entropy) d -= (at_least(shifted, splat<Vector<T>>(T(kLowest))) + at.offset) * at.d_entropy;
     d = (d * (exp(shifted) * at.inv_sum)) * slope<T, PLAIN>(row, x);

@@ -1,7 +1,10 @@
 """The policy loss on per-token log-probabilities and entropies: the specification of what every
 engine computes.
 
-With A the advantage, m the mask (only counted tokens get here), w the weight of `token_weights`,
+Kernels have the loss of a token by hand: csrc/fused_loss.h in C++, backends/triton_rows/fused.py in
+Triton. tests/support/row_suite.py compares each with float64, tests/call/test_differential.py all.
+
+With A the advantage, m the mask (only counted tokens get here), w the weight by the normalizer,
 and the surrogates (the policy term of a token's loss) and KL estimators of `formulas`::
 
     R_t    = logp_t - old_t                        token level

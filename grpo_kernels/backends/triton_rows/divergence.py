@@ -233,7 +233,7 @@ def k_of(
     x, y, source, reference, known, jsd_beta, DIVERGENCE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, REFERENCE_HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """k from the student's projection x and the reference's projection y, (R, W)."""
+    """k from the student's x and the reference's y (`load_biased`), (R, W)."""
     z = scaled(x, source, HAS_SOFTCAP)
     _value, k = terms(z, scaled(y, reference, REFERENCE_HAS_SOFTCAP), known, jsd_beta, DIVERGENCE)
     return k

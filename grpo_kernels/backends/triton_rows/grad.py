@@ -249,7 +249,7 @@ def write_quarter(
     x, y, columns, rows, HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     of_reference, DIVERGENCE: tl.constexpr, REFERENCE_HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Write d loss / dx of x (R, W), up to column `end`; y is the reference's projection."""
+    """Write d loss / dx of x (R, W), up to column `end`; y is the reference's x."""
     source, m, level, tilt, out_ptrs, end, is_row = rows
     shifted = scaled(x, source, HAS_SOFTCAP) - m
     d = level

@@ -1,7 +1,8 @@
-"""Load the rows of a head: from raw logits x to scaled logits z, on the fly, and d z / d x.
+"""Load the rows of a head: from raw logits to scaled logits z, on the fly, and d z / d x.
 
-z = softcap(scale * round(x + bias)) / T. The constants of a row are folded into two factors
-(`LogitTransform.inner_outer`): z = x * inner, or with a soft-cap z = tanh(x * inner) * outer.
+z = softcap(scale * x) / T, where x = round(raw logits + bias) (`load_biased`). The constants of a
+row are folded into two factors (`LogitTransform.inner_outer`): z = x * inner, or with a soft-cap
+z = tanh(x * inner) * outer.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def row_pointers(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCA
 
 
 @triton.jit
-def load_projection(x_ptrs, bias_ptr, columns, mask, ROUNDED_TO: tl.constexpr):
+def load_biased(x_ptrs, bias_ptr, columns, mask, ROUNDED_TO: tl.constexpr):
     """The raw logits at `x_ptrs`, plus the bias at the vocabulary's `columns`, rounded.
 
     0 outside `mask`; without a mask all columns count.
@@ -110,7 +111,7 @@ def _load(ptrs, mask):
 
 @triton.jit
 def scaled(x, source, HAS_SOFTCAP: tl.constexpr):
-    """The scaled logits z of a head's projection x."""
+    """The scaled logits z of x."""
     _row_ptrs, _bias_ptr, inner, outer = source
     z = x * inner
     if HAS_SOFTCAP:
@@ -150,7 +151,7 @@ def load_logits(
 
 @triton.jit
 def load_tile(source, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
-    """A tile of the projection as four quarters (R, W), and the columns (1, W) of each.
+    """A tile of x as four quarters (R, W), and the columns (1, W) of each.
 
     The tile starts at column `start`. `end` is the end of the vocabulary, or None if it is beyond
     this tile.
@@ -164,21 +165,21 @@ def load_tile(source, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def load_x(source, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
-    """The projection (R, W) from column `start` on, 0 from `end` on; and its columns (1, W)."""
+    """x (R, W) from column `start` on, 0 from `end` on; and its columns (1, W)."""
     row_ptrs, bias_ptr, _inner, _outer = source
     columns = start + tl.arange(0, W)[None, :]
     here = None
     if end is not None:
         here = columns < end
-    return load_projection(row_ptrs + columns, bias_ptr, columns, here, ROUNDED_TO), columns
+    return load_biased(row_ptrs + columns, bias_ptr, columns, here, ROUNDED_TO), columns
 
 
 @triton.jit
 def load_at(source, ids, mask, ROUNDED_TO: tl.constexpr):
-    """The projection (R, 1) at one column of each row; 0 where `mask` (R,) is False."""
+    """x (R, 1) at one column of each row; 0 where `mask` (R,) is False."""
     row_ptrs, bias_ptr, _inner, _outer = source
     at = ids[:, None]
-    return load_projection(row_ptrs + at, bias_ptr, at, mask[:, None], ROUNDED_TO)
+    return load_biased(row_ptrs + at, bias_ptr, at, mask[:, None], ROUNDED_TO)
 
 
 @triton.jit
