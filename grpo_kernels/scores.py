@@ -472,7 +472,7 @@ def _over_common_ids(head: Head, teacher: Any) -> tuple[Head, Any]:
 
 
 def _beta_of(divergence: Any, beta: Any) -> float:
-    """The divergence as a beta: 0 forward KL, 1 reverse KL (`ReferenceLogits`)."""
+    """The divergence as a beta: 0 forward KL, 1 reverse KL (`backends.Chunk`)."""
     check_choice("divergence", divergence, choices(DivergenceName))
     if divergence != "jsd":
         if beta is not None:

@@ -75,11 +75,10 @@ def row_runs(
     def numbers() -> Tensor:
         return torch.rand(n, device=device)
 
-    pair = reference and backends.ReferenceLogits(
-        logits(), transform_of(reference[0], vocab, n, device), reference[1]
-    )
     ids = torch.randint(vocab, (n,), device=device)
-    chunk = Chunk(logits(), ids, transform_of(transform, vocab, n, device), reference=pair)
+    pair = reference and Chunk(logits(), ids, transform_of(reference[0], vocab, n, device))
+    beta = reference[1] if reference else 1.0
+    chunk = Chunk(logits(), ids, transform_of(transform, vocab, n, device), 0, pair, beta)
     diverged = pair and backends.DivergenceStats(*(numbers() for _ in range(4)))
     statistics = backends.RowStats(
         -numbers(), chunk.logits.amax(1), numbers(), numbers(), divergence=diverged

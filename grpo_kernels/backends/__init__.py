@@ -35,11 +35,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import warn_once
+from grpo_kernels.base.checks import check_choice, warn_once
 from grpo_kernels.base.choices import BackendName, choices
 
 NAMES = choices(BackendName)  # valid values of `backend=`
-BACKENDS = tuple(name for name in NAMES if name != "auto")
 # keys of `RowStats.extras` besides `EXTRAS`, from `engine.topk`: the log-probabilities (n, K) of K
 # more ids; the total probability (n,) of a teacher's ids
 TOPK_LOGPS, STUDENT_MASS = "topk_logps", "student_mass"
@@ -92,34 +91,17 @@ class Chunk:
         first_id: the id of the first column, if the columns are a slice of the vocabulary; only
             `grad` supports that.
         reference: the logits of another head for the same rows, if the loss needs a divergence from
-            it.
+            it (`backends.divergence`); never written.
+        jsd_beta: 0 for KL(reference || student), 1 for KL(student || reference); values between
+            give Jensen-Shannon divergences.
     """
 
     logits: Tensor  # (n, V)
     ids: Tensor  # (n,)
     transform: LogitTransform
     first_id: int = 0
-    reference: ReferenceLogits | None = None
-
-    def of_reference(self) -> Chunk:
-        """The reference's logits as a chunk of their own, for `stats`."""
-        assert self.reference is not None
-        return Chunk(self.reference.logits, torch.zeros_like(self.ids), self.reference.transform)
-
-
-@dataclass(frozen=True)
-class ReferenceLogits:
-    """The second head's logits for a chunk's rows, and the divergence (`backends.divergence`).
-
-    Attributes:
-        logits: same shape and dtype as the chunk's logits; never written.
-        jsd_beta: 0 for KL(reference || student), 1 for KL(student || reference); values between
-            give Jensen-Shannon divergences.
-    """
-
-    logits: Tensor  # (n, V)
-    transform: LogitTransform
-    jsd_beta: float
+    reference: Chunk | None = None
+    jsd_beta: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -301,12 +283,6 @@ class FusedRowBackend(RowBackend, Protocol):
         ...
 
 
-def check_backend(name: object) -> None:
-    """Raise ValueError unless `name` is ``"auto"`` or one of `BACKENDS`."""
-    if name not in NAMES:
-        raise ValueError(f"backend: expected one of {', '.join(NAMES)}, got {name!r}")
-
-
 def choose_backend(
     name: str, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[RowBackend, str]:
@@ -316,12 +292,12 @@ def choose_backend(
     The first choice of the C++ kernels in a process may compile them.
 
     Args:
-        name: ``"auto"``, or one of `BACKENDS`.
+        name: one of `NAMES`.
 
     Raises:
         ValueError: no backend has that name, or the named backend cannot serve here.
     """
-    check_backend(name)
+    check_choice("backend", name, NAMES)
     if name != "auto":
         refusal = _module(name).refusal(device, dtype, asked_for=True)
         if refusal is not None:

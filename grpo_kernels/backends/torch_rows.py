@@ -30,7 +30,6 @@ from grpo_kernels.backends import (
     Coefficients,
     DivergenceStats,
     LogitTransform,
-    ReferenceLogits,
     RowBackend,
     RowStats,
     statistic_dtype,
@@ -97,7 +96,6 @@ class TorchRows(RowBackend):
     def diverge(
         self, chunk: Chunk, stats: RowStats, reference_stats: RowStats
     ) -> tuple[Tensor, Tensor]:
-        assert chunk.reference is not None
         unread = stats.logps
         of_reference = DivergenceStats(
             unread, unread, reference_stats.max_logit, reference_stats.log_sum
@@ -105,7 +103,7 @@ class TorchRows(RowBackend):
         value, sum_k = torch.empty_like(stats.logps), torch.empty_like(stats.logps)
         for block in _blocks(len(chunk.logits), _divergence_rows(*chunk.logits.shape)):
             block_stats = replace(take(stats, block), divergence=take(of_reference, block))
-            terms, k = _divergence_terms(chunk.logits[block], chunk.reference, block, block_stats)
+            terms, k = _divergence_terms(chunk, block, block_stats)
             value[block], sum_k[block] = terms.sum(dim=1), k.sum(dim=1)
         # 0, or NaN if a row of either head has NaN or no finite logit
         odd = _offset(stats, of_reference) * 0.0
@@ -155,14 +153,13 @@ class TorchRows(RowBackend):
         coefficients: Coefficients,
         out: Tensor,
     ) -> None:
-        assert chunk.reference is not None
         d_divergence, others = coefficients.d_divergence, coefficients._replace(d_divergence=None)
         assert stats.divergence is not None and d_divergence is not None
         logits, transform, inv_t = chunk.logits, chunk.transform, chunk.transform.inv_temperature
         for block in _blocks(len(logits), _divergence_rows(*logits.shape)):
             z, block_stats = logits[block], take(stats, block)
             assert block_stats.divergence is not None
-            k = _divergence_terms(z, chunk.reference, block, block_stats)[1]
+            k = _divergence_terms(chunk, block, block_stats)[1]
             p = torch.exp(z - block_stats.max_logit[:, None]).mul_(
                 torch.exp(-block_stats.log_sum)[:, None]
             )
@@ -189,12 +186,11 @@ def _offset(stats: RowStats, divergence: DivergenceStats) -> Tensor:
     )
 
 
-def _divergence_terms(
-    z: Tensor, reference: ReferenceLogits, block: slice, stats: RowStats
-) -> tuple[Tensor, Tensor]:
-    """The divergence's terms and k, (r, V) each, for the rows `block` with logits z (r, V)."""
-    y, divergence = reference.logits[block], stats.divergence
-    assert divergence is not None
+def _divergence_terms(chunk: Chunk, block: slice, stats: RowStats) -> tuple[Tensor, Tensor]:
+    """The divergence's terms and k, (r, V) each, for the rows `block`, which have `stats`."""
+    divergence = stats.divergence
+    assert chunk.reference is not None and divergence is not None
+    z, y = chunk.logits[block], chunk.reference.logits[block]
     d = z - y
     # z - y is NaN if both are -inf: then p = q = 0. Any other NaN is in the offset.
     d = torch.where(torch.isnan(d), 0.0, d - _offset(stats, divergence)[:, None])
@@ -203,7 +199,7 @@ def _divergence_terms(
     lead = torch.where(ahead, z - ours[:, None], y - its[:, None]).exp_()
     ours, its = torch.exp(-stats.log_sum), torch.exp(-divergence.reference_log_sum)
     lead.mul_(torch.where(ahead, ours[:, None], its[:, None]))
-    return terms_of(reference.jsd_beta)(d, lead, reference.jsd_beta)
+    return terms_of(chunk.jsd_beta)(d, lead, chunk.jsd_beta)
 
 
 def _block_stats(

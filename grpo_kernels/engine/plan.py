@@ -39,7 +39,6 @@ from grpo_kernels.backends import (
     FusedRowBackend,
     LogitTransform,
     RowBackend,
-    check_backend,
     choose_backend,
 )
 from grpo_kernels.backends.torch_rows import TorchRows
@@ -132,7 +131,7 @@ class Run:
 
     def __post_init__(self) -> None:
         check_choice("engine", self.engine, NAMES)
-        check_backend(self.backend)
+        check_choice("backend", self.backend, choices(BackendName))
         gather: Any = self.gather
         budget: Any = self.workspace_bytes
         if gather is not None and not callable(gather):
@@ -228,7 +227,7 @@ class Job:
             compared with gathering.
         transform: from raw to scaled logits, without bias and temperature.
         reference_dtype: dtype of the operands of the second head's products; None without one.
-        jsd_beta: the divergence from the second head, see `backends.ReferenceLogits`.
+        jsd_beta: the divergence from the second head, see `backends.Chunk`.
         shard: this rank's shard, if the head's rows are divided among ranks.
         engine: one of `ENGINES`. Over kept sets, nothing reads it.
         entropy, extras: further statistics, from the backend.

@@ -31,7 +31,6 @@ from grpo_kernels.backends import (
     Coefficients,
     DivergenceStats,
     FusedLoss,
-    ReferenceLogits,
     RowStats,
     statistic_dtype,
 )
@@ -205,7 +204,7 @@ def statistics(job: Job, chunk: Chunk, rows: Rows) -> RowStats:
 
     stats = of_head(chunk, entropy=job.entropy, extras=job.extras)
     if chunk.reference is not None:
-        reference_stats = of_head(chunk.of_reference(), entropy=False, extras=())
+        reference_stats = of_head(chunk.reference, entropy=False, extras=())
         value, sum_k = job.backend.diverge(chunk, stats, reference_stats)
         if job.shard is not None:
             parts = gather_stacked(torch.stack([value, sum_k]), job.shard.process_group)
@@ -427,11 +426,11 @@ class Projection:
                 job.reference_transform, inv_temperature=inv_t, bias=self._reference_bias
             )
             job.backend.prepare_(reference_logits, its_transform)
-            reference = ReferenceLogits(reference_logits, its_transform, job.jsd_beta)
+            reference = Chunk(reference_logits, rows.ids, its_transform)
         if rows.topk is not None:
             rows = replace(rows, topk=rows.topk.gathered(logits, transform, self.first_id))
         job.backend.prepare_(logits, transform)
-        return Chunk(logits, rows.ids, transform, self.first_id, reference), rows
+        return Chunk(logits, rows.ids, transform, self.first_id, reference, job.jsd_beta), rows
 
 
 def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor | None:

@@ -25,7 +25,6 @@ from benchmarks.timing import Clock
 from grpo_kernels.backends import (
     Chunk,
     Coefficients,
-    ReferenceLogits,
     choose_backend,
 )
 from grpo_kernels.backends.triton_rows import rows as row_work
@@ -73,7 +72,7 @@ def compared(
     rounded_to = None if dtype == FP32 else dtype
     transform = make_transform(ROWS, vocab, 3 if is_odd else 0, rounded_to, str(device))
     chunk, beta = Chunk(padded(raw), ids, transform), 0.5 if is_odd else 1.0
-    pair = replace(chunk, reference=ReferenceLogits(padded(other), PLAIN, beta))
+    pair = replace(chunk, reference=Chunk(padded(other), ids, PLAIN), jsd_beta=beta)
     out = chunk.logits if in_place else padded(torch.zeros_like(raw), dtype)
     if kernel == "scale":
         x, factor = raw.clone(), torch.tensor(0.3, device=device)

@@ -14,7 +14,6 @@ from grpo_kernels.backends import (
     Chunk,
     Coefficients,
     LogitTransform,
-    ReferenceLogits,
     RowBackend,
     RowStats,
 )
@@ -76,8 +75,8 @@ class DivergenceSuite:
         if self.dtype == torch.float64:
             two = in_double(two[0]), in_double(two[1])
         ids = torch.zeros(len(raw), dtype=torch.int64, device=self.device) if ids is None else ids
-        reference = ReferenceLogits(other, two[1], beta)
-        return prepared(self.kernels, Chunk(raw, ids, two[0], reference=reference))
+        pair = Chunk(raw, ids, two[0], 0, Chunk(other, ids, two[1]), beta)
+        return prepared(self.kernels, pair)
 
     def stats(self, chunk: Chunk) -> RowStats:
         return statistics(self.kernels, chunk, ())

@@ -17,7 +17,6 @@ from grpo_kernels.backends import (
     DivergenceStats,
     FusedLoss,
     LogitTransform,
-    ReferenceLogits,
 )
 from grpo_kernels.backends.triton_rows.device import row_config
 from grpo_kernels.backends.triton_rows.divergence import diverge_kernel, launch_diverge
@@ -47,7 +46,7 @@ def launch_all(n: int, at: int, swept: float) -> None:
     on_policy |= {"advantages": None, "d_policy": ones}
     for each in (loss, replace(loss, **on_policy)):
         launch_fused(Chunk(x, ids, transform), each, x, config["fused"])
-    pair = Chunk(x, ids, transform, at, ReferenceLogits(x, transform, (0.5 + swept) / 2))
+    pair = Chunk(x, ids, transform, at, Chunk(x, ids, transform), (0.5 + swept) / 2)
     launch_diverge(pair, stats, stats, config["stats"])
     diverged = replace(stats, logps=ones, divergence=DivergenceStats(ones, ones, ones, ones))
     launch_grad(pair, diverged, Coefficients(ones, ones, ones), x, config["grad"])

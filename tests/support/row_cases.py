@@ -128,7 +128,7 @@ def statistics(kernels: RowBackend, chunk: Chunk, extras: tuple[str, ...] = EXTR
     stats = kernels.stats(replace(chunk, reference=None), entropy=True, extras=extras)
     if chunk.reference is None:
         return stats
-    reference = kernels.stats(chunk.of_reference(), entropy=False)
+    reference = kernels.stats(chunk.reference, entropy=False)
     found = kernels.diverge(chunk, stats, reference)
     found = DivergenceStats(*found, reference.max_logit, reference.log_sum)
     return replace(stats, divergence=found)

@@ -150,7 +150,7 @@ def _reference(chunk: Chunk) -> tuple[Any, ...]:
     """Arguments of an op for the chunk's reference: logits or None, transform, divergence."""
     if chunk.reference is None:
         return None, *_numbers(LogitTransform()), 0.0
-    return chunk.reference.logits, *_numbers(chunk.reference.transform), chunk.reference.jsd_beta
+    return chunk.reference.logits, *_numbers(chunk.reference.transform), chunk.jsd_beta
 
 
 def _numbers(transform: LogitTransform) -> tuple[Any, ...]:

@@ -14,13 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends import (
-    Chunk,
-    DivergenceStats,
-    ReferenceLogits,
-    RowStats,
-    divergence,
-)
+from grpo_kernels.backends import Chunk, DivergenceStats, RowStats, divergence
 from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.mathfn import (
     clamp_max,
@@ -92,13 +86,14 @@ _TERMS = {
 }
 
 
-def reference_arguments(reference: ReferenceLogits, diverged: DivergenceStats) -> dict[str, Any]:
+def reference_arguments(chunk: Chunk, diverged: DivergenceStats) -> dict[str, Any]:
     """Kernel arguments that describe a chunk's reference and the divergence, except its value."""
-    of_head = head_arguments(reference.logits, reference.transform).items()
+    assert chunk.reference is not None
+    of_head = head_arguments(chunk.reference.logits, chunk.reference.transform).items()
     return {
         **{("REFERENCE_" if name.isupper() else "reference_") + name: x for name, x in of_head},
-        "jsd_beta": reference.jsd_beta,
-        "DIVERGENCE": _TERMS[divergence.terms_of(reference.jsd_beta)],
+        "jsd_beta": chunk.jsd_beta,
+        "DIVERGENCE": _TERMS[divergence.terms_of(chunk.jsd_beta)],
         "reference_max_logit_ptr": diverged.reference_max_logit,
         "reference_log_sum_ptr": diverged.reference_log_sum,
         "sum_k_ptr": diverged.sum_k,
@@ -109,14 +104,13 @@ def launch_diverge(
     chunk: Chunk, stats: RowStats, reference_stats: RowStats, config: RowConfig
 ) -> tuple[Tensor, Tensor]:
     """Compute the divergence and the sum of k, (n,) each, of a chunk with a reference."""
-    assert chunk.reference is not None
     (n, vocab), new = chunk.logits.shape, chunk.logits.new_empty
     diverged = DivergenceStats(new(n), new(n), reference_stats.max_logit, reference_stats.log_sum)
     diverge_kernel[(triton.cdiv(n, config.block_n),)](
         n=n,
         V=vocab,
         **head_arguments(chunk.logits, chunk.transform),
-        **reference_arguments(chunk.reference, diverged),
+        **reference_arguments(chunk, diverged),
         max_logit_ptr=stats.max_logit,
         log_sum_ptr=stats.log_sum,
         value_ptr=diverged.value,

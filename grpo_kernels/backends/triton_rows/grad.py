@@ -50,11 +50,11 @@ def launch_grad(
     n, vocab = chunk.logits.shape
     with_reference: dict[str, Any] = {}
     if d_divergence is not None:
-        assert chunk.reference is not None and stats.divergence is not None
+        assert stats.divergence is not None
         config = config.for_two_heads(vocab)
         with_reference = {
             "d_divergence_ptr": d_divergence.contiguous(),
-            **reference_arguments(chunk.reference, stats.divergence),
+            **reference_arguments(chunk, stats.divergence),
         }
     grid = (triton.cdiv(n, config.block_n) * triton.cdiv(vocab, TILES * config.block_v),)
     grad_kernel[grid](

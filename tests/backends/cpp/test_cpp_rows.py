@@ -15,7 +15,6 @@ from grpo_kernels.backends import (
     Coefficients,
     DivergenceStats,
     LogitTransform,
-    ReferenceLogits,
 )
 from grpo_kernels.backends.cpp_rows import CppRows
 from tests.support.divergence_suite import BETAS, DivergenceSuite
@@ -128,8 +127,10 @@ def chunk_of(
         raw[4:6] *= torch.tensor([[1e4], [1e-4]])
         raw[6], raw[7, -1] = raw[6].round(), raw[7, -1] + 50
         other[5], other[6] = raw[5], raw[6] + 1e-4 * other[6]
-    reference = None if beta is None else ReferenceLogits(other.to(dtype), two[1], beta)
-    return Chunk(raw.to(dtype), ids, two[0], reference=reference)
+    chunk = Chunk(raw.to(dtype), ids, two[0])
+    if beta is None:
+        return chunk
+    return replace(chunk, reference=Chunk(other.to(dtype), ids, two[1]), jsd_beta=beta)
 
 
 def outcomes(chunk: Chunk, kind: int = 3) -> dict[str, Tensor]:
@@ -222,9 +223,7 @@ def test_rows_are_refused(message: str, given: dict[str, Any]) -> None:
 
 
 def two_heads(logits: Tensor = RAW, beta: float = 0.5, **transform: Any) -> Chunk:
-    return Chunk(
-        RAW, IDS, PLAIN, reference=ReferenceLogits(logits, LogitTransform(**transform), beta)
-    )
+    return Chunk(RAW, IDS, PLAIN, 0, Chunk(logits, IDS, LogitTransform(**transform)), beta)
 
 
 @pytest.mark.parametrize(("message", "given"), REFERENCES, ids=[x[0][10:30] for x in REFERENCES])
