@@ -59,9 +59,6 @@ class HeadTensors(NamedTuple):
         (hidden, *lora_u), (weight, *lora_b) = rows, matrices
         return HeadTensors(hidden, weight, bias, *lora_u, *lora_b)
 
-    def map(self, change: Callable[[Any], Any]) -> HeadTensors:
-        return HeadTensors(*(None if x is None else change(x) for x in self))
-
 
 @hints_names
 @dataclass(frozen=True)

@@ -273,7 +273,7 @@ def run_scores(
 
 def save(ctx: Any, job: Job, tensors: HeadTensors, needed: Any) -> None:
     """Save what a backward needs: `needed` holds records of tensors; autograd takes a flat list."""
-    ctx.job, ctx.shapes_and_dtypes = job, tensors.map(lambda x: (x.shape, x.dtype))
+    ctx.job, ctx.shapes_and_dtypes = job, map_tensors(lambda x: (x.shape, x.dtype), tensors)
     flat: list[Tensor] = []
     place = torch.empty(0)
 

@@ -43,7 +43,6 @@ class Products:
         slice_bytes: int,
     ) -> None:
         self.weight, self.operand_dtype = weight, operand_dtype
-        self.accumulator_dtype = accumulator_dtype
         narrow = (operand_dtype.itemsize, accumulator_dtype.itemsize) == (2, 4)
         mixed = narrow and device_of(weight.device).mixed_products
         if mixed:

@@ -180,16 +180,8 @@ def survey_sets(
         i = int(invalid.nonzero()[0])
         at = rows.positions[i]
         raise ValueError(_wrong(kept_ids, ids, at, int(sizes[i]), int(outside[i]), vocab))
-    _check_others(others, rows.positions[(sizes == 1) & ~missing])
-    return Survey(sizes, local, missing, None)
-
-
-def _check_others(others: Mapping[str, Tensor | None], alone: Tensor) -> None:
-    """Raise unless other policies' log-probabilities are 0 at positions whose set is one id.
-
-    Otherwise they were computed over other sets.
-    """
-    for name, x in others.items():
+    alone = rows.positions[(sizes == 1) & ~missing]
+    for name, x in others.items():  # 0 where a set is one id, unless they are over other sets
         logps = None if x is None else x.detach().reshape(-1)[alone]
         if logps is not None and bool((logps.abs() > HIGHEST_LOGP).any()):
             raise ValueError(
@@ -197,6 +189,7 @@ def _check_others(others: Mapping[str, Tensor | None], alone: Tensor) -> None:
                 f"one id, got {logps[logps.abs() > HIGHEST_LOGP][0].item():.4g}: compute them "
                 "with kept_ids too"
             )
+    return Survey(sizes, local, missing, None)
 
 
 def _wrong(

@@ -324,17 +324,17 @@ class Job:
 
         Otherwise each product converts its weight slice by slice.
         """
+
+        def converted(head: HeadTensors, dtype: torch.dtype) -> HeadTensors:
+            if not needs_conversion(head.weight, dtype):
+                return head
+            return head._replace(weight=head.weight.to(dtype))
+
         if not self.memory.converts:
             return tensors, reference
         if reference is not None and self.reference_dtype is not None:
-            reference = _converted(reference, self.reference_dtype)
-        return _converted(tensors, self.operand_dtype), reference
-
-
-def _converted(tensors: HeadTensors, dtype: torch.dtype) -> HeadTensors:
-    if not needs_conversion(tensors.weight, dtype):
-        return tensors
-    return tensors._replace(weight=tensors.weight.to(dtype))
+            reference = converted(reference, self.reference_dtype)
+        return converted(tensors, self.operand_dtype), reference
 
 
 @contextmanager
@@ -458,7 +458,7 @@ def plan(
         job = with_engine(job, run, row_loss, head.weight.shape[0], names)
     tensors, reference_tensors = tensors_of(hidden, head, rows.positions), None
     if reference is not None:
-        reference_tensors = tensors_of(*reference, rows.positions).map(Tensor.detach)
+        reference_tensors = map_tensors(Tensor.detach, tensors_of(*reference, rows.positions))
     return job, tensors, reference_tensors
 
 

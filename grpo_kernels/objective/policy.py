@@ -293,13 +293,30 @@ class PolicyLoss:
     def evaluate(self, stats: RowStats) -> Evaluation:
         """Compute the loss and its gradient from the statistics of all tokens."""
         entropies = cast(Tensor, stats.entropies)
-        if stats.loss_terms:  # a row kernel has computed `fused_loss`; no mask depends on entropies
-            policy_loss, d_logp, metric_inputs = self._of_kernel(stats.loss_terms)
-            return self._with_entropies(
-                policy_loss, Coefficients(d_logp), entropies, None, metric_inputs
+        terms = stats.loss_terms
+        if not terms:
+            divergences = None if stats.divergence is None else stats.divergence.value
+            return self.of_logps(stats.logps, entropies, divergences, stats.extras.get(TOPK_LOGPS))
+        # a row kernel has computed `fused_loss`; no mask depends on entropies
+        policy_loss = terms["loss"].sum()
+        ratio, difference = self._sampling_terms(None)
+        metric_inputs = MetricInputs(
+            log_ratio=terms["log_ratio"],
+            token_log_ratio=terms["log_ratio"],
+            kl=terms.get("kl"),
+            importance_sampling_ratio=ratio,
+            sampling_difference=difference,
+        )
+        if self.on_policy:
+            at_one = self._at_ratio_one
+            if not self.loss_type.is_linear:
+                policy_loss = policy_loss + at_one.policy_loss
+            read = cast(MetricInputs, at_one.metric_inputs)
+            metric_inputs = replace(
+                metric_inputs, of_loss_type=read.of_loss_type, off_policy_mask=read.off_policy_mask
             )
-        divergences = None if stats.divergence is None else stats.divergence.value
-        return self.of_logps(stats.logps, entropies, divergences, stats.extras.get(TOPK_LOGPS))
+        d_logp = Coefficients(terms["d_logp"])
+        return self._with_entropies(policy_loss, d_logp, entropies, None, metric_inputs)
 
     def of_logps(
         self,
@@ -365,25 +382,6 @@ class PolicyLoss:
         entropy_mask = _entropy_mask(self.config, entropies.detach())
         loss, _, metric_inputs = self._per_token(logps.detach(), entropy_mask, None)
         return _TokenLosses.apply(logps, loss, self, entropy_mask), metric_inputs
-
-    def _of_kernel(self, terms: dict[str, Tensor]) -> tuple[Tensor, Tensor, MetricInputs]:
-        """Loss without the entropy bonus, a_t and inputs of the metrics, from a kernel's terms."""
-        policy_loss, at_one = terms["loss"].sum(), None
-        if self.on_policy:
-            at_one = self._at_ratio_one.metric_inputs
-            if not self.loss_type.is_linear:
-                policy_loss = policy_loss + self._at_ratio_one.policy_loss
-        ratio, difference = self._sampling_terms(None)
-        metric_inputs = MetricInputs(
-            log_ratio=terms["log_ratio"],
-            token_log_ratio=terms["log_ratio"],
-            kl=terms.get("kl"),
-            of_loss_type={} if at_one is None else at_one.of_loss_type,
-            off_policy_mask=None if at_one is None else at_one.off_policy_mask,
-            importance_sampling_ratio=ratio,
-            sampling_difference=difference,
-        )
-        return policy_loss, terms["d_logp"], metric_inputs
 
     def _centering(
         self, topk_logps: Tensor, logps: Tensor, entropy_mask: Tensor | None
