@@ -179,21 +179,22 @@ class FusedLoss:
     loss type, config or sequence.
     """
 
-    surrogate: str | None  # one of `formulas.SURROGATES`; None on-policy
-    constants: tuple[float, ...]  # of the surrogate, in the order of its arguments
-    # one of `formulas.ESTIMATORS`, or "full" with a second head; None without a KL term
-    kl: str | None
-    corrects_kl: bool  # the estimate is multiplied by exp(R)
-    advantages: Tensor | None  # A; None on-policy
-    # the policy term's derivative, including weight and gate; only on-policy
-    d_policy: Tensor | None
     weights: Tensor
-    old: Tensor | None  # None on-policy
-    ref: Tensor | None  # only if `kl` is an estimator
-    gate: Tensor | None  # None: 1
-    beta: float
-    d_entropy: float  # d loss / d entropy
-    is_linear: bool = False  # on-policy: the policy term is d_policy * logp
+    # one of `formulas.ESTIMATORS`, or "full" with a second head; None without a KL term
+    kl: str | None = None
+    corrects_kl: bool = False  # the estimate is multiplied by exp(R)
+    ref: Tensor | None = None  # only if `kl` is an estimator
+    beta: float = 0.0
+    d_entropy: float = 0.0  # d loss / d entropy
+    # on-policy
+    d_policy: Tensor | None = None  # the policy term's derivative, including weight and gate
+    is_linear: bool = False  # the policy term is d_policy * logp
+    # otherwise
+    surrogate: str | None = None  # one of `formulas.SURROGATES`
+    constants: tuple[float, ...] = ()  # of the surrogate, in the order of its arguments
+    advantages: Tensor | None = None  # A
+    old: Tensor | None = None
+    gate: Tensor | None = None  # None: 1
 
     @property
     def terms(self) -> tuple[str, ...]:

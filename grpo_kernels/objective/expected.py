@@ -119,20 +119,8 @@ class ExpectedGradient:
         if self.coefficients is None or self.coefficients.d_divergence is None:
             return None
         weights, d_logp = self.coefficients.d_divergence, self.coefficients.d_logp
-        return FusedLoss(
-            surrogate=None,
-            constants=(),
-            kl="full",
-            corrects_kl=False,
-            advantages=None,
-            d_policy=torch.zeros_like(weights) if d_logp is None else d_logp,
-            weights=weights,
-            old=None,
-            ref=None,
-            gate=None,
-            beta=1.0,
-            d_entropy=0.0,
-        )
+        d_policy = torch.zeros_like(weights) if d_logp is None else d_logp
+        return FusedLoss(weights, kl="full", beta=1.0, d_policy=d_policy)
 
 
 NOTHING_EXPECTED = ExpectedGradient()

@@ -274,20 +274,24 @@ class PolicyLoss:
         if self.known == "all_rows" or self.lacks_sampling_ratio or self.is_centered:
             return None
         config, tokens = self.config, self.tokens
-        return FusedLoss(
-            surrogate=None if self.on_policy else self.loss_type.surrogate,
-            constants=() if self.on_policy else self._constants,
+        shared = FusedLoss(
+            self.token_weights,
             kl=config.kl_estimator if config.beta != 0.0 else None,
             corrects_kl=self.corrects_kl,
-            advantages=None if self.on_policy else tokens.advantages,
-            d_policy=self._at_ratio_one.d_logp if self.on_policy else None,
-            weights=self.token_weights,
-            old=tokens.old_per_token_logps,
             ref=tokens.ref_per_token_logps if config.estimates_kl else None,
-            gate=None if self.on_policy else self._gate(None, None),
             beta=float(config.beta),
             d_entropy=self._d_entropy if self.has_entropy_gradient else 0.0,
             is_linear=self.loss_type.is_linear,
+        )
+        if self.on_policy:
+            return replace(shared, d_policy=self._at_ratio_one.d_logp)
+        return replace(
+            shared,
+            surrogate=self.loss_type.surrogate,
+            constants=self._constants,
+            advantages=tokens.advantages,
+            old=tokens.old_per_token_logps,
+            gate=self._gate(None, None),
         )
 
     def evaluate(self, stats: RowStats) -> Evaluation:
