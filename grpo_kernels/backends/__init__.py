@@ -77,6 +77,12 @@ class LogitTransform:
             return float(self.scale * shared), 1.0
         return float(self.scale / self.softcap), float(self.softcap * shared)
 
+    def slope(self, z: Tensor) -> Tensor | float:
+        """d z / d (raw logits) of scaled logits z (n, K)."""
+        inv_t, cap = self.inv_temperature, self.softcap
+        factor = self.scale * inv_t
+        return factor if cap is None else factor * (1.0 - (z / (cap * inv_t)).square())
+
 
 @dataclass(frozen=True)
 class Chunk:

@@ -167,12 +167,9 @@ class TorchRows(RowBackend):
             p_sum_k = p.mul_(block_stats.divergence.sum_k[:, None])
             of_divergence = k.sub_(p_sum_k).mul_(d_divergence[block, None])
             rows_inv_t = inv_t[block] if isinstance(inv_t, Tensor) else inv_t
-            slope = transform.scale * rows_inv_t
-            if transform.softcap is not None:
-                slope = slope * (1.0 - (z / (transform.softcap * rows_inv_t)).square())
-            of_divergence.mul_(slope)
-            plain = replace(chunk, logits=z, ids=chunk.ids[block], reference=None)
-            plain = replace(plain, transform=replace(transform, inv_temperature=rows_inv_t))
+            of_rows = replace(transform, inv_temperature=rows_inv_t)
+            of_divergence.mul_(of_rows.slope(z))
+            plain = Chunk(z, chunk.ids[block], of_rows, chunk.first_id)
             self.grad(plain, block_stats, take(others, block), z)
             z.add_(of_divergence)
         if out is not logits:

@@ -102,7 +102,7 @@ class TopK:
         """Write d loss / d (raw logits) of the ids to their columns of `out` (n, V)."""
         assert self.z is not None
         columns, here = self._columns(chunk.logits.shape[1], chunk.first_id)
-        d_logits = d_z * _slope(self.z, chunk.transform)
+        d_logits = d_z * chunk.transform.slope(self.z)
         _overwrite(out, columns, here, d_logits.to(out.dtype))
 
 
@@ -282,13 +282,6 @@ def _tail(logps: Tensor) -> Tensor:
     most, at = logps.max(dim=1, keepdim=True)
     others = logps.exp().scatter(1, at, 0.0).sum(dim=1)
     return -torch.expm1(most[:, 0]) - others
-
-
-def _slope(z: Tensor, transform: LogitTransform) -> Tensor | float:
-    """d z / d (raw logits) of logits z (n, K)."""
-    inv_t, cap = transform.inv_temperature, transform.softcap
-    factor = transform.scale * inv_t
-    return factor if cap is None else factor * (1.0 - (z / (cap * inv_t)).square())
 
 
 def _overwrite(out: Tensor, columns: Tensor, here: Tensor, values: Tensor) -> None:

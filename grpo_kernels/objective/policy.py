@@ -178,20 +178,16 @@ class PolicyLoss:
 
     @cached_property
     def known(self) -> Literal["own_row", "all_rows"]:
-        return "all_rows" if self._couples_tokens() else "own_row"
-
-    def _couples_tokens(self) -> bool:
-        """True if a token's gradient depends on other tokens' log-probabilities or entropies."""
         config, sampled = self.config, self.tokens.sampling_per_token_logps is not None
-        compares = sampled or not self.on_policy
-        if config.top_entropy_quantile < 1.0 or (masks_off_policy(config) and compares):
-            return True
-        if not self.on_policy:
-            return self.ratio_couples_tokens
-        reads_sequence = config.vllm_importance_sampling_mode.startswith("sequence_")
-        if config.corrects_sampling and (reads_sequence or self.ratio_couples_tokens):
-            return True
-        return self.corrects_kl and config.importance_sampling_level == "sequence"
+        compares = masks_off_policy(config) and (sampled or not self.on_policy)
+        if config.top_entropy_quantile < 1.0 or compares:
+            return "all_rows"
+        couples = self.ratio_couples_tokens
+        if self.on_policy:
+            reads_sequence = config.vllm_importance_sampling_mode.startswith("sequence_")
+            couples = config.corrects_sampling and (reads_sequence or couples)
+            couples |= self.corrects_kl and config.importance_sampling_level == "sequence"
+        return "all_rows" if couples else "own_row"
 
     @cached_property
     def _at_ratio_one(self) -> Evaluation:
