@@ -244,7 +244,7 @@ def test_every_objective_is_here_and_picklable() -> None:
     for name in names:
         objective = getattr(objectives, name)
         assert pickle.loads(pickle.dumps(objective)) is objective
-        assert "\n\nSymbols: A is the token's advantage;" in objective.__doc__
+        assert "\n\nSymbols: A is the token's advantage" in objective.__doc__
 
 
 @pytest.mark.parametrize("weighted", [False, True])
