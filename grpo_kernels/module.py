@@ -252,6 +252,19 @@ def is_fsdp_unit(head: nn.Module) -> bool:
     return isinstance(head, FSDPModule)
 
 
+def rank_groups(module: nn.Module) -> Sequence[Any]:
+    """Find the groups of ranks that run `module` together because FSDP2 or ZeRO-3 shards it."""
+    largest: Any = None
+    for x in module.parameters():
+        parameter: Any = x
+        if hasattr(parameter, "ds_status"):
+            return [parameter.ds_process_group]
+        if is_dtensor(parameter):
+            mesh = parameter.device_mesh
+            largest = mesh if largest is None or mesh.size() > largest.size() else largest
+    return [] if largest is None else [largest.get_group(i) for i in range(largest.ndim)]
+
+
 def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Head) -> Any:
     """Make ``call(hidden, head)`` with a head of the module's parameters."""
     module: nn.Module = head.weight

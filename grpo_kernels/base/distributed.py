@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
-
-from grpo_kernels.base.checks import is_dtensor
+from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -80,16 +78,3 @@ def most_of_ranks(groups: Sequence[ProcessGroup], counts: list[int]) -> list[int
     for group in groups:
         counts = all_reduce(torch.tensor(counts, device=group_device(group)), "max", group).tolist()
     return counts
-
-
-def rank_groups(module: nn.Module) -> Sequence[ProcessGroup]:
-    """Find the groups of ranks that run `module` together because FSDP2 or ZeRO-3 shards it."""
-    largest: Any = None
-    for x in module.parameters():
-        parameter: Any = x
-        if hasattr(parameter, "ds_status"):
-            return [parameter.ds_process_group]
-        if is_dtensor(parameter):
-            mesh = parameter.device_mesh
-            largest = mesh if largest is None or mesh.size() > largest.size() else largest
-    return [] if largest is None else [largest.get_group(i) for i in range(largest.ndim)]

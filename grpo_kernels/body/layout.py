@@ -110,6 +110,12 @@ class TrunkInputs:
         return first, torch.where(self.needed, columns + 1, 0).amax(1)
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Columns of the longest sequence, up to its last read token; and of the batch."""
+        first, end = self.spans
+        return int((end - first).amax()), self.needed.shape[1]
+
+    @property
     def is_read(self) -> Tensor:
         """(S,) bool, True for sequences with a needed cell."""
         return self.needed.any(1)
@@ -393,3 +399,10 @@ def setting(trunk: nn.Module, name: str) -> Any:
 def attention_of(trunk: nn.Module) -> str:
     """Name of the trunk's attention implementation."""
     return str(setting(trunk, "_attn_implementation"))
+
+
+def dtype_of(trunk: nn.Module, device: torch.device) -> torch.dtype:
+    """Precision of the trunk's matrix products on `device`."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return next(x.dtype for x in trunk.parameters() if x.is_floating_point())

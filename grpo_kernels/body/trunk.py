@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,23 +31,27 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_kernels.base.checks import warn_once
-from grpo_kernels.base.choices import BatchLayout
-from grpo_kernels.base.distributed import most_of_ranks, rank_groups
-from grpo_kernels.base.modes import draws_random
-from grpo_kernels.body import paths
+from grpo_kernels.base.choices import BatchLayout, choices
+from grpo_kernels.base.distributed import most_of_ranks
+from grpo_kernels.base.modes import draws_random, facts_of
+from grpo_kernels.body import paths, trial
 from grpo_kernels.body.layout import (
     TrunkInputs,
     TrunkLayout,
     Way,
     attention_of,
     by_rows,
+    dtype_of,
     filled,
     read_inputs,
     run_layout,
+    setting,
+    text_config,
 )
-from grpo_kernels.body.trial import MODES, Exactness, described, joins_sequences
+from grpo_kernels.module import adapters_of, foreign_hook, rank_groups
 from grpo_kernels.patching import forward_name, replaced
 
+MODES: tuple[Any, ...] = choices(BatchLayout)
 FSDP1 = "_fsdp_wrapped_module"  # name of the child of a FullyShardedDataParallel
 # Names under which wrappers hold the model: torch.compile, Lightning's Fabric, FSDP1, DDP, PEFT
 _WRAPPED = (
@@ -54,6 +59,8 @@ _WRAPPED = (
     *("base_model", "model", "pretrained_model"),
 )
 _COMPILED_COLUMNS = 64  # widths are multiples of this if layers are compiled, so shapes recur
+_KEPT = 32  # sets of facts kept per model
+_IN_A_ROW = 8  # consecutive calls with new facts, after which nothing is tried any more
 _NOT_OF_A_LAYOUT = (torch.OutOfMemoryError, _StopRecomputationError)
 
 
@@ -74,8 +81,9 @@ def live_trunk(
     trunk, saves = trunk_of(model), layout != "padded" or live is not None
     name, reason = forward_name(trunk), _reason_against(model, trunk) if saves else None
     every = torch.ones(len(needed), dtype=torch.bool, device="cpu")
-    may_have = every if live is None else live.cpu()
-    call = TrunkCall(trunk, getattr(trunk, name), layout, may_have, needed)
+    call = TrunkCall(
+        trunk, getattr(trunk, name), layout, every if live is None else live.cpu(), needed
+    )
     if not saves or reason is not None:
         yield call
     else:
@@ -151,18 +159,12 @@ class TrunkCall:
     computed: Tensor | None = None  # (B, L) bool, if cells were left out
     made: Sequence[TrunkLayout] = ()  # layouts that ran instead of the padded batch
 
-    @functools.cached_property
-    def multiple(self) -> int:
-        """Widths of layouts are multiples of this number."""
-        return _COMPILED_COLUMNS if _is_compiled(self.trunk.modules()) else 1
-
     def run(self, *args: Any, **kwargs: Any) -> Any:
         positional = zip(inspect.signature(self.forward).parameters, args, strict=False)
         given = {**dict(positional), **kwargs}
         with self._in_step(given) as forward:
-            exactness = None if self.was_called else self._exactness(given)
+            found = None if self.was_called else self._in_a_layout(given, forward)
             self.was_called = True
-            found = None if exactness is None else self._in_a_layout(exactness, forward)
             if found is not None:
                 return found
             self._warn_of_joined_sequences(given, forward)
@@ -181,7 +183,7 @@ class TrunkCall:
         if not bool((begins & is_before[:, 1:].to(begins.device)).any()):
             return
         try:
-            joins = joins_sequences(self.trunk, forward, given)
+            joins = trial.joins_sequences(self.trunk, forward, given)
         except Exception:  # the batch's own forward may work
             return
         if joins:
@@ -239,29 +241,26 @@ class TrunkCall:
         while most_of_ranks(groups, [0])[0]:
             anchor()
 
-    def _exactness(self, given: dict[str, Any]) -> Exactness | None:
-        try:
-            inputs = read_inputs(self.trunk, given, self.needed)
-            if isinstance(inputs, TrunkInputs):
-                return Exactness(self.trunk, self.forward, inputs)
-        except Exception as error:  # for example, a body without a config
-            inputs = f"in reading its inputs, {described(error)}"
-        say_once(self.trunk, inputs)
-        return None
-
-    def _in_a_layout(self, exactness: Exactness, forward: Callable[..., Any]) -> Any:
+    def _in_a_layout(self, given: dict[str, Any], forward: Callable[..., Any]) -> Any:
         """The trunk's output in the first usable layout, starting with the requested one.
 
         It warns of the reasons against earlier layouts. None means that the batch must run as
         given.
         """
-        inputs, modes = exactness.inputs, [*MODES[MODES.index(self.layout) :]]
-        if inputs.is_packed:
-            modes = [mode for mode in modes if mode == "tree"]
-        reasons: dict[str, str] = {}  # reason -> first layout that it rules out
+        try:
+            inputs = read_inputs(self.trunk, given, self.needed)
+            if isinstance(inputs, TrunkInputs):
+                exactness = Exactness(self.trunk, self.forward, inputs)
+        except Exception as error:  # for example, a body without a config
+            inputs = f"in reading its inputs, {trial.described(error)}"
+        if isinstance(inputs, str):
+            say_once(self.trunk, inputs)
+            return None
+        modes = [*MODES[MODES.index(self.layout) :]]
         output, instead = None, "all sequences run in one padded forward"
         if inputs.is_packed:
-            instead = "packed rows run as given"
+            modes, instead = [x for x in modes if x == "tree"], "packed rows run as given"
+        reasons: dict[str, str] = {}  # reason -> first layout that it rules out
         while modes and output is None:
             mode = modes.pop(0)
             way = exactness.way(mode, forward)
@@ -278,7 +277,7 @@ class TrunkCall:
             except _NOT_OF_A_LAYOUT:
                 raise
             except Exception as error:
-                reasons.setdefault(exactness.refuse(mode, described(error)), mode)
+                reasons.setdefault(exactness.refuse(mode, trial.described(error)), mode)
         if reasons and not inputs.padding_is_read:
             found = "; ".join(f"layout={mode!r}: {x}" for x, mode in reasons.items())
             say_once(self.trunk, f"{found}; {instead}")
@@ -287,8 +286,9 @@ class TrunkCall:
     def _planned(self, inputs: TrunkInputs, mode: str, way: Way) -> list[TrunkLayout]:
         """Layouts of the sequences with gradient, and of those without, if there are any."""
         live = (self.live & torch.is_grad_enabled())[inputs.places[:, 0] // self.needed.shape[1]]
+        multiple = _COMPILED_COLUMNS if _is_compiled(self.trunk.modules()) else 1
         return [
-            inputs.layout(mode, way, chosen, graph=graph, multiple=self.multiple)
+            inputs.layout(mode, way, chosen, graph=graph, multiple=multiple)
             for chosen, graph in ((live, True), (~live, False))
             if (chosen & inputs.is_read).any()
         ]
@@ -324,9 +324,97 @@ class TrunkCall:
         self.made = planned
         if graph:
             _guard(hidden, planned, self.live)
-        if any(len(x.cells) > x.sources.numel() for x in planned):
-            _warn_of_shared_masks(self.trunk)
+        if any(len(x.cells) > x.sources.numel() for x in planned) and draws_random(self.trunk):
+            warn_once(
+                f"{type(self.trunk).__name__}: it is in train mode and has dropout or noise, and "
+                "sequences that begin alike share the random masks of their common prefix. For "
+                "masks of their own, pass layout='trim'; for none, call model.eval() or set the "
+                "rates to 0"
+            )
         return type(output)(**{**output, "last_hidden_state": hidden})
+
+
+# trunk -> facts -> layout -> verdict, oldest first; trunk -> consecutive calls with new facts
+_verdicts: weakref.WeakKeyDictionary[nn.Module, dict[Any, dict[str, trial.Verdict]]] = (
+    weakref.WeakKeyDictionary()
+)
+_new_in_a_row: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+class Exactness:
+    """Decides in which layouts `trunk` reproduces the padded forward of one batch.
+
+    A verdict holds for sequences up to the compared length, because some features of models start
+    late: sparse attention, windows, frequencies of positions. A longer batch is tried again. A
+    verdict also ends when a fact that it depends on changes (`_facts`).
+    """
+
+    def __init__(self, trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -> None:
+        self.trunk, self.forward, self.inputs = trunk, forward, inputs
+        known, facts = _verdicts.setdefault(trunk, {}), _facts(trunk, forward, inputs)
+        _new_in_a_row[trunk] = 0 if facts in known else _new_in_a_row.get(trunk, 0) + 1
+        self._verdicts = known.setdefault(facts, {})
+        if len(known) > _KEPT:
+            del known[next(iter(known))]
+        if _new_in_a_row[trunk] > _IN_A_ROW:
+            reason = "facts that its results depend on change in each call"
+            self._verdicts = {mode: trial.Verdict(reason=reason) for mode in MODES}
+
+    def known(self, mode: str) -> Way | str | None:
+        """How layout `mode` is exact for this batch, or why it is not; None if not tried yet."""
+        if self.inputs.padding_is_read and mode != "padded":
+            return "padding is read, and only the model knows what it attends to"
+        attended, needed = self.inputs.attended, self.inputs.needed
+        begun, goes_on = attended.cumsum(1) > 0, needed.flip(1).cumsum(1).flip(1) > 0
+        if mode == "tree" and (begun & goes_on & ~attended).any():
+            if isinstance(setting(self.trunk, "sliding_window"), int):
+                return "a sequence has padding inside, which its sliding window counts"
+            if paths.with_a_state(self.trunk.modules()):
+                return "a sequence has padding inside, which its layers with a state count"
+        types = self.inputs.values.keys() - {"input_ids", "position_ids"}
+        for name in types if mode == "tree" else ():
+            if len(self.inputs.values[name][attended].unique()) > 1:
+                return f"{name} differ between tokens, and may control what tokens see"
+        if mode not in self._verdicts:
+            reason = trial.reason_by_structure(mode, self.trunk, self.forward)
+            self._verdicts[mode] = trial.Verdict(reason=reason)
+        verdict, size = self._verdicts[mode], self.inputs.size
+        if size[0] <= 0 and verdict.reason is None:
+            return Way("none")  # no cell is read, so none is computed
+        fits = all(one <= other for one, other in zip(size, verdict.size, strict=True))
+        return verdict.way if verdict.way is not None and fits else verdict.reason
+
+    def way(self, mode: str, forward: Callable[..., Any]) -> Way | str:
+        """Like `known`, but try the layout with `forward` if there is no verdict yet."""
+        try:
+            found = self.known(mode)
+            if found is None:
+                of_trial = self.trunk, forward, self.inputs, mode, self._verdicts[mode]
+                self._verdicts[mode], found = trial.tried(*of_trial)
+            return found
+        except torch.OutOfMemoryError:  # temporary: the next call tries again
+            return "there is not enough free memory to try it"
+        except Exception as error:
+            return self.refuse(mode, f"in preparing its trial, {trial.described(error)}")
+
+    def refuse(self, mode: str, reason: str) -> str:
+        self._verdicts[mode] = trial.Verdict(reason=reason)
+        return reason
+
+
+def fits_trees(trunk: nn.Module) -> bool | None:
+    """True if `trunk` was exact in a tree in every trial; None if a tree was never tried."""
+    found = [x["tree"] for x in _verdicts.get(trunk, {}).values() if "tree" in x]
+    tried = [x.way is not None for x in found if x.way is not None or x.reason is not None]
+    return all(tried) if tried else None
+
+
+def _facts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -> Any:
+    """Everything that a verdict depends on, as comparable values."""
+    device, adapters = inputs.given["input_ids"].device, [adapters_of(x) for x in trunk.modules()]
+    names, constants = tuple(sorted(inputs.given)), tuple(sorted(inputs.constants.items()))
+    call = names, constants, device, dtype_of(trunk, device), foreign_hook(trunk), repr(adapters)
+    return call, repr(vars(text_config(trunk))), attention_of(trunk), facts_of(trunk, forward)
 
 
 def _guard(
@@ -365,16 +453,6 @@ def _guard(
         )
 
     hidden.register_hook(look)
-
-
-def _warn_of_shared_masks(trunk: nn.Module) -> None:
-    """Warn once if sequences with a common prefix share its random numbers."""
-    if draws_random(trunk):
-        warn_once(
-            f"{type(trunk).__name__}: it is in train mode and has dropout or noise, and sequences "
-            "that begin alike share the random masks of their common prefix. For masks of their "
-            "own, pass layout='trim'; for none, call model.eval() or set the rates to 0"
-        )
 
 
 def ordinary_id(model: nn.Module) -> int:

@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from grpo_kernels.base.choices import BatchLayout, LogitsDtype
-from grpo_kernels.base.distributed import most_of_ranks, rank_groups
+from grpo_kernels.base.distributed import most_of_ranks
 from grpo_kernels.base.modes import evaluating, guest, identity
 from grpo_kernels.body.trunk import live_trunk, ordinary_id, trunk_of, unwrapped
 from grpo_kernels.engine.plan import Run
@@ -47,6 +47,7 @@ from grpo_kernels.module import (
     is_fsdp_unit,
     linear_of,
     parameters_of,
+    rank_groups,
     within_forwards,
 )
 from grpo_kernels.patching import forward_name, replaced

@@ -71,8 +71,7 @@ from grpo_kernels.base import choices
 from grpo_kernels.base.checks import check_choice, did_you_mean, warn_once
 from grpo_kernels.base.modes import random_rates
 from grpo_kernels.base.tensors import scored_difference
-from grpo_kernels.body import trial
-from grpo_kernels.body.trunk import trunk_of
+from grpo_kernels.body.trunk import fits_trees, trunk_of
 from grpo_kernels.engine.plan import Run
 from grpo_kernels.objective.config import (
     LossConfig,
@@ -463,9 +462,9 @@ class FusedLossMixin(LogsShares):
         in_trees = self.layout == "tree"
         if in_trees:
             trunk = trunk_of(self.model)
-            if trial.fits_trees(trunk) is None:  # not tried yet: run it on one sample
+            if fits_trees(trunk) is None:  # not tried yet: run it on one sample
                 self._score(self.model, micro_batches.samples_of(batches[0], [0]))
-            in_trees = trial.fits_trees(trunk) is True
+            in_trees = fits_trees(trunk) is True
         return micro_batches.regrouped(self, batches, in_trees=in_trees)
 
     def _due(self) -> list[Batch]:
