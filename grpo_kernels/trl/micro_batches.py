@@ -25,12 +25,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
 from grpo_kernels.loss import policy_expectation
-from grpo_kernels.objective.config import (
-    LossConfig,
-    config_of_trainer,
-    loss_type_of,
-    masks_off_policy,
-)
+from grpo_kernels.objective.config import LossConfig, config_of_trainer, loss_type_of
 from grpo_kernels.objective.expected import Expectation
 from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.patching import all_replaced, divided, numbered
@@ -94,7 +89,8 @@ def foreseen(
         overrides["entropy_coef"] = trainer.entropy_coef if too_low else 0.0
     if not is_gmpo and is_corrected(trainer) and RATIO not in inputs:
         overrides |= correction_options(trainer)  # the loss computes the ratio
-    given = {"advantages": inputs["advantages"], OLD: inputs.get(OLD)}
+    names = "advantages", OLD, "sampling_per_token_logps"
+    given: dict[str, Any] = {name: inputs.get(name) for name in names}
     items = inputs.get("num_items_in_batch")
     if items is not None:
         items = torch.as_tensor(items).clamp(min=1.0) / trainer.accelerator.num_processes
@@ -104,10 +100,7 @@ def foreseen(
         if config.estimates_kl:  # without scores yet, zeros predict the same rows
             zeros = torch.zeros_like(inputs["completion_mask"], dtype=torch.float32)
             given[REFERENCE] = inputs.get(REFERENCE, zeros)
-        if masks_off_policy(config) or config.corrects_sampling:
-            given["sampling_per_token_logps"] = inputs.get("sampling_per_token_logps")
-        enters = loss_type_of(config).sampling_ratio
-        if enters == "argument" or (enters == "factor" and is_corrected(trainer)):
+        if is_corrected(trainer) or loss_type_of(config).sampling_ratio == "argument":
             given[RATIO] = inputs.get(RATIO)
         expected = policy_expectation(config, completion_mask=counted_tokens(inputs), **given)
     except (TypeError, ValueError) as error:  # options or shapes that TRL accepts and we do not

@@ -489,13 +489,10 @@ class FusedLossMixin(LogsShares):
         live: Tensor | None = None
         phi = self.loss_type == "vespo" and self.zero_advantage != "skip"
         zeros = torch.zeros_like(batch["completion_mask"], dtype=torch.float32)
-        if self._is_idle(batch):
-            logps = zeros
-        else:
-            if not (phi or is_corrected(self)):  # both log metrics over all sequences
-                # zeros stand for the old log-probabilities that the loss will get
-                _, _, live = micro_batches.foreseen(self, {**batch, OLD: zeros})
-            logps = self._score(self.model, batch, live)
+        if not (phi or is_corrected(self)):  # both log metrics over all sequences
+            # zeros stand for the old log-probabilities that the loss will get
+            _, _, live = micro_batches.foreseen(self, {**batch, OLD: zeros})
+        logps = zeros if self._is_idle(batch) else self._score(self.model, batch, live)
         self._take_old(batch, logps)
         self._log_figures()
 
