@@ -5,13 +5,11 @@ from grpo_kernels.patching import needed
 
 with needed("transformers", "transformers"):
     from grpo_kernels.transformers.causal_lm import (
-        HeadInputs,
         causal_lm_divergence,
         causal_lm_loss,
         completion_logps,
-        head_inputs,
     )
-    from grpo_kernels.transformers.head import describe_head
+    from grpo_kernels.transformers.head import HeadInputs, describe_head, head_inputs
 
 __all__ = [
     "HeadInputs",

@@ -2,25 +2,28 @@
 
 The functions accept text and vision-language models, wrapped or not, and never store all logits.
 `transformers.head` describes how the forward runs.
+
+Not supported: encoder-decoder models, several heads (codebooks), quantized heads,
+``nn.DataParallel``, and models used by two threads at once.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, replace
 from inspect import signature
 from typing import Any, Literal, overload
 
 import torch
-import transformers.utils
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
+from transformers import GenerationMixin
+from transformers.utils import ModelOutput, TransformersKwargs
 
 from grpo_kernels.base.checks import (
     check_choice,
     check_number,
+    check_shape,
     check_tensor,
     did_you_mean,
     hints_names,
@@ -35,6 +38,7 @@ from grpo_kernels.base.choices import (
     choices,
 )
 from grpo_kernels.base.modes import draws_random
+from grpo_kernels.body.layout import takes
 from grpo_kernels.body.trunk import unwrapped
 from grpo_kernels.engine.plan import Run, check_run
 from grpo_kernels.head import Head
@@ -46,7 +50,6 @@ from grpo_kernels.patching import replaced
 from grpo_kernels.results import LossOutput, Scores
 from grpo_kernels.scores import linear_divergence, linear_logps
 from grpo_kernels.transformers import head as heads
-from grpo_kernels.transformers.batch import Batch, run_scored
 from grpo_kernels.transformers.head import RESULTS, HeadCall, Results
 
 # Arguments of `grpo_loss` that `causal_lm_loss` does not accept, and what to do instead
@@ -60,15 +63,10 @@ _INSTEAD = {
 # Arguments of `grpo_loss` that `causal_lm_loss` passes on to it
 _LOSS_INPUTS = LossInputKeywords.__annotations__.keys() - {"reference", *_INSTEAD}
 _OF_EXPECTATION = _LOSS_INPUTS & signature(policy_expectation).parameters.keys()
-# Names that every forward with **kwargs accepts: fields of TransformersKwargs (older releases have
-# fewer, or none), and names that transformers' decorators of a forward read. num_items_in_batch
-# belongs to the loss: the model reads it only with labels.
-_DOCUMENTED = {
-    *("position_ids", "is_causal", "use_cache", "return_dict", "cache_position", "seq_idx"),
-    *("output_hidden_states", "output_attentions", "output_router_logits"),
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-    *getattr(getattr(transformers.utils, "TransformersKwargs", None), "__annotations__", ()),
-} - {"num_items_in_batch"}
+# Names that every forward with **kwargs accepts: transformers documents them, or its decorators of
+# a forward read them. num_items_in_batch belongs to the loss: a model reads it only with labels.
+_DOCUMENTED = {"use_cache", "return_dict", "cache_position", *TransformersKwargs.__annotations__}
+_DOCUMENTED -= {"num_items_in_batch"}
 
 
 @hints_names
@@ -178,8 +176,7 @@ def causal_lm_loss(
         loss_inputs["reference"] = second
     done: list[LossOutput] = []
 
-    def score(hidden: Tensor, head: Head) -> Results:
-        states, ids, mask = batch.aligned(hidden)
+    def score(head: Head, states: Tensor, ids: Tensor, mask: Tensor) -> Results:
         given = {name: _moved(x, states) for name, x in loss_inputs.items()}
         loss = copy.copy(loss_fn)
         loss.run = heads.gathering(head, loss_fn.run)
@@ -321,8 +318,7 @@ def completion_logps(
     divisor = 1.0 if temperature is None else temperature
     batch = Batch(input_ids, completion_mask)
 
-    def score(hidden: Tensor, head: Head) -> Results:
-        states, ids, mask = batch.aligned(hidden)
+    def score(head: Head, states: Tensor, ids: Tensor, mask: Tensor) -> Results:
         return linear_logps(
             states,
             heads.read(head, states, logits_dtype),
@@ -397,8 +393,7 @@ def causal_lm_divergence(
     # The teacher runs before the student, because both may have the same module as their head.
     reference = _states_and_head("teacher", teacher, batch, inputs, layout, logits_dtype)
 
-    def score(hidden: Tensor, head: Head) -> Results:
-        states, ids, mask = batch.aligned(hidden)
+    def score(head: Head, states: Tensor, ids: Tensor, mask: Tensor) -> Results:
         return linear_divergence(
             states,
             heads.read(head, states, logits_dtype),
@@ -413,6 +408,216 @@ def causal_lm_divergence(
         ).given
 
     return Scores(**run_scored(student, batch, score, inputs, layout)[0])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The ids of a call, and the mask of those that count."""
+
+    input_ids: Tensor  # (B, L)
+    completion_mask: Tensor  # (B, T)
+
+    def __post_init__(self) -> None:
+        check_tensor("input_ids", self.input_ids)
+        check_tensor("completion_mask", self.completion_mask)
+        if self.input_ids.is_floating_point() or self.input_ids.dtype == torch.bool:
+            raise TypeError(f"input_ids: expected integer ids, got {self.input_ids.dtype}")
+        if self.input_ids.dim() != 2:
+            raise ValueError(f"input_ids: expected shape (B, L), got {tuple(self.input_ids.shape)}")
+        (sequences, length), shape = self.input_ids.shape, tuple(self.completion_mask.shape)
+        if len(shape) != 2 or shape[0] != sequences or not 0 < shape[1] <= length:
+            raise ValueError(
+                f"completion_mask: expected shape (B, T) with B = {sequences} and 0 < T <= "
+                f"{length}, got {shape}"
+            )
+
+    def check_ids(self, base: Any, inputs: Mapping[str, Any]) -> None:
+        """Raise ValueError if an attended id is outside the vocabulary of `base`, the causal model.
+
+        The check is skipped if it would have to wait for a device. It is also skipped if `inputs`
+        has further entries, such as images, since these have their own ids.
+        """
+        ids, attended = self.input_ids, inputs.get("attention_mask")
+        if inputs.keys() - {"attention_mask", "position_ids"} or base.config.is_encoder_decoder:
+            return
+        if ids.device.type != "cpu":
+            return
+        if isinstance(attended, Tensor) and attended.shape == ids.shape:
+            ids = ids[attended.to(ids.device) != 0]
+        embedding = getattr(base.get_input_embeddings(), "weight", None)
+        # under ZeRO-3 the weight is empty, under FSDP1 a flat part of it
+        rows = embedding.shape[0] if isinstance(embedding, Tensor) and embedding.dim() == 2 else 0
+        wrong = ids[(ids < 0) | (ids >= rows)] if rows else ids[ids < 0]
+        if len(wrong):
+            raise ValueError(
+                f"input_ids: expected ids in [0, {rows or 'V'}), got {wrong[0].item()}; to leave "
+                "out tokens, set completion_mask to 0"
+            )
+
+    def aligned(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(states (B, T, H), ids (B, T), mask (B, T)); the states predict the ids."""
+        (sequences, length), count = self.input_ids.shape, self.completion_mask.shape[1]
+        least, shape = min(count + 1, length), tuple(hidden.shape)
+        if len(shape) != 3 or shape[0] != sequences or shape[1] < least:
+            raise RuntimeError(
+                f"model: expected hidden states of {sequences} sequences and at least {least} "
+                f"positions at its head, got {shape}; is logits_to_keep too small?"
+            )
+        ids = self.input_ids[:, -count:].to(hidden.device)
+        mask = self.completion_mask.to(hidden.device)
+        if shape[1] > count:
+            return hidden[:, -count - 1 : -1], ids, mask
+        # nothing predicts the first token
+        mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)
+        return hidden.roll(1, dims=1), ids, mask
+
+
+def run_scored(
+    model: nn.Module,
+    batch: Batch,
+    score: Callable[..., Results],
+    inputs: dict[str, Any],
+    layout: BatchLayout,
+    live: Tensor | None = None,  # (B,) bool
+) -> tuple[Results, ModelOutput, dict[str, tuple[int, int]]]:
+    """Run `model` with `score` in its head: (results, output without logits, counts by metric).
+
+    `score` gets the head and what `Batch.aligned` returns. `inputs` are the model's inputs besides
+    the ids; `layout` and `live` are as in `live_trunk`.
+    """
+    check_choice("layout", layout, choices(BatchLayout))
+    if inputs.get("labels") is not None:
+        raise ValueError(
+            "labels: expected none, since there are no logits to compare with; got labels"
+        )
+    inputs = _with_positions(model, {name: x for name, x in inputs.items() if x is not None})
+    base, attention_mask = heads.causal_lm(model), inputs.get("attention_mask")
+    # transformers also accepts 4-dimensional masks and dicts of masks; only the model reads those
+    if attention_mask is not None and not isinstance(attention_mask, dict):
+        check_tensor("attention_mask", attention_mask)
+        if attention_mask.dim() != 4:
+            shape = "(B, L)", tuple(batch.input_ids.shape)
+            check_shape("attention_mask", attention_mask, shape)
+    batch.check_ids(base, inputs)
+    if takes(type(base).forward, "use_cache"):
+        inputs.setdefault("use_cache", False)
+    inputs = {"input_ids": batch.input_ids, **inputs}
+    before = batch.input_ids.shape[1] - batch.completion_mask.shape[1]
+    # (B, L) bool, positions whose hidden states predict a counted token
+    needed = nn.functional.pad(batch.completion_mask != 0, (before - 1, 1))
+
+    def run(call: HeadCall) -> dict[str, Any]:
+        # on other devices this synchronizes, so only the first call checks
+        if needed.device.type == "cpu" or not call.is_checked:
+            _check_attended(batch.input_ids, needed, inputs, base.config)
+        model_forward = base.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return call.pack_output(model_forward(*args, **kwargs))
+
+        with replaced(base, "forward", forward):
+            returned: dict[str, Any] = model(**inputs)
+        if not isinstance(returned, dict) or RESULTS not in returned:
+            raise RuntimeError(
+                "model: expected a wrapper that calls the model's forward, which is replaced for "
+                f"this call, and returns its result, got {type(returned).__name__}. A compiled "
+                "model may run the forward it was compiled with; compile its layers instead"
+            )
+        results: Results = returned[RESULTS]
+        for name, (_, dtype) in call.result_specs.items():
+            x = results[name]
+            if torch.promote_types(x.dtype, dtype) != x.dtype:
+                raise ValueError(
+                    f"model: expected results of {dtype}, but a wrapper of the model has cast them "
+                    f"to {x.dtype}; under FSDP2, leave output_dtype out of MixedPrecisionPolicy"
+                )
+            results[name] = x.to(dtype)  # undoes accelerate's cast of 16-bit outputs to fp32
+        return returned
+
+    def score_aligned(hidden: Tensor, head: Head) -> Results:
+        return score(head, *batch.aligned(hidden))
+
+    return heads.run_in_head(model, run, score_aligned, inputs, layout, needed, live)
+
+
+def _with_positions(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Add ``position_ids`` to `inputs`, counted from the mask (B, L) as `generate` counts them.
+
+    Inputs are unchanged if the caller passed position_ids, if a forward has no such parameter, or
+    if the model computes its own positions (three-dimensional ones for images, or from padding
+    tokens).
+    """
+    mask, hook = inputs.get("attention_mask"), "_prepare_position_ids_for_generation"
+    if "position_ids" in inputs or not isinstance(mask, Tensor) or mask.dim() != 2:
+        return inputs
+    wrappers, base = unwrapped(model)
+    is_taken = "position_ids" in signature(type(base).forward).parameters
+    is_taken = is_taken and all(takes(x.forward, "position_ids") for x in wrappers)
+    plain = getattr(GenerationMixin, hook, None)  # None before transformers 5
+    is_plain = plain is not None and getattr(type(base), hook, None) is plain
+    of_roberta = "create_position_ids_from_input_ids"
+    if not is_taken or not is_plain or any(hasattr(x, of_roberta) for x in base.modules()):
+        return inputs
+    return {**inputs, "position_ids": ((mask != 0).cumsum(1) - 1).masked_fill(mask == 0, 0)}
+
+
+def _check_attended(
+    input_ids: Tensor,  # (B, L)
+    needed: Tensor,  # (B, L) bool
+    inputs: dict[str, Any],
+    config: Any,
+) -> None:
+    """Check the values of an attention_mask (B, L) in `inputs`. This synchronizes with the device.
+
+    A counted token inside padding is an error. Three cases warn: there is no mask, although padding
+    comes before a counted token; a sequence's first token counts, although only padding precedes
+    it; or zeros lie between ones, which makes later positions wrong unless the caller passes
+    positions. The token after the last 1 may count: it is the end token if that is also the padding
+    token.
+    """
+    attention_mask = inputs.get("attention_mask")
+    if attention_mask is None:
+        _warn_of_attended_padding(input_ids, needed, config.get_text_config(decoder=True))
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        return
+    attended = attention_mask.to(needed.device) != 0
+    unseen = needed[:, :-1] & ~attended[:, :-1]
+    in_padding = (unseen & ~attended[:, 1:]).nonzero()
+    if len(in_padding):
+        row, column = in_padding[0].tolist()
+        raise ValueError(
+            "completion_mask: expected 0 where attention_mask is 0, got a token that counts in "
+            f"column {column + 1} of sequence {row}, with attention_mask 0 there and before"
+        )
+    if bool(unseen.any()):
+        warn_once(
+            "completion_mask: it counts a token whose previous column has attention_mask 0. "
+            "Nothing predicts the first token of a sequence, so set it to 0"
+        )
+    begun, goes_on = attended.cumsum(1) > 0, attended.flip(1).cumsum(1).flip(1) > 0
+    if "position_ids" not in inputs and bool((begun & goes_on & ~attended).any()):
+        warn_once(
+            "attention_mask: it has zeros between ones, which a model without position_ids counts "
+            "as positions. Pad prompts on the left and completions on the right, or pass "
+            "position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)"
+        )
+
+
+def _warn_of_attended_padding(input_ids: Tensor, needed: Tensor, config: Any) -> None:
+    pad = getattr(config, "pad_token_id", None)
+    if pad is None:
+        return
+    is_before = needed.flip(1).cumsum(1).flip(1) > 0  # padding on the right does no harm
+    padding = (input_ids == pad) & is_before.to(input_ids.device)
+    of_text = [getattr(config, name, None) for name in ("eos_token_id", "bos_token_id")]
+    if any(pad in (x if isinstance(x, list) else [x]) for x in of_text):
+        padding = padding[:, 1:] & padding[:, :-1]  # a single one is an end or beginning of text
+    if bool(padding.any()):
+        warn_once(
+            f"attention_mask: got None, and input_ids with padding tokens (pad_token_id = {pad}) "
+            "before a token that counts, which are attended to like text. Pass the tokenizer's "
+            "attention_mask, with a 1 for each token of the completion"
+        )
 
 
 def _check_head(name: str, model: Any) -> Head:
@@ -444,9 +649,9 @@ def _states_and_head(
     """Run a reference or a teacher: (states (B, T, H) that predict the ids, head)."""
     used: list[Head] = []
 
-    def keep(hidden: Tensor, head: Head) -> Results:
+    def keep(head: Head, states: Tensor, *_: Tensor) -> Results:
         used[:] = [replace(head, logits_dtype=logits_dtype)]
-        return {"states": batch.aligned(hidden)[0]}
+        return {"states": states}
 
     with torch.no_grad():
         states = run_scored(model, batch, keep, inputs, layout)[0]["states"]
@@ -478,77 +683,6 @@ def _warn_of_prompts(attention_mask: Tensor | None, completion_mask: Tensor) -> 
 def _moved(x: Any, like: Tensor) -> Any:
     """Move a tensor or kept ids to the device of `like`; anything else is unchanged."""
     return x.to(like.device) if isinstance(x, Tensor | KeptIds) else x
-
-
-class HeadInputs:
-    """The head and its input; filled when the block ``with head_inputs(model)`` ends.
-
-    Attributes:
-        hidden: (B, L, H), attached to the model's graph; position t predicts token t + 1.
-        of_model: a `Head` around the model's own module, with the model's scale, soft-cap and
-            vocabulary size.
-    """
-
-    hidden: Tensor
-    of_model: Head
-
-    def head(self, states: Tensor) -> Head:
-        """Return the head for scoring `states` (..., H), a part of `hidden`."""
-        return heads.read(self.of_model, states)
-
-
-@contextmanager
-def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
-    """Capture the input of the head from one forward, without computing logits.
-
-    ::
-
-        with head_inputs(model) as found:
-            model(input_ids=ids, attention_mask=attention_mask)
-        states = found.hidden[:, :-1]
-        scores = linear_logps(states, found.head(states), ids[:, 1:])
-
-    Use it for losses that `completion_logps` and `causal_lm_loss` do not cover, or to get a
-    teacher's hidden states. In the model's output, `logits` holds the head's input (B, L, H); all
-    other fields are unchanged.
-
-    Args:
-        model: as in `completion_logps`. The head's parameters are read after the forward. If
-            FSDP2 or ZeRO-3 shards the head, its weight is incomplete at that time; use
-            `completion_logps` or `causal_lm_loss`, which compute inside the forward.
-
-    Yields:
-        `HeadInputs`, empty until the context ends.
-
-    Raises:
-        TypeError, ValueError: as in `completion_logps`. The library checks a model's logits the
-            first time that it sees the model.
-        RuntimeError: the model did not run inside the context, or called its head more than once.
-    """
-    base = heads.causal_lm(model)
-    found, model_forward = HeadInputs(), base.forward
-    call = HeadCall(model, lambda hidden, _: {"hidden": hidden})
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        output = model_forward(*args, **kwargs)
-        hidden = call.pack_output(output)[RESULTS]["hidden"]
-        return type(output)(**{**output, "logits": hidden})
-
-    def take(module: nn.Module, args: Any, output: Any) -> None:
-        _, dtype = call.result_specs["hidden"]
-        found.hidden = output.logits.to(dtype)  # undoes accelerate's cast of 16 bits to fp32
-
-    with call.in_head(), replaced(base, "forward", forward):
-        # This hook runs after the hooks of wrappers, such as FSDP2's for the backward.
-        last = model.register_forward_hook(take)
-        try:
-            yield found
-        finally:
-            last.remove()
-    if not call.results:
-        raise RuntimeError("head_inputs: expected one forward of the model inside, got none")
-    call.verify()  # if not, the head gets the measured constants, and the states are right
-    found.of_model = call.head
 
 
 def check_skip(config: LossConfig) -> None:

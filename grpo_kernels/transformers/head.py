@@ -195,9 +195,9 @@ def run_in_head(
 ) -> tuple[Results, ModelOutput, dict[str, tuple[int, int]]]:
     """Run a model with `score` in its head: (results, output without logits, counts by metric).
 
-    `run` runs the model on `inputs` inside the call that it gets. The first time, the model's
-    logits are checked. If the config was wrong, the model runs once more, with the measured
-    constants.
+    `run` runs the model on `inputs`, and packs its output with the call that it gets. The first
+    time, the model's logits are checked. If the config was wrong, the model runs once more, with
+    the measured constants.
     """
     base = causal_lm(model)
     if "adapter_names" in inputs:  # PEFT expects one per sequence of the padded batch
@@ -215,7 +215,7 @@ def run_in_head(
     for _ in range(_MOST_RUNS):
         is_whole = base in _models_with_scalars
         runs = ("padded", None) if is_whole else (layout, live)
-        with live_trunk(model, *runs, needed) as of_trunk:
+        with live_trunk(model, *runs, needed) as of_trunk, call.in_head():
             returned = run(call)
         fields: dict[str, Any] = returned[FIELDS]
         has_scalar = any(isinstance(x, Tensor) and x.dim() == 0 for x in pytree.tree_leaves(fields))
@@ -333,7 +333,7 @@ class HeadCall:
     @contextmanager
     def in_head(self) -> Iterator[None]:
         """Replace the head inside the context."""
-        self.check = None if self.is_checked else HeadCheck(self.head, self.needed)
+        self.check = None
         self.result_specs, self.results = {}, {}
         head, name = self.head.weight, forward_name(self.head.weight)
         self.project = getattr(head, name)
@@ -361,8 +361,8 @@ class HeadCall:
             raise ValueError(
                 f"model: expected its head to get only hidden states, got {given} as well"
             )
-        if self.check:
-            self.check.project(hidden, self.project)
+        if not self.is_checked:
+            self.check = HeadCheck(self.head, self.needed, hidden, self.project)
 
         def compute(hidden: Tensor) -> tuple[Tensor, ...]:
             if self.check:
@@ -434,6 +434,77 @@ class HeadCall:
         return logit_constants(self.head) == logit_constants(used)
 
 
+class HeadInputs:
+    """The head and its input; filled when the block ``with head_inputs(model)`` ends.
+
+    Attributes:
+        hidden: (B, L, H), attached to the model's graph; position t predicts token t + 1.
+        of_model: a `Head` around the model's own module, with the model's scale, soft-cap and
+            vocabulary size.
+    """
+
+    hidden: Tensor
+    of_model: Head
+
+    def head(self, states: Tensor) -> Head:
+        """Return the head for scoring `states` (..., H), a part of `hidden`."""
+        return read(self.of_model, states)
+
+
+@contextmanager
+def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
+    """Capture the input of the head from one forward, without computing logits.
+
+    ::
+
+        with head_inputs(model) as found:
+            model(input_ids=ids, attention_mask=attention_mask)
+        states = found.hidden[:, :-1]
+        scores = linear_logps(states, found.head(states), ids[:, 1:])
+
+    Use it for losses that `completion_logps` and `causal_lm_loss` do not cover, or to get a
+    teacher's hidden states. In the model's output, `logits` holds the head's input (B, L, H); all
+    other fields are unchanged.
+
+    Args:
+        model: as in `completion_logps`. The head's parameters are read after the forward. If
+            FSDP2 or ZeRO-3 shards the head, its weight is incomplete at that time; use
+            `completion_logps` or `causal_lm_loss`, which compute inside the forward.
+
+    Yields:
+        `HeadInputs`, empty until the context ends.
+
+    Raises:
+        TypeError, ValueError: as in `completion_logps`. The library checks a model's logits the
+            first time that it sees the model.
+        RuntimeError: the model did not run inside the context, or called its head more than once.
+    """
+    base = causal_lm(model)
+    found, model_forward = HeadInputs(), base.forward
+    call = HeadCall(model, lambda hidden, _: {"hidden": hidden})
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = model_forward(*args, **kwargs)
+        hidden = call.pack_output(output)[RESULTS]["hidden"]
+        return type(output)(**{**output, "logits": hidden})
+
+    def take(module: nn.Module, args: Any, output: Any) -> None:
+        _, dtype = call.result_specs["hidden"]
+        found.hidden = output.logits.to(dtype)  # undoes accelerate's cast of 16 bits to fp32
+
+    with call.in_head(), replaced(base, "forward", forward):
+        # This hook runs after the hooks of wrappers, such as FSDP2's for the backward.
+        last = model.register_forward_hook(take)
+        try:
+            yield found
+        finally:
+            last.remove()
+    if not call.results:
+        raise RuntimeError("head_inputs: expected one forward of the model inside, got none")
+    call.verify()  # if not, the head gets the measured constants, and the states are right
+    found.of_model = call.head
+
+
 class HeadCheck:
     """Compare a head with its model's own logits, in one forward of the model.
 
@@ -442,32 +513,30 @@ class HeadCheck:
     log-probabilities. The second row holds known numbers. If the model changes them in any way
     other than the constants predict, they serve to measure the constants.
 
-    Order of calls: inside the head, `project` and `score`, then read `rows`; set `made` to what the
-    model returns for these rows, (2, V) or with fewer columns; then `verified`.
+    Order of calls: `score` inside the head, which returns its `rows`; set `made`; then `verified`.
     """
 
-    made: Tensor
-
-    def __init__(self, head: Head, needed: Tensor | None) -> None:
-        self._head = head
-        self._needed = needed  # (B, L) bool, cells whose states are read; None: all
+    rows: Tensor  # (2, V), to return to the model as logits
+    made: Tensor  # what the model returns for them, (2, V) or with fewer columns
 
     @torch.no_grad()
-    def project(self, hidden: Tensor, forward: Callable[..., Tensor]) -> None:
-        """Compute the logits of a needed state in `hidden` with the head's own `forward`.
-
-        `hidden` (B, l, H) may lack columns on the left, or have more of them.
-        """
-        cell = 0
-        if self._needed is not None:
-            columns = min(hidden.shape[-2], self._needed.shape[1])
+    def __init__(
+        self,
+        head: Head,
+        needed: Tensor | None,  # (B, L) bool, cells whose states are read; None: all
+        hidden: Tensor,  # (B, l, H), may lack columns on the left, or have more of them
+        forward: Callable[..., Tensor],  # the head's own
+    ) -> None:
+        self._head, cell = head, 0
+        if needed is not None:
+            columns = min(hidden.shape[-2], needed.shape[1])
             hidden = hidden[..., -columns:, :]
-            cell = int(self._needed[:, -columns:].to(torch.uint8).argmax())
+            cell = int(needed[:, -columns:].to(torch.uint8).argmax())
         states = hidden.reshape(-1, hidden.shape[-1])
-        dtype = linear_of(self._head.weight).weight.dtype  # TRL's fp32 head gets 16-bit states
+        dtype = linear_of(head.weight).weight.dtype  # TRL's fp32 head gets 16-bit states
         # a wrong shape is reported by the score
         self._state = states[min(cell, len(states) - 1)].detach().to(dtype)  # (H,)
-        with evaluating(self._head.weight):
+        with evaluating(head.weight):
             self._logits = forward(self._state.view(1, 1, -1)).view(-1)  # (V,)
         self._eps = torch.finfo(self._logits.dtype).eps
 
@@ -487,11 +556,7 @@ class HeadCheck:
         steps = 10.0 ** torch.arange(-2, 9, dtype=self._logps.dtype, device=logits.device)
         vocab, both = logits.shape[0], torch.stack([steps, -steps], dim=1).reshape(-1)
         self._rungs = both.repeat(vocab // 22 + 1)[:vocab]
-
-    @property
-    def rows(self) -> Tensor:
-        """(2, V), rows to return to the model as logits: real logits and known numbers."""
-        return torch.stack([self._logits, self._rungs])
+        self.rows = torch.stack([self._logits, self._rungs])
 
     def verified(self, model: nn.Module, facts: Any) -> Head:
         """The head with the constants that `model` really uses, measured if necessary.

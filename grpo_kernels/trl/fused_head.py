@@ -193,9 +193,8 @@ class FusedHead:
                     run=heads.gathering(head, options.run),
                 ).given
 
-        def run(head: heads.HeadCall) -> dict[str, Any]:
-            with head.in_head():
-                return head.pack_output(self.forward(**inputs))
+        def run(head_call: heads.HeadCall) -> Any:
+            return head_call.pack_output(self.forward(**inputs))
 
         found, output, counts = heads.run_in_head(
             model, run, score, inputs, options.layout, needed, call.live
