@@ -50,12 +50,12 @@ _logger = logging.getLogger(__name__)
 
 
 class Unavailable(Exception):
-    """The library is unavailable: the reason and the way to fix it, in one line."""
+    """The library cannot be built: the reason and the way to fix it, in one line."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """Outcome of `load`."""
+    """Outcome of `find` and `load`."""
 
     origin: str = ""  # "prebuilt", "cached", "built in 3.1 s", "loaded before"
     path: Path | None = None  # None if it was loaded before
@@ -65,27 +65,19 @@ class Library:
 @functools.cache
 def load() -> Library:
     """Make ``torch.ops.grpo_kernels_cpp`` available, or say why not; tried once per process."""
-    if has_ops():  # someone's own build, such as one with sanitizers
-        return Library("loaded before")
-    try:
-        return find()
-    except Unavailable as why:
-        return Library(refusal=str(why))
+    # someone's own build, such as one with sanitizers
+    return Library("loaded before") if has_ops() else find()
 
 
 def find() -> Library:
-    """Load `PREBUILT`, else the cached library for these sources; else build one and load it.
-
-    Raises:
-        Unavailable: none of the three works.
-    """
+    """Load `PREBUILT`, else the cached library for these sources; else build one and load it."""
     if sys.platform == "win32":
-        raise Unavailable("there is no Windows build; use WSL")
+        return Library(refusal="there is no Windows build; use WSL")
     troubles: list[str] = []
     if _loads(PREBUILT, troubles):
         return Library("prebuilt", PREBUILT)
-    folder = cache_folder()
     try:
+        folder = cache_folder()
         path = folder / f"{cache_key()}.so"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _loads(path, troubles):
@@ -111,7 +103,7 @@ def find() -> Library:
             f"the cache {folder} cannot be written ({error}); set TORCH_EXTENSIONS_DIR to a "
             f"directory that can be, {OR_WHEEL}"
         )
-    raise Unavailable("; ".join([*troubles, fix]))
+    return Library(refusal="; ".join([*troubles, fix]))
 
 
 def _loads(path: Path, troubles: list[str]) -> bool:
@@ -256,17 +248,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=BUILD)
     parser.add_argument("--into", type=Path, metavar="DIR", help="build it there")
     folder = parser.parse_args(arguments).into
-    try:
-        if folder is None:
-            path = find().path
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder.absolute() / f"{NAME}.so"
+    if folder is None:
+        library = find()
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder.absolute() / f"{NAME}.so"
+        library = Library(path=path)
+        try:
             compile_library(path)
-    except Unavailable as why:
-        print(why, file=sys.stderr)
+        except Unavailable as why:
+            library = Library(refusal=str(why))
+    if library.refusal:
+        print(library.refusal, file=sys.stderr)
         return 1
-    print(path)
+    print(library.path)
     return 0
 
 

@@ -116,12 +116,6 @@ class World:
         file.write_text("")
         return ", ".join(events)
 
-    def find(self) -> build.Library:
-        try:
-            return build.find()
-        except build.Unavailable as why:
-            return build.Library(refusal=str(why))
-
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
@@ -191,7 +185,7 @@ def test_a_library_is_found_or_built(
     world: World, make: Callable[[World], object], events: str, origin: str
 ) -> None:
     make(world)
-    library = world.find()
+    library = build.find()
     assert world.events() == events
     assert origin in library.origin
     if origin == "prebuilt":
@@ -200,7 +194,7 @@ def test_a_library_is_found_or_built(
     assert library.path == world.place
     assert [*world.cache.iterdir()] == [world.place], "something was left"
     assert world.place.read_text() == GOOD
-    assert world.find() == build.Library("cached", world.place), "by the process after that"
+    assert build.find() == build.Library("cached", world.place), "by the process after that"
 
 
 @pytest.mark.parametrize(("make", "events", "said"), REFUSED, ids=[x[2] for x in REFUSED])
@@ -208,7 +202,7 @@ def test_why_there_is_none(
     world: World, make: Callable[[World], object], events: str, said: str
 ) -> None:
     at = make(world)
-    refusal = world.find().refusal
+    refusal = build.find().refusal
     assert said.format(at=at) in refusal
     assert "\n" not in refusal
     assert any(way in refusal for way in WAYS_OUT)
@@ -224,7 +218,7 @@ def fork(work: Callable[[], object]) -> ForkProcess:
 
 def test_many_processes_compile_once(world: World) -> None:
     world.compiler(f'sleep 0.5; printf "{GOOD}" > "$out"')
-    processes = [fork(world.find) for _ in range(4)]
+    processes = [fork(build.find) for _ in range(4)]
     for process in processes:
         process.join(300)
     assert sorted(world.events().split(", ")) == ["compile", *["load cached"] * 4]
@@ -235,25 +229,25 @@ def test_who_waits_for_a_lock_says_so_and_the_lock_ends_with_its_holder(
 ) -> None:
     begun = world.folder / "begun"
     world.compiler(f'touch "{begun}"; exec sleep 600')
-    holder, end = fork(world.find), time.monotonic() + 120
+    holder, end = fork(build.find), time.monotonic() + 120
     while not begun.exists():
         assert time.monotonic() < end
         time.sleep(0.01)
     capfd.readouterr()
     world.compiles(GOOD)
     threading.Timer(0.3, holder.kill).start()
-    assert world.find().origin.startswith("built in ")
+    assert build.find().origin.startswith("built in ")
     holder.join()
     waiting, compiling = capfd.readouterr().err.splitlines()
     assert waiting.startswith("grpo_kernels: waiting for another process, which compiles the C++")
     assert compiling.startswith("grpo_kernels: compiling the C++ kernels")
-    world.find()
+    build.find()
     assert not capfd.readouterr().err, "now it is cached"
 
 
 def test_file_system_without_locks(world: World) -> None:
     world.patch.setattr(fcntl, "flock", Mock(side_effect=OSError("No locks available")))
-    assert world.find().origin.startswith("built in ")
+    assert build.find().origin.startswith("built in ")
 
 
 @pytest.mark.slow
