@@ -280,7 +280,7 @@ def completion_logps(
         logits_dtype: as in `grpo_kernels.Head`.
         kept_ids, on_missing_set: as in `linear_logps`: the ids that a truncating sampler kept,
             for the columns of `completion_mask`.
-        entropy: True to compute entropies, too.
+        entropy: False skips the entropies.
         layout: arrangement of the batch below the head, as in `causal_lm_loss`.
         run: as in `linear_logps`.
         return_output: True to return the model's output, too, for example for the ``aux_loss`` of a
@@ -348,7 +348,7 @@ def causal_lm_divergence(
     beta: float | None = None,
     temperature: float = 1.0,
     logits_dtype: LogitsDtype = "float32",
-    entropy: bool = False,
+    entropy: bool = True,
     layout: BatchLayout = "tree",
     run: Run | None = None,
     **model_inputs: Any,
@@ -377,8 +377,8 @@ def causal_lm_divergence(
         model_inputs: other arguments of both models' forwards.
 
     Returns:
-        `Scores` with `divergence` and the student's `logps`, (B, T) each; if `entropy` is True,
-        also `entropies` (B, T). All are fp32 (fp64 for fp64 models), and 0 where the mask is 0.
+        `Scores` with `divergence` and the student's `logps`, (B, T) each; unless `entropy` is
+        False, also `entropies` (B, T). All are fp32 (fp64 for fp64 models), 0 where masked.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `completion_logps` and `linear_divergence`.
