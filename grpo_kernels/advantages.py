@@ -319,6 +319,9 @@ def gae(
     mask = _bool_mask(completion_mask)
     check_tensor("rewards", rewards)
     r = (_counted_values if rewards.dim() == 2 else _at_last)("rewards", rewards, mask)
+    if isinstance(values, Tensor) and values.shape == (len(mask), mask.shape[1] + 1):
+        expected = f"expected shape (B, T) = {tuple(mask.shape)}, got {tuple(values.shape)}"
+        raise ValueError(f"values: {expected}; pass V after a row's last token as last_value=")
     v = _counted_values("values", values, mask)
     next_v = _over_counted(lambda x: pad(x, (0, 1))[:, 1:], v, mask)
     if last_value is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -174,6 +175,8 @@ class Head:
         if cap is not None:
             check_number("final_logit_softcapping", cap, 0.0)
         check_number("logit_scale", scale)
+        if scale == 0:
+            raise ValueError("logit_scale: expected a number other than 0, got 0")
         for name, kind, what in (("bias", Tensor, "a tensor"), ("lora", LoRA, "a LoRA")):
             given: Any = getattr(self, name)
             if given is not None and not isinstance(given, kind):
@@ -185,12 +188,13 @@ class Head:
             got = type(self.weight).__name__
             hint = ": it is a head already" if isinstance(self.weight, Head) else ""
             raise TypeError(f"weight: expected a tensor or a module, got {got}{hint}")
-        size = self.vocab_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        size: Any = self.vocab_size
+        if size is not None and (not isinstance(size, Integral) or size is True or size < 1):
             raise ValueError(f"vocab_size: expected an int > 0, got {size!r}")
         # convert numpy's types and enums to Python's types
         object.__setattr__(self, "final_logit_softcapping", None if cap is None else float(cap))
         object.__setattr__(self, "logit_scale", float(scale))
+        object.__setattr__(self, "vocab_size", None if size is None else int(size))
         object.__setattr__(self, "logits_dtype", allowed[allowed.index(self.logits_dtype)])
 
     def __repr__(self) -> str:
@@ -267,6 +271,7 @@ def read_reference(reference: Any, head: Head, prefix: str) -> Reference:
     hidden, other = reference if is_pair else (reference, None)
     if other is None:
         name, got = prefix.rstrip("."), type(reference).__name__
+        got += f" of {len(reference)}" if isinstance(reference, tuple) else ""
         if isinstance(reference, nn.Module):
             got += "; for a whole model, call causal_lm_"
             got += "divergence(student, teacher, ...)" if name == "teacher" else "loss(model, ...)"

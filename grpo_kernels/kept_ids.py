@@ -205,6 +205,11 @@ def read_kept_ids(kept_ids: Any, ids: Tensor, on_missing_set: Any) -> KeptIds | 
         return None
     check_choice("on_missing_set", on_missing_set, _ON_MISSING_SET)
     if not isinstance(kept_ids, KeptIds):
+        if isinstance(kept_ids, list):
+            raise TypeError("kept_ids: expected a tensor, got list; pass KeptIds.from_rows(...)")
+        if getattr(kept_ids, "dtype", None) == torch.bool:
+            hint = "pass KeptIds.from_counts(kept_ids.nonzero()[:, -1], kept_ids.sum(-1))"
+            raise TypeError(f"kept_ids: expected ids, got torch.bool; {hint}")
         check_signed_ids("kept_ids", kept_ids, ids)
         width = kept_ids.shape[-1] if kept_ids.dim() else 0
         check_shape("kept_ids", kept_ids, ("(*completion_ids.shape, K)", (*ids.shape, width)))

@@ -79,6 +79,7 @@ from grpo_kernels.base.checks import (
     check_logps,
     check_ratios,
     check_tensor,
+    did_you_mean,
     hints_names,
     warn_once,
 )
@@ -408,6 +409,9 @@ class GRPOLoss(nn.Module):
                     f"GRPOLoss: expected {name} to be changed in the config, which alone is read: "
                     f"loss_fn.config = dataclasses.replace(loss_fn.config, {name}=...)"
                 )
+            hint = did_you_mean(name, FIELDS) if type(self) is GRPOLoss else ""
+            if "did you mean" in hint and not hasattr(nn.Module(), name):
+                raise AttributeError(f"GRPOLoss has no {name}{hint} It is a field of its config")
             if name == "config":
                 check_config(value)
             elif name == "objective":
@@ -520,6 +524,8 @@ def policy_loss_from_logps(
         config, fields, _LOGPS_ARGUMENTS, "policy_loss_from_logps"
     )
     check_inputs(config, arguments)
+    if "temperature" in fields:
+        warn_once("temperature: not used, since logps include it; pass it where you compute them")
     packed = "(N,) with cu_seqlens", (None,)
     shape = ("(B, T)", (None, None)) if cu_seqlens is None else packed
     check_tensor("logps", logps, shape, floating=True)

@@ -141,9 +141,9 @@ def linear_logps(
             an error. None: every position counts.
         temperature: a number, or a tensor shaped like `completion_ids` with one temperature per
             position. The temperature gets no gradient.
-        entropy: False skips the entropy; the default is True, unlike in `linear_divergence`. With
-            `kept_ids`, True gives the entropy over the set, and ``"full"`` the entropy over the
-            whole vocabulary, which costs one more product with the head.
+        entropy: False skips the entropy. With `kept_ids`, True gives the entropy over the set, and
+            ``"full"`` the entropy over the whole vocabulary, which costs one more product with the
+            head.
         extras: names of further results to compute in the same pass, without gradient:
             ``"log_sum_sq_probs"``, ``"mean_logits"``, ``"is_top1"``; see `Scores`. Not available
             with `kept_ids`.
@@ -246,7 +246,7 @@ def linear_divergence(
     divergence: DivergenceName = "reverse_kl",
     beta: float | None = None,
     temperature: float | Tensor = 1.0,
-    entropy: bool = False,
+    entropy: bool = True,
     completion_ids: Tensor | None = None,  # (...)
     expected: Tensor | tuple[Tensor, Tensor] | Expectation | None = None,  # (...)
     # how it is computed
@@ -281,8 +281,7 @@ def linear_divergence(
         beta: TRL's beta in [0, 1]; the default is 0.5. 0 gives the forward KL and 1 the reverse KL.
             Only for ``"jsd"``; otherwise an error.
         temperature: a number, or a tensor with one temperature per position.
-        entropy: True to compute the entropy of the student's distribution; the default is False,
-            unlike in `linear_logps`.
+        entropy: False skips the entropy of the student's distribution.
         completion_ids: (...) tokens; the call also returns their log-probabilities under the
             student. None: no log-probabilities.
         expected: the upstream gradient that you expect for each divergence, up to one common
@@ -293,9 +292,9 @@ def linear_divergence(
         run: a `Run`, the options for engine, backend and memory.
 
     Returns:
-        `Scores` with `divergence`, and with `entropies` and `logps` if you asked for them. The
-        forward KL is inf where the student alone gives an id probability 0. The reverse KL is
-        inf where the teacher alone does.
+        `Scores` with `divergence`, with `entropies` unless `entropy` is False, and with `logps` if
+        you pass `completion_ids`. The forward KL is inf where the student alone gives an id
+        probability 0. The reverse KL is inf where the teacher alone does.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is
@@ -407,6 +406,13 @@ def topk_divergence(
         gradient = ExpectedGradient(coefficients=Coefficients(d_divergence=weights))
         topk = TopKTeacher.of(ids, logps, measure)
         check_masses("teacher_logps", topk.logps)
+        mass = topk.logps.exp().sum(dim=1)
+        is_cut = topk.least_tail is not None and ids.shape[1] < head.weight.shape[0]
+        if is_cut and mass.device.type == "cpu" and len(mass) and bool((mass > 1 - 1e-6).all()):
+            warn_once(
+                "teacher_logps: the K ids' probabilities add up to 1 at every position, so the "
+                "tail is empty; pass log-probabilities over the whole vocabulary"
+            )
         rows = replace(rows, topk=topk)
         job, tensors, _ = plan(
             hidden, head, rows, run, memory, ranks, gradient,

@@ -66,7 +66,7 @@ _SYNONYMS = {
     "target": "completion_ids", "input_ids": "completion_ids", "attention_mask": "completion_mask",
     "chunk_size": "workspace_bytes run", "num_chunks": "workspace_bytes run",
     "without_set": "on_missing_set", "per_token_logps": "logps", "kind": "divergence",
-    "loss_fn": "objective", "engine": "run", "backend": "run", "workspace_bytes": "run",
+    "loss_fn": "objective config", "engine": "run", "backend": "run", "workspace_bytes": "run",
     "clip_range": "epsilon", "temp": "temperature", "memory": "workspace_bytes run",
     "old_logp": "old_per_token_logps", "ref_logp": "ref_per_token_logps",
     "group_index": "group_ids", "normalize": "normalize_advantages scale_rewards", "epsilon": "eps",
@@ -81,13 +81,15 @@ _SYNONYMS = {
     "kl_loss_type": "kl_estimator", "use_kl_loss": "beta", "clip_ratio_c": "delta",
     "ref_input": "reference", "cliprange": "epsilon", "cliprange_low": "epsilon",
     "cliprange_high": "epsilon_high", "loss_agg_mode": "loss_type", "rewards": "advantages",
+    "lambda_": "lam", "lambd": "lam", "gae_lambda": "lam", "compute_entropy": "entropy",
+    "calculate_entropy": "entropy", "tis_imp_ratio_cap": "clip_max", "reference": "teacher",
     # values of verl's loss_agg_mode
     "token-mean": "bnpo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum": "luspo",
     "seq-mean-token-sum-norm": "dr_grpo",
 }  # fmt: skip
 
 _OF_GROUPS = "it is an argument of grpo_kernels.advantages.group_advantages"
-_OF_HEAD = "it is an option of the head: Head(weight, {}=...)"
+_OF_HEAD = "it is an option of the head: Head(weight, {}=...), which whole models bring along"
 _OF_MODELS = "it is an argument of grpo_kernels.transformers.causal_lm_loss"
 # what to do with a name that other calls or libraries have, if no argument here corresponds to it
 INSTEAD = {
@@ -95,18 +97,27 @@ INSTEAD = {
     "replace(config, entropy_coef=...)",
     "mask_truncated_completions": "set completion_mask to 0 in every completion without an end "
     "token",
-    "cast_lm_head_to_fp32": "pass the weight in float32",
+    "cast_lm_head_to_fp32": "use a head whose weight is in float32",
     "router_aux_loss_coef": "pass it to causal_lm_loss",
     "adv_estimator": "grpo_kernels.advantages has a function for each",
     "num_iterations": "call the loss once per step, with the first step's logps as "
     "old_per_token_logps",
-    "use_ref_model": "set beta above 0 and pass ref_per_token_logps",
+    "use_ref_model": "a KL term needs beta above 0, and ref_per_token_logps in the call",
     "tis_imp_ratio_cap": "presets.TIS is that loss; its cap is vllm_importance_sampling_clip_max",
-    "loss_fn": "pass temperature=loss_fn.config.temperature",
+    "loss_fn": "calls with a temperature= take loss_fn.config.temperature",
+    "ignore_index": "set completion_mask to 0 at these ids",
+    "objective": "it is an argument of GRPOLoss, grpo_loss and policy_loss_from_logps",
     "model": "for a whole model, grpo_kernels.transformers has causal_lm_loss, "
     "completion_logps and causal_lm_divergence",
     **dict.fromkeys(("scale_rewards", "num_generations", "group_ids"), _OF_GROUPS),
     **dict.fromkeys(("layout", "zero_advantage"), _OF_MODELS),
+    **dict.fromkeys(
+        (
+            *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"),
+            *("importance_sampling_ratio", "num_items_in_batch", "reference"),
+        ),
+        "it is an argument of a loss's call, such as grpo_loss",
+    ),
     **{
         name: _OF_HEAD.format(name)
         for name in (
@@ -220,7 +231,7 @@ def hints_names(function: F, name: str = "") -> F:
 def no_attribute(of: Any, name: str, names: Iterable[str], hint: str = "") -> AttributeError:
     """Make the error for a missing attribute, with `hint` or else the nearest of `names`."""
     names = [*names]
-    hint = hint or did_you_mean(name, names)
+    hint = hint or did_you_mean(name, names) or f"; it has {', '.join(names)}"
     if hasattr(Tensor, name):
         hint = f": it is no tensor, but has some: {', '.join(names)}"
     return AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}{hint}", obj=of)
@@ -292,6 +303,10 @@ def check_tensor(
         hint = "; pass a tensor of it, such as its logps" if hasattr(x, "logps") else ""
         if name == "hidden" and isinstance(x, torch.nn.Module):
             hint = f"; {INSTEAD['model']}"
+        if isinstance(x, tuple) and any(isinstance(part, Tensor) for part in x):
+            hint = "; pass one of its tensors"
+        if name == "hidden" and (isinstance(x, tuple) or hasattr(x, "hidden_states")):
+            hint = "; pass the last layer's hidden states, output.hidden_states[-1]"
         if isinstance(x, list) and not any(isinstance(part, Tensor) for part in x):
             hint = "; pass torch.tensor(...)"
         if hasattr(x, "__array__"):
@@ -334,13 +349,17 @@ def check_ids(name: str, ids: Any, hidden: Tensor) -> None:
         raise TypeError(f"{name}: expected integer ids, got {ids.dtype}")
     shape, got, hint = tuple(hidden.shape[:-1]), tuple(ids.shape), ""
     if len(shape) == len(got) > 0 and shape[:-1] == got[:-1]:
-        # advice if the lengths differ by one: this library does not shift ids
+        # this library does not shift ids
+        count = got[-1]
         hint = {
             1: "; position t - 1 predicts token t: drop the last position, hidden[..., :-1, :], if "
             "the first one predicts the first id",
             -1: "; position t - 1 predicts token t: drop the first id, [..., 1:], if hidden begins "
             "with the position of that id",
-        }.get(shape[-1] - got[-1], "")
+        }.get(shape[-1] - count, "")
+        if shape[-1] > count + 1:
+            hint = "; position t - 1 predicts token t: for the last tokens, pass "
+            hint += f"hidden[..., -{count + 1}:-1, :]"
     check_shape(name, ids, ("hidden.shape[:-1]", shape), hint=hint)
 
 
@@ -406,7 +425,8 @@ def check_counted_ids(name: str, ids: Tensor, vocab: int, *, padded: bool = Fals
     if bool(outside.any()):
         wanted = f"[0, V) = [0, {vocab})" + (", or -1 for padding," if padded else "")
         got = ids[outside][0].item()
-        raise ValueError(f"{name}: expected ids in {wanted} where the mask counts, got {got}")
+        hint = "; set completion_mask to 0 at labels of -100" if got == -100 else ""
+        raise ValueError(f"{name}: expected ids in {wanted} where the mask counts, got {got}{hint}")
     return None
 
 

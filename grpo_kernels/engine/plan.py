@@ -130,7 +130,8 @@ class Run:
     gather: Gather | None = None
 
     def __post_init__(self) -> None:
-        check_choice("engine", self.engine, NAMES)
+        hint = "; pass bytes as workspace_bytes=" if isinstance(self.engine, int) else ""
+        check_choice("engine", self.engine, NAMES, hint)
         check_choice("backend", self.backend, choices(BackendName))
         gather: Any = self.gather
         budget: Any = self.workspace_bytes

@@ -100,6 +100,8 @@ class LossConfig:
         LossConfig(loss_type="grpo", beta=0.04)
         LossConfig.from_trl(trainer.args)
 
+    ``help(grpo_kernels.presets)`` lists the published algorithms.
+
     Args:
         loss_type: sets two things: the surrogate (the policy term of a token's loss) and the
             normalizer. One of ``"grpo"`` (https://arxiv.org/abs/2402.03300), ``"bnpo"``,
@@ -372,6 +374,8 @@ def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
         return value
     if value is None and _is_optional(name):
         return None
+    if name == "epsilon" and isinstance(value, tuple | list):
+        raise TypeError(f"{name}: expected a number, got {value!r}; the upper one is epsilon_high")
     check_number(name, value, *rule.get("range", ()))
     if isinstance(value, Integral):
         return int(value)
@@ -387,9 +391,9 @@ def preset_hint(name: Any) -> str:
     if preset not in getattr(presets, "__all__", ()):
         return ""
     if preset.lower() in LOSSES:
-        published, default = f"presets.{preset}", f"loss_type={preset.lower()!r}"
-        return f"; GRPOLoss({published}) has the paper's settings, GRPOLoss({default}) the defaults"
-    return f"; grpo_kernels.presets.{preset} is that loss: GRPOLoss(presets.{preset})"
+        default = f"loss_type={preset.lower()!r}"
+        return f"; config=presets.{preset} has the paper's settings, {default} the defaults"
+    return f"; grpo_kernels.presets.{preset} is that loss: config=presets.{preset}"
 
 
 def check_kind(config: Any) -> None:
@@ -398,6 +402,8 @@ def check_kind(config: Any) -> None:
         hint = "; pass it as objective=" if inspect.isfunction(config) else preset_hint(config)
         if isinstance(config, Mapping):
             hint = "; pass LossConfig(**config)"
+        if hasattr(config, "loss_type") and not isinstance(config, type):
+            hint = "; pass LossConfig.from_trl(args)"
         if isinstance(getattr(config, "config", None), LossConfig):  # a GRPOLoss
             hint = "; pass its config"
         got = f"the class {config.__name__}" if isinstance(config, type) else type(config).__name__
@@ -410,8 +416,8 @@ def check_config(config: Any) -> None:
     if divides_by_length(config) and config.max_completion_length is None:
         raise ValueError(
             "max_completion_length: expected the most tokens that you generate in a completion, by "
-            f"which loss_type = {config.loss_type!r} divides, got None: GRPOLoss(presets.DR_GRPO, "
-            "max_completion_length=...)"
+            f"which loss_type = {config.loss_type!r} divides, got None: set it in the config, "
+            "replace(config, max_completion_length=...)"
         )
 
 
@@ -493,16 +499,24 @@ def _refuse_full_kl(config: LossConfig, why: str) -> None:
 
 
 def check_loss_is_read(config: LossConfig) -> None:
-    """Require all terms to be off if an objective does not read `tokens.loss`."""
+    """Refuse terms, and warn of names, that an objective without `tokens.loss` leaves unused."""
+    loss_type = loss_type_of(config)
+    plain = next(x.name for x in LOSSES.values() if x.normalizer == loss_type.normalizer)
     for option in fields(LossConfig):
         value, default = getattr(config, option.name), option.default
         if option.name not in _BESIDE_AN_OBJECTIVE and value != default:
             raise ValueError(
                 f"{option.name}: expected {default!r} with an objective that does not read "
-                f"tokens.loss, and so replaces the config's loss, got {value!r}; pass "
-                f"GRPOLoss(loss_type={config.loss_type!r}, objective=...) without a preset, or "
-                "build on tokens.loss"
+                f"tokens.loss, and so replaces the config's loss, got {value!r}; pass loss_type = "
+                f"{plain!r} alone, without a preset, or build on tokens.loss"
             )
+    if loss_type.surrogate != "clipped":
+        warn_once(
+            f"loss_type: {config.loss_type!r} only sets the normalizer with an objective that does "
+            f"not read tokens.loss; pass {plain!r}, which has the same, or build on tokens.loss"
+        )
+    if config.max_completion_length is not None and not divides_by_length(config):
+        warn_once(f"max_completion_length: {_UNUSED.format(config.loss_type)}")
 
 
 def check_inputs(
@@ -547,14 +561,14 @@ def check_inputs(
         raise ValueError(f"importance_sampling_ratio: expected None {why} computes it, got {got}")
     if config.corrects_sampling and inputs["sampling_per_token_logps"] is None:
         raise ValueError(f"sampling_per_token_logps: expected a tensor {why}, got None")
-    _check_num_items(config, inputs["num_items_in_batch"])
+    _check_num_items(inputs["num_items_in_batch"])
     if kept_ids is not None:
         _refuse_full_kl(config, "with kept_ids, which truncate the policy")
     if "sampling_topk_ids" in inputs:
         _check_centering(config, inputs)
 
 
-def _check_num_items(config: LossConfig, num_items_in_batch: Any) -> None:
+def _check_num_items(num_items_in_batch: Any) -> None:
     """Require None, a finite number >= 0 or a tensor of one element."""
     if isinstance(num_items_in_batch, Tensor):
         if num_items_in_batch.numel() != 1:
@@ -567,12 +581,6 @@ def _check_num_items(config: LossConfig, num_items_in_batch: Any) -> None:
         num_items_in_batch = num_items_in_batch.item()
     if num_items_in_batch is not None:
         check_number("num_items_in_batch", num_items_in_batch, 0.0, True)
-        is_read = loss_type_of(config).normalizer == "num_items"
-        if is_read and 0.0 < num_items_in_batch < 1.0:
-            warn_once(
-                f"num_items_in_batch: {num_items_in_batch:g} counts as 1; pass the number of "
-                "counted tokens of the whole batch, such as completion_mask.sum()"
-            )
 
 
 def _check_centering(config: LossConfig, inputs: Mapping[str, Any]) -> None:
@@ -613,7 +621,7 @@ def warn_of_inputs(tokens: Tokens, inputs: Mapping[str, Any]) -> None:
     """
     config, objective = inputs["config"], inputs["objective"]
     old = inputs["old_per_token_logps"]
-    sampling, ratio = inputs["sampling_per_token_logps"], inputs["importance_sampling_ratio"]
+    sampling = inputs["sampling_per_token_logps"]
     loss_type, layout = loss_type_of(config), tokens.layout
     on_cpu = tokens.advantages.device.type == "cpu"  # elsewhere, reading them would wait
     most = config.max_completion_length if divides_by_length(config) and on_cpu else None
@@ -622,7 +630,14 @@ def warn_of_inputs(tokens: Tokens, inputs: Mapping[str, Any]) -> None:
             f"max_completion_length: loss_type = {config.loss_type!r} divides by it, and {most} is "
             "less than the tokens of a completion; pass the longest length that you generate"
         )
-    if inputs["num_items_in_batch"] is not None and loss_type.normalizer != "num_items":
+    items = inputs["num_items_in_batch"]
+    is_known = items is not None and not (isinstance(items, Tensor) and items.device.type != "cpu")
+    if is_known and loss_type.normalizer == "num_items" and layout.total and float(items) < 1.0:
+        warn_once(
+            f"num_items_in_batch: {float(items):g} counts as 1; pass the number of counted tokens "
+            "of the whole batch, such as completion_mask.sum()"
+        )
+    if items is not None and loss_type.normalizer != "num_items":
         warn_once(
             f"num_items_in_batch: not used by loss_type = {config.loss_type!r}, a mean over the "
             "call. Under gradient accumulation divide the loss by the number of steps, and leave "
@@ -640,33 +655,8 @@ def warn_of_inputs(tokens: Tokens, inputs: Mapping[str, Any]) -> None:
             f"old_per_token_logps: rounded to {old.dtype}, so ratios that should be 1 are off by "
             "1% or more; keep them in torch.float32"
         )
-    if objective is not None:  # it may not read the config's loss
-        return
-    if on_cpu and config.importance_sampling_level == "sequence":
-        is_next = layout.sequence.diff() == 0
-        if bool(((tokens.advantages.diff() != 0) & is_next).any()):
-            warn_once(
-                "advantages: they differ within a sequence, whose tokens share one ratio, so a "
-                "token's gradient is that of its sequence's mean advantage. For gradients by "
-                "token, pass objective=objectives.gspo_token"
-            )
-    options = [f"vllm_importance_sampling_{x}" for x in ("mode", "clip_max", "clip_min")]
-    is_set = [x for x in options if getattr(config, x) != getattr(_DEFAULT, x)]
-    if ratio is not None:  # may come from a trainer with these options
-        if loss_type.sampling_ratio is None:
-            warn_once(f"importance_sampling_ratio: {_UNUSED.format(config.loss_type)}")
-    elif is_set and not config.vllm_importance_sampling_correction:
-        warn_once(
-            f"{', '.join(is_set)}: not used without an importance sampling ratio; turn on "
-            "vllm_importance_sampling_correction, pass importance_sampling_ratio, or leave "
-            f"{'it' if len(is_set) == 1 else 'them'} out"
-        )
-    warn_of_loss(config, on_policy=old is None)
-    if masks_off_policy(config) and old is sampling is None:
-        warn_once(
-            "off_policy_mask_threshold: drops nothing without sampling_per_token_logps or "
-            "old_per_token_logps; pass one of them, or leave it out"
-        )
+    if objective is None:  # else it may not read the config's loss
+        warn_of_loss(config, tokens)
 
 
 _UNUSED = "not used by loss_type = {!r}; leave it out"
@@ -692,11 +682,36 @@ def _unread(config: LossConfig) -> tuple[str, ...]:
     return tuple(name for name in is_set if is_set[name] and name in of_others)
 
 
-def warn_of_loss(config: LossConfig, *, on_policy: bool) -> None:
-    """Warn of an option without effect, and of a clip range that is likely a mistake, once each.
+def warn_of_loss(config: LossConfig, tokens: Tokens) -> None:
+    """Warn, once each, of options and inputs without effect on the config's loss of all `tokens`.
 
-    These are no errors, as in TRL.
+    Warn of a clip range that is likely a mistake, too. These are no errors, as in TRL.
     """
+    loss_type, layout, old = loss_type_of(config), tokens.layout, tokens.old_per_token_logps
+    if tokens.advantages.device.type == "cpu" and config.importance_sampling_level == "sequence":
+        is_next = layout.sequence.diff() == 0
+        if bool(((tokens.advantages.diff() != 0) & is_next).any()):
+            warn_once(
+                "advantages: they differ within a sequence, whose tokens share one ratio, so a "
+                "token's gradient is that of its sequence's mean advantage. "
+                "objectives.gspo_token has gradients by token"
+            )
+    options = [f"vllm_importance_sampling_{x}" for x in ("mode", "clip_max", "clip_min")]
+    is_set = [x for x in options if getattr(config, x) != getattr(_DEFAULT, x)]
+    if tokens.importance_sampling_ratio is not None:  # may come from a trainer with these options
+        if loss_type.sampling_ratio is None:
+            warn_once(f"importance_sampling_ratio: {_UNUSED.format(config.loss_type)}")
+    elif is_set and not config.vllm_importance_sampling_correction:
+        warn_once(
+            f"{', '.join(is_set)}: not used without an importance sampling ratio; turn on "
+            "vllm_importance_sampling_correction, pass importance_sampling_ratio, or leave "
+            f"{'it' if len(is_set) == 1 else 'them'} out"
+        )
+    if masks_off_policy(config) and old is tokens.sampling_per_token_logps is None:
+        warn_once(
+            "off_policy_mask_threshold: drops nothing without sampling_per_token_logps or "
+            "old_per_token_logps; pass one of them, or leave it out"
+        )
     if config.kl_estimator != "k3" and config.beta == 0.0:
         warn_once(
             f"kl_estimator: {config.kl_estimator!r} has no effect in a loss with beta = 0; give "
@@ -706,7 +721,7 @@ def warn_of_loss(config: LossConfig, *, on_policy: bool) -> None:
     for name in unread:
         warn_once(f"{name}: {_UNUSED.format(config.loss_type)}")
     low, high = config.epsilon, config.clip_high
-    if loss_type_of(config).surrogate == "cispo" and high < 1.0:
+    if loss_type.surrogate == "cispo" and high < 1.0:
         warn_once(
             f"epsilon_high: in {config.loss_type!r} it is the cap on the ratio itself, so {high:g} "
             "caps nearly every token; pass 5 (presets.CISPO)"
@@ -716,7 +731,7 @@ def warn_of_loss(config: LossConfig, *, on_policy: bool) -> None:
             f"delta: {config.delta:g} is below the clip range's bound, 1 + epsilon_high = "
             f"{1.0 + high:g}, and lowers ratios within it; INTELLECT-2's is 4"
         )
-    if on_policy or loss_type_of(config).surrogate != "clipped":
+    if old is None or loss_type.surrogate != "clipped":
         return
     if config.epsilon_high is not None and high >= 1.0:
         warn_once(

@@ -332,7 +332,8 @@ class CustomLoss:
         if not read:
             check_loss_is_read(self.of_config.config)
             return rows(per_token), None
-        warn_of_loss(self.of_config.config, on_policy=self.of_config.on_policy)
+        if self._chosen is None:
+            warn_of_loss(self.of_config.config, tokens)
         return rows(per_token), read[0]
 
 

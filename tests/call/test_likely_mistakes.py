@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ ELSEWHERE = {
     "final_logit_softcapping": OF_HEAD,
     "num_iterations": "call the loss once per step",
     "mask_truncated_completions": "set completion_mask to 0",
-    "use_ref_model": "set beta above 0 and pass ref_per_token_logps$",
+    "use_ref_model": "needs beta above 0, and ref_per_token_logps in the call$",
     "tis_imp_ratio_cap": "presets.TIS is that loss",
     "rollout_is_weights": "importance_sampling_ratio? It is an argument of the module's call$",
 }
@@ -152,6 +152,7 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: loss(WEIGHT.numpy()), TypeError, "head: expected a weight ..., got ndarray"),
     (lambda: Head(Head(WEIGHT)), TypeError, "weight: expected a tensor or a module, got Head"),
     (lambda: Head(WEIGHT, bias=30.0), TypeError, "bias: expected a tensor, got float"),
+    (lambda: Head(WEIGHT, logit_scale=0), ValueError, "logit_scale: ... other than 0, got 0"),
     (lambda: Head(WEIGHT, vocab_size=0), ValueError, "vocab_size: expected an int > 0, got 0"),
     (lambda: loss(run="lean"), TypeError, "run: expected a Run, got str"),
     (lambda: loss(engine="lean"), TypeError, "engine: ...; did you mean run=Run(engine=...)?"),
@@ -162,7 +163,7 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: GRPOLoss(kl_estimator="low_var_kl"), ValueError, "kl_estimator: ... is 'k3'"),
     (lambda: GRPOLoss(lambda tokens: tokens.loss), TypeError, "config: ... it as objective"),
     (lambda: GRPOLoss("DAPO"), TypeError,
-     "config: expected a LossConfig, got str; GRPOLoss(presets.DAPO) has the paper's settings"),
+     "config: expected a LossConfig, got str; config=presets.DAPO has the paper's settings"),
     (lambda: GRPOLoss(kl_coef=0.1), TypeError, "kl_coef: ...did you mean beta"),
     (lambda: GRPOLoss(num_items_in_batch=3), TypeError,
      "num_items_in_batch: ...; it is an argument of the module's call"),
@@ -197,6 +198,26 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "num_items_in_batch: ..., got a tensor of shape (2, 5); pass completion_mask.sum()"),
     (lambda: loss(beta=torch.tensor(0.1)), TypeError, "beta: ... tensor(0.1000); pass its .item()"),
     (lambda: loss(loss_type=presets.DAPO), ValueError, "loss_type: ...; pass it as config="),
+    (lambda: LossConfig(reference=LOGPS), TypeError,  # type: ignore[call-arg]
+     "reference: ...; it is an argument of a loss's call, such as grpo_loss$"),
+    (lambda: loss(config=SimpleNamespace(loss_type="grpo")), TypeError,
+     "config: ... SimpleNamespace; pass LossConfig.from_trl(args)"),
+    (lambda: loss(epsilon=(0.2, 0.28)), TypeError, "epsilon: ...; the upper one is epsilon_high"),
+    *((lambda x=x: loss(hidden=x), TypeError,
+       "hidden: expected a tensor, got ...; pass the last layer's ..., output.hidden_states[-1]")
+      for x in ((HIDDEN, HIDDEN), SimpleNamespace(hidden_states=(HIDDEN,)))),
+    (lambda: loss(advantages=(LOGPS, LOGPS)), TypeError,
+     "advantages: expected a tensor, got tuple; pass one of its tensors"),
+    (lambda: linear_logps(HIDDEN, WEIGHT, IDS - IDS - 100), ValueError,
+     "completion_ids: ..., got -100; set completion_mask to 0 at labels of -100"),
+    (lambda: loss(kept_ids=LOGITS > 0), TypeError,
+     "kept_ids: ..., got torch.bool; pass KeptIds.from_counts(kept_ids.nonzero()[:, -1],"),
+    (lambda: loss(kept_ids=[[[1]]]), TypeError, "kept_ids: ..., got list; pass KeptIds.from_rows("),
+    (lambda: linear_divergence(HIDDEN, WEIGHT, (LOGITS,)), TypeError,  # type: ignore[arg-type]
+     "teacher: expected a tuple (hidden, head), got tuple of 1"),
+    (lambda: advantages.gae(LOGPS, torch.zeros(2, 6), -LOGPS), ValueError,
+     "values: ..., got (2, 6); pass V after a row's last token as last_value="),
+    (lambda: loss(objective=lambda tokens: tokens.lengths), HINT, "...; it has logps, ..., loss"),
     (lambda: loss(config={"beta": 0.1}), TypeError, "config: ... dict; pass LossConfig(**config)"),
     (lambda: loss(config=GRPOLoss()), TypeError, "config: ... GRPOLoss; pass its config"),
     (lambda: grpo_loss(*[IDS] * 6), TypeError, "grpo_loss: ...; pass the others by name"),
@@ -230,6 +251,7 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: presets.DAPO.replace(beta=0.1), HINT, "... dataclasses.replace(config, ...)"),
     (lambda: presets.DAPO(beta=0.1), TypeError,  # type: ignore[operator]
      "config: ... dataclasses.replace(config, beta=0.1), or GRPOLoss(config, beta=0.1)"),
+    (lambda: Run(2**29), ValueError, "engine: ..., got 536870912; pass bytes as workspace_bytes="),
     (lambda: Run("fast"), ValueError, "engine: expected one of auto, score, ..., got 'fast'"),
     (lambda: Run(backend="cuda"), ValueError, "backend: expected one of ..., got 'cuda'"),
     (lambda: Run(workspace_bytes="64MB"), TypeError,  # type: ignore[arg-type]
@@ -248,8 +270,11 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
       for call, declare in ((loss, token_level), (given_loss, lambda x: x))
       for name in ("ref_per_token_logps", "sampling_per_token_logps", RATIO)),
     *((lambda name=name: GRPOLoss(loss_type=name), ValueError,
-       f"loss_type: expected one of grpo, ...GRPOLoss(presets.{preset})")
+       f"loss_type: expected one of grpo, ...config=presets.{preset}")
       for name, preset in (("gspo", "GSPO"), ("ppo", "PPO"), ("dr-grpo", "DR_GRPO"))),
+    *((lambda name=name: setattr(GRPOLoss(), name, 0.1), HINT,
+       "GRPOLoss has no ...; did you mean beta? It is a field of its config")
+      for name in ("kl_coef", "betas")),
     (lambda: setattr(GRPOLoss(), "beta", 0.1), HINT, "...replace(loss_fn.config, beta="),
     *((lambda name=name: setattr(GRPOLoss(), name, "x"), TypeError, f"{name}: expected ... got str")
       for name in ("config", "objective", "run")),
@@ -305,6 +330,7 @@ def test_logits_in_the_place_of_hidden_states_and_a_shift(call: Any, more: Any) 
         (LOGITS, looks),
         (longer, rf"{shifted} last position, hidden\[\.\.\., :-1, :\]"),
         (HIDDEN[:, :-1], rf"{shifted} first id, \[\.\.\., 1:\]"),
+        (HIDDEN.repeat(1, 2, 1), r".* for the last tokens, pass hidden\[\.\.\., -6:-1, :\]"),
     ):
         with pytest.raises(ValueError, match=message):
             call(hidden, WEIGHT, IDS, **more)
@@ -351,6 +377,13 @@ def test_a_loss_of_log_probabilities_needs_no_entropies(objective: Any) -> None:
 def test_inputs_that_have_no_effect_warn() -> None:
     with pytest.warns(UserWarning, match=r"off_policy_mask_threshold: drops nothing without"):
         loss(off_policy_mask_threshold=0.1)
+    with pytest.warns(UserWarning, match=r"temperature: not used, since logps include it"):
+        given_loss(temperature=0.7)
+    given_loss(config=LossConfig(temperature=0.7))  # as the call has that computed the logps
+    listed = (HIDDEN @ WEIGHT.T).log_softmax(-1)[..., :3]
+    topk_divergence(HIDDEN, WEIGHT, IDS[..., None].expand(2, 5, 3), listed)
+    with pytest.warns(UserWarning, match=r"teacher_logps: the K ids' probabilities add up to 1"):
+        topk_divergence(HIDDEN, WEIGHT, torch.arange(3).expand(2, 5, 3), listed.log_softmax(-1))
     with pytest.warns(UserWarning, match=r"group_ids: each reward has a group of its own"):
         group_advantages(torch.tensor([1.0, 2.0, 3.0]), group_ids=[0, 1, 2])
 

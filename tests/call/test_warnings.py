@@ -34,7 +34,8 @@ NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
         *(({"num_items_in_batch": x}, {"loss_type": "grpo"},
            "num_items_in_batch: not used by loss_type = 'grpo'") for x in (7, 0.5)),
         ({"num_items_in_batch": 7}, {"loss_type": "dapo"}, None),
-        ({"num_items_in_batch": 0.5}, {}, "num_items_in_batch: 0.5 counts as 1; pass the number"),
+        *(({"num_items_in_batch": x}, {}, f"num_items_in_batch: {x} counts as 1; pass the number")
+          for x in (0.5, 0)),
         *(({name: x.clone().requires_grad_()}, config, f"{name}: counted as constants, so")
           for name, x, config in (
               ("advantages", torch.ones(2), {}),

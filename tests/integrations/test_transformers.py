@@ -573,7 +573,7 @@ def test_mistakes_with_two_models() -> None:
         ({"divergence": "kl"}, ValueError, "divergence: expected one of reverse_kl"),
         ({"temprature": 2.0}, TypeError, "temprature: .*did you mean temperature"),
         ({"kind": "jsd"}, TypeError, r"kind: .* no such argument.*; did you mean divergence\?"),
-        ({"loss_fn": GRPOLoss()}, TypeError, "loss_fn: .*; pass temperature=loss_fn.config.temp"),
+        ({"loss_fn": GRPOLoss()}, TypeError, "loss_fn: .*= take loss_fn.config.temperature"),
         ({"beta": 0.5}, ValueError, "beta: expected None with divergence = 'reverse_kl'"),
     ):
         with pytest.raises(kind, match=f"^{message}"):

@@ -139,6 +139,15 @@ def test_fields_without_use_are_refused() -> None:
             GRPOLoss(objective=reads, **options)
 
 
+def test_a_loss_type_of_which_only_the_normalizer_is_used_warns(forget_warnings: Any) -> None:
+    for name, plain in (("sapo", "grpo"), ("vespo", "dapo"), ("gmpo", "grpo")):
+        message = rf"loss_type: '{name}' only sets the normalizer .*; pass '{plain}'"
+        with pytest.warns(UserWarning, match=message):
+            grpo_loss(**training_batch(), objective=Scaled().loss, loss_type=name)
+    with pytest.warns(UserWarning, match=r"max_completion_length: not used by loss_type = 'dapo'"):
+        grpo_loss(**training_batch(), objective=Scaled().loss, max_completion_length=9)
+
+
 OWN: dict[str, dict[str, Any]] = {
     "dapo": {}, "kl": {"beta": 0.1}, "paper": {"loss_type": "grpo", "beta": 0.04},
     "sapo": {"loss_type": "sapo"}, "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
@@ -244,6 +253,19 @@ def test_a_clip_range_is_checked_where_it_is_read(forget_warnings: Any) -> None:
     inputs = training_batch() | {"old_per_token_logps": -2.0 - torch.rand(4, 6)}
     with pytest.warns(UserWarning, match="epsilon_high: the upper bound of the ratio"):
         grpo_loss(**inputs, objective=penalized, epsilon_high=1.28)
+
+
+def test_inputs_without_use_are_named_where_the_loss_is_read(forget_warnings: Any) -> None:
+    ratio, level = {"importance_sampling_ratio": torch.ones(4, 6)}, "importance_sampling_level"
+    apart = {"advantages": torch.randn(4, 6), level: "sequence"}
+    for options, message in (
+        ({"vllm_importance_sampling_mode": "token_mask"}, "vllm_importance_sampling_mode: not"),
+        ({"loss_type": "gmpo", **ratio}, "importance_sampling_ratio: not used by loss_type"),
+        ({"off_policy_mask_threshold": 0.1}, "off_policy_mask_threshold: drops nothing"),
+        (apart, "advantages: they differ within a sequence"),
+    ):
+        with pytest.warns(UserWarning, match=message):
+            grpo_loss(**{**training_batch(), **options}, objective=lambda tokens: tokens.loss)
 
 
 def test_the_loss_is_read_from_the_tokens_of_the_call() -> None:
