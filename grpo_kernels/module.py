@@ -280,7 +280,7 @@ def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Hea
     hooks_have_run = is_fsdp_unit(module) or module in divided_modules(module)
 
     def attached(output: Any) -> dict[str, Tensor]:  # of a `LossOutput` or `Scores`
-        return output.given if hasattr(type(output), "given") else {"loss": output.loss}
+        return {"loss": output.loss} if "loss" in vars(output) else output.given
 
     def compute(hidden: Tensor) -> tuple[Tensor, ...]:
         if not hooks_have_run:

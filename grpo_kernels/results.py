@@ -161,9 +161,32 @@ class Metrics(Mapping[str, Tensor]):
         return f"Metrics({', '.join(values)})"
 
 
+class _Output:
+    """A call's results, which are read by name."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The results that are not None, by name."""
+        results = {x.name: getattr(self, x.name) for x in fields(self)}  # type: ignore[arg-type]
+        return {name: x for name, x in results.items() if x is not None}
+
+    def __getitem__(self, key: object) -> Tensor:
+        """Raise TypeError: read results by name."""
+        kind, names = type(self).__name__, ", ".join(f".{name}" for name in self.given)
+        raise TypeError(f"{kind}: expected a result by its name, {names}, got [{key!r}]")
+
+    if not TYPE_CHECKING:  # else type checkers would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name, (x.name for x in fields(self)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({listed(self.given.items())})"
+
+
 # not frozen: Lightning's Fabric copies what a module returns, and sets the copy's fields
-@dataclass
-class LossOutput:
+@dataclass(repr=False)
+class LossOutput(_Output):
     """Result of `grpo_loss`, `GRPOLoss`, `causal_lm_loss` and `policy_loss_from_logps`.
 
     Attributes:
@@ -194,21 +217,13 @@ class LossOutput:
                 raise AttributeError("LossOutput has no backward(): call out.loss.backward()")
             if name in self.__dict__.get("metrics", ()):
                 raise AttributeError(f"LossOutput has no {name}: read out.metrics[{name!r}]")
-            hint = _NO_KL if name == "kl" else ""
-            raise no_attribute(self, name, (x.name for x in fields(self)), hint)
-
-    def __getitem__(self, key: object) -> Tensor:
-        """Raise TypeError: read results by name."""
-        names = ", ".join(f".{x.name}" for x in fields(self))
-        raise TypeError(f"LossOutput: expected a result by its name, {names}, got [{key!r}]")
-
-    def __repr__(self) -> str:
-        values = [(x.name, getattr(self, x.name)) for x in fields(self)]
-        return f"LossOutput({listed(values)})"
+            if name == "kl":
+                raise no_attribute(self, name, (), _NO_KL)
+            return super().__getattr__(name)
 
 
-@dataclass
-class Scores:
+@dataclass(repr=False)
+class Scores(_Output):
     """Results of `linear_logps`, `linear_divergence`, `topk_divergence`, `completion_logps`.
 
     Results that you did not request are None. All other results have the shape of the positions,
@@ -235,28 +250,6 @@ class Scores:
     is_top1: Tensor = None  # type: ignore[assignment]
     student_mass: Tensor = None  # type: ignore[assignment]
     topk_logps: Tensor = None  # type: ignore[assignment]
-
-    @property
-    def given(self) -> dict[str, Tensor]:
-        """The results that are not None, by name."""
-        results = {name: getattr(self, name) for name in _OF_SCORES}
-        return {name: x for name, x in results.items() if x is not None}
-
-    def __getitem__(self, key: object) -> Tensor:
-        """Raise TypeError: read results by name."""
-        names = ", ".join(f".{name}" for name in self.given)
-        raise TypeError(f"Scores: expected a result by its name, {names}, got [{key!r}]")
-
-    if not TYPE_CHECKING:  # else type checkers would accept any name
-
-        def __getattr__(self, name: str) -> Any:
-            raise no_attribute(self, name, _OF_SCORES)
-
-    def __repr__(self) -> str:
-        return f"Scores({listed(self.given.items())})"
-
-
-_OF_SCORES = [x.name for x in fields(Scores)]
 
 
 # DDP with static_graph=True silently drops the gradients of an output that is not a registered
@@ -292,5 +285,5 @@ def _register(kind: Any, names: Sequence[str]) -> None:
 
 
 _register(LossOutput, ("loss", "logps", "entropies", "metrics"))
-_register(Scores, _OF_SCORES)
+_register(Scores, [x.name for x in fields(Scores)])
 _register(Metrics, ("_pairs", "_extremes"))
