@@ -499,7 +499,7 @@ def test_divergences(student: str, teacher: str, divergence: Any, layout: Any) -
         got = torch.autograd.grad(scores.divergence.sum(), parameters, allow_unused=True)
         torch.testing.assert_close(got, want_grads, rtol=1e-4, atol=1e-5)
         assert scores.logps.shape == mask.shape
-        assert scores.given.keys() == {"logps", "divergence"}
+        assert scores.given.keys() == {"divergence", "entropies", "logps"}
     assert all(x.grad is None for x in other.parameters())
 
 
