@@ -55,13 +55,12 @@ def check_token_level(
     """
     if tokens is None:
         gen = torch.Generator().manual_seed(0)
-        numbers, places = torch.randn(6, 99, generator=gen), torch.arange(99)
+        numbers = torch.randn(6, 9, 11, generator=gen)
         logps = -numbers[0].abs() - 0.01
         old, ref, sampling = ((logps + 0.3 * x).clamp(max=0.0) for x in numbers[3:])
-        ratio, mask = torch.rand(99, generator=gen) + 0.5, torch.ones(99, dtype=torch.bool)
+        ratio, mask = torch.rand(9, 11, generator=gen) + 0.5, torch.ones(9, 11, dtype=torch.bool)
         policy = logps, numbers[1].abs(), mask, numbers[2]
-        where = places, places // 11, places % 11
-        tokens = TokenInputs(*policy, old, ref, sampling, ratio, *where)
+        tokens = TokenInputs(*policy, old, ref, sampling, ratio)
     n = tokens.logps.numel()
     if n < 2:
         raise ValueError(f"tokens: expected at least two, since some are left out, got {n}")
