@@ -122,7 +122,7 @@ class TrunkInputs:
 
     @property
     def padding_is_read(self) -> bool:
-        """True if a needed cell is padding: only the model knows what such a cell attends to."""
+        """True if a needed cell is padding."""
         return bool((self.needed & ~self.attended).any())
 
     def layout(

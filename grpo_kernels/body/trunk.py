@@ -256,7 +256,8 @@ class TrunkCall:
         if isinstance(inputs, str):
             say_once(self.trunk, inputs)
             return None
-        modes = [*MODES[MODES.index(self.layout) :]]
+        # only the model knows what padding attends to
+        modes = ["padded"] if inputs.padding_is_read else [*MODES[MODES.index(self.layout) :]]
         output, instead = None, "all sequences run in one padded forward"
         if inputs.is_packed:
             modes, instead = [x for x in modes if x == "tree"], "packed rows run as given"
@@ -362,8 +363,6 @@ class Exactness:
 
     def known(self, mode: str) -> Way | str | None:
         """How layout `mode` is exact for this batch, or why it is not; None if not tried yet."""
-        if self.inputs.padding_is_read and mode != "padded":
-            return "padding is read, and only the model knows what it attends to"
         attended, needed = self.inputs.attended, self.inputs.needed
         begun, goes_on = attended.cumsum(1) > 0, needed.flip(1).cumsum(1).flip(1) > 0
         if mode == "tree" and (begun & goes_on & ~attended).any():
