@@ -67,7 +67,7 @@ class HeadOptions:
 
 
 @dataclass(eq=False)
-class Call:
+class Scoring:
     """A trainer's knowledge about the scoring of a micro-batch, in its loss or before it."""
 
     model: Any = None
@@ -76,7 +76,7 @@ class Call:
     expected: Expectation | None = None  # predicted gradient
     live: Tensor | None = None  # (B,) bool, sequences that may get a gradient; None: all
     score: Callable[..., Scores] | None = None  # replaces `linear_logps`; same arguments
-    is_unscored: bool = False  # True: the inputs still lack old log-probabilities
+    lacks_old: bool = False  # True: the inputs still lack old log-probabilities
     # (B, T) each, by their names in `Scores`; "divergence" is the exact KL's
     results: dict[str, Tensor] = field(default_factory=dict)
     is_done: bool = False  # True: the results are complete, and no model runs
@@ -90,7 +90,7 @@ class Call:
         )
 
     def is_of(self, model: Any, ids: Tensor, mask: Tensor, columns: int) -> bool:
-        """True if this call scores the last `columns` of these rows, (B, L) each."""
+        """True if this scores the last `columns` of these rows, (B, L) each."""
         if model is not self.model or columns != self.inputs["completion_ids"].shape[1]:
             return False
         # `equal` synchronizes with the device
@@ -114,7 +114,7 @@ class Reference:
         self._hidden, self._constants = torch.empty(0), Head(None)
 
     def take(self, hidden: Tensor, head: Head, ids: Tensor, **how: Any) -> Scores:
-        """Keep `hidden` (B, T, H') and return zeros. Used as `Call.score` of the reference."""
+        """Keep `hidden` (B, T, H') and return zeros. Used as `Scoring.score` of the reference."""
         self._constants = replace(head, weight=None, bias=None, lora=None)
         self._hidden = hidden.detach().clone()  # a view would keep the prompt's states in memory
         return Scores(logps=hidden.new_zeros(ids.shape, dtype=torch.float32))
@@ -122,7 +122,7 @@ class Reference:
     def compare(
         self, hidden: Tensor, head: Head, ids: Tensor, *, extras: Sequence[str], **how: Any
     ) -> Scores:
-        """Score `ids`, with the divergence, as the policy's `Call.score`; TRL reads no `extras`."""
+        """Score `ids`, with the divergence. Used as `Scoring.score` of the policy."""
         states = self._hidden.to(hidden.device)
         # read now, because under FSDP2 the weight is a different tensor inside a forward
         weight, bias = modules.constant_parameters(self._linear, "reference")
@@ -139,7 +139,7 @@ class FusedHead:
     temperature: float = 1.0
     in_fp32: bool = False
     outputs: Sequence[str] = ("log_probs",)
-    call: Call | None = None  # a trainer sets this for the duration of a forward
+    scoring: Scoring | None = None  # a trainer sets this for the duration of a forward
     # kept ids of completions from a truncating sampler; if set, every call scores over them
     sets: Sequence[SampledSets | None] | None = None
 
@@ -161,14 +161,14 @@ class FusedHead:
         else:
             raise ValueError("labels: expected (B, L) with fused_lm_head=True, got None")
         needed, length = targets != IGNORED, targets.shape[1]
-        options, call = self.options, self.call or Call()
-        compute = call.score or linear_logps
+        options, scoring = self.options, self.scoring or Scoring()
+        compute = scoring.score or linear_logps
         columns, counted = slice(0, length), needed
-        if call.counted is not None:  # only the last T columns are read
-            columns = slice(length - 1 - call.counted.shape[1], length - 1)
-            counted = needed[:, columns] & (call.counted != 0)
+        if scoring.counted is not None:  # only the last T columns are read
+            columns = slice(length - 1 - scoring.counted.shape[1], length - 1)
+            counted = needed[:, columns] & (scoring.counted != 0)
         ids, labeled = targets[:, columns], needed[:, columns]
-        expected = call.expected if torch.is_grad_enabled() else None
+        expected = scoring.expected if torch.is_grad_enabled() else None
         if self.sets is not None:
             start = columns.start
             compute, drawn = over_sets(self.sets, inputs, labeled, start, options.on_missing_set)
@@ -197,17 +197,17 @@ class FusedHead:
             return head_call.pack_output(self.forward(**inputs))
 
         found, output, counts = heads.run_in_head(
-            model, run, score, inputs, options.layout, needed, call.live
+            model, run, score, inputs, options.layout, needed, scoring.live
         )
         device = found["logps"].device
         if "divergence" in found:
-            call.results["divergence"] = found.pop("divergence")
+            scoring.results["divergence"] = found.pop("divergence")
         # TRL's record is fp32
         found = {name: x.float() if x.dtype == torch.float64 else x for name, x in found.items()}
         counted, needed = counted.to(device), needed.to(device)
         options.shares.add(counts)
         options.shares.add_rows(counted, [found["logps"], found.get("entropies")])
-        earlier = (call.inputs.get(x) for x in ("old_per_token_logps", "ref_per_token_logps"))
+        earlier = (scoring.inputs.get(x) for x in ("old_per_token_logps", "ref_per_token_logps"))
         fill = next((x for x in earlier if x is not None), None)
         if fill is not None:  # tool tokens get these values, so that their ratios are finite
             others = labeled.to(device) & ~counted

@@ -84,7 +84,7 @@ from grpo_kernels.patching import LogsShares, Shares, all_replaced, replaced
 from grpo_kernels.results import Scores
 from grpo_kernels.transformers.causal_lm import check_skip
 from grpo_kernels.trl import fused_head, micro_batches
-from grpo_kernels.trl.fused_head import Call, HeadOptions, Reference, head_of
+from grpo_kernels.trl.fused_head import HeadOptions, Reference, Scoring, head_of
 from grpo_kernels.trl.micro_batches import (
     OLD,
     PART,
@@ -99,7 +99,7 @@ from grpo_kernels.trl.sampled_sets import SETS, SampledSets, sets_of_batch, take
 
 _logger = logging.getLogger(__name__)
 STATES = "reference_of_exact_kl"  # entry of a micro-batch that holds its `Reference`
-_RESULTS: tuple[str, ...] = ("logps", "entropies", "divergence")  # keys of `Call.results`
+_RESULTS: tuple[str, ...] = ("logps", "entropies", "divergence")  # keys of `Scoring.results`
 # Methods that read a batch or the log-probabilities of its loss
 _READERS = (
     "_generate_and_score_completions",
@@ -125,7 +125,7 @@ class FusedLossMixin(LogsShares):
     is TRL's GMPO. The mixin takes the arguments of `FusedGRPOTrainer`.
     """
 
-    _call: Call | None = None  # the scoring in progress
+    _scoring: Scoring | None = None  # the scoring in progress
     # True: TRL does not score the old policy, or the reference; decided at the first generation
     _is_deferred: bool | None = None
     _defers_reference = False
@@ -471,7 +471,7 @@ class FusedLossMixin(LogsShares):
         """This generation's micro-batches that still lack old log-probabilities."""
         return [x for x in self._buffered_inputs or () if self._is_deferred and OLD not in x]
 
-    def _is_unscored(self, inputs: Batch) -> bool:
+    def _lacks_old(self, inputs: Batch) -> bool:
         """True if the loss of `inputs` must provide the old log-probabilities."""
         if not self._is_deferred or OLD in inputs:
             return False
@@ -585,7 +585,7 @@ class FusedLossMixin(LogsShares):
         """Compute TRL's loss, and tell the policy's forward which gradient to expect."""
         part: Part | None = inputs.get(PART)
         if self._is_idle(inputs):
-            if self._is_unscored(inputs):
+            if self._lacks_old(inputs):
                 self._score_old(inputs)
             loss = torch.zeros((), device=self.accelerator.device, requires_grad=True)
         elif part is None:
@@ -604,12 +604,12 @@ class FusedLossMixin(LogsShares):
             for batch in part.window.restored():
                 results = {name: batch.pop(name) for name in _RESULTS if name in batch}
                 with torch.no_grad():
-                    self._loss_by_trl(Call(model, batch, results=results, is_done=True))
+                    self._loss_by_trl(Scoring(model, batch, results=results, is_done=True))
         return loss
 
     def _loss_of(self, model: Any, inputs: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """(loss of a micro-batch, the tensors behind its metrics, (B, ...) by name)."""
-        is_unscored = self._is_unscored(inputs)
+        lacks_old = self._lacks_old(inputs)
         inputs = {**inputs}  # a copy: if unscored, the loss adds its own log-probabilities
         config, expected, live = micro_batches.foreseen(self, inputs)
         factor: Tensor | float = 1.0
@@ -620,36 +620,38 @@ class FusedLossMixin(LogsShares):
             config, expected, _ = micro_batches.foreseen(self, inputs)
         mask = inputs["completion_mask"]
         counted = mask if config is None else micro_batches.counted_tokens(inputs)
-        call = Call(model, inputs, counted, expected, live, is_unscored=is_unscored)
+        scoring = Scoring(model, inputs, counted, expected, live, lacks_old=lacks_old)
         if self._has_exact_kl:
-            call.score = inputs[STATES].compare
-        loss = self._loss_by_trl(call)
+            scoring.score = inputs[STATES].compare
+        loss = self._loss_by_trl(scoring)
         kept = {
             name: inputs[name]
             for name in (OLD, RATIO, REFERENCE, "completion_mask")
             if name in inputs
         }
-        return factor * loss, kept | {name: x.detach() for name, x in call.results.items()}
+        return factor * loss, kept | {name: x.detach() for name, x in scoring.results.items()}
 
-    def _loss_by_trl(self, call: Call) -> Tensor:
-        """Compute TRL's loss of a call, plus the exact KL if requested."""
-        mask, has_exact_kl = call.inputs["completion_mask"], self._has_exact_kl
+    def _loss_by_trl(self, scoring: Scoring) -> Tensor:
+        """Compute TRL's loss, plus the exact KL if requested."""
+        mask, has_exact_kl = scoring.inputs["completion_mask"], self._has_exact_kl
         skips = self.zero_advantage == "skip"
         is_measured = not skips or self.accelerator.gather(mask.any().reshape(1)).any()
-        changes: list[tuple[Any, str, Any]] = [(self, "_call", call)]
+        changes: list[tuple[Any, str, Any]] = [(self, "_scoring", scoring)]
         if has_exact_kl:  # leave out TRL's own KL term
             changes.append((self, "beta", 0.0))
         # nothing is logged if no process has a sequence left
         with nullcontext() if is_measured else micro_batches.unlogged(self):
-            with self._over_sets(call.inputs), all_replaced(changes):
-                loss: Tensor = super()._compute_loss(call.model, call.inputs)
+            with self._over_sets(scoring.inputs), all_replaced(changes):
+                loss: Tensor = super()._compute_loss(scoring.model, scoring.inputs)
             if not has_exact_kl:
                 return loss
-            if "divergence" not in call.results:
+            if "divergence" not in scoring.results:
                 raise RuntimeError(
                     "kl_estimator: expected TRL's loss to run its fused head, but it did not"
                 )
-            return micro_batches.with_exact_kl(self, loss, call.inputs, call.results["divergence"])
+            return micro_batches.with_exact_kl(
+                self, loss, scoring.inputs, scoring.results["divergence"]
+            )
 
     def _score(
         self,
@@ -665,14 +667,14 @@ class FusedLossMixin(LogsShares):
         parameters = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
         images = {name: batch[name] for name in parameters if name in batch}
         checkpointing = self.args.gradient_checkpointing_kwargs
-        call = Call(model, {**batch, "completion_mask": mask}, mask, score=score)
+        scoring = Scoring(model, {**batch, "completion_mask": mask}, mask, score=score)
         with (
             torch.no_grad(),
             disable_gradient_checkpointing(self.model, checkpointing),
-            replaced(self, "_call", call),
+            replaced(self, "_scoring", scoring),
             self._over_sets(batch),
         ):
-            rows = (*call.rows, mask.size(1))
+            rows = (*scoring.rows, mask.size(1))
             logps, *_ = self._get_per_token_logps_and_entropies(model, *rows, **images)
         return logps
 
@@ -685,20 +687,20 @@ class FusedLossMixin(LogsShares):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Score as TRL does. For a known `Call`, also pass its predictions to the fused head."""
-        call, given = self._call, (input_ids, attention_mask, logits_to_keep)
+        """Score as TRL does. For a known `Scoring`, also pass its predictions to the fused head."""
+        scoring, given = self._scoring, (input_ids, attention_mask, logits_to_keep)
         score = super()._get_per_token_logps_and_entropies
-        if call is None or not call.is_of(model, *given):
+        if scoring is None or not scoring.is_of(model, *given):
             return score(model, *given, *args, **kwargs)
-        if call.is_done:
-            return call.results["logps"], call.results["entropies"], None
-        with replaced(head_of(model), "call", call):
+        if scoring.is_done:
+            return scoring.results["logps"], scoring.results["entropies"], None
+        with replaced(head_of(model), "scoring", scoring):
             results = score(model, *given, *args, **kwargs)
         scores = zip(("logps", "entropies"), results[:2], strict=True)
-        call.results |= {name: x for name, x in scores if x is not None}
-        if call.is_unscored:
-            call.is_unscored = False
-            self._take_old(call.inputs, results[0])
+        scoring.results |= {name: x for name, x in scores if x is not None}
+        if scoring.lacks_old:
+            scoring.lacks_old = False
+            self._take_old(scoring.inputs, results[0])
         return results
 
 
