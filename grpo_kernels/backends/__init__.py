@@ -38,7 +38,7 @@ from torch import Tensor
 from grpo_kernels.base.checks import check_choice, warn_once
 from grpo_kernels.base.choices import BackendName, choices
 
-NAMES = choices(BackendName)  # valid values of `backend=`
+BACKENDS = choices(BackendName)  # valid values of `backend=`
 # keys of `RowStats.extras` besides `EXTRAS`, from `engine.topk`: the log-probabilities (n, K) of K
 # more ids; the total probability (n,) of a teacher's ids
 TOPK_LOGPS, STUDENT_MASS = "topk_logps", "student_mass"
@@ -299,12 +299,12 @@ def choose_backend(
     The first choice of the C++ kernels in a process may compile them.
 
     Args:
-        name: one of `NAMES`.
+        name: one of `BACKENDS`.
 
     Raises:
         ValueError: no backend has that name, or the named backend cannot serve here.
     """
-    check_choice("backend", name, NAMES)
+    check_choice("backend", name, BACKENDS)
     if name != "auto":
         refusal = _module(name).refusal(device, dtype, asked_for=True)
         if refusal is not None:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import (
+    BACKENDS,
     Coefficients,
     FusedLoss,
     FusedRowBackend,
@@ -87,7 +88,7 @@ ENGINES: dict[str, tuple[When, Literal["rows", "slices"]]] = {
     "two_pass": ("later", "rows"),
     "lean": ("later", "slices"),  # slices of the vocabulary, to save memory
 }
-NAMES = choices(EngineName)  # valid values of `engine=`: "auto" and these
+ENGINE_NAMES = choices(EngineName)  # valid values of `engine=`: "auto" and these
 # when a row's coefficients are known; `_KNOWN` has the words for errors
 Known = Literal["own_row", "all_rows", "backward"]
 _KNOWN = {
@@ -131,8 +132,8 @@ class Run:
 
     def __post_init__(self) -> None:
         hint = "; pass bytes as workspace_bytes=" if isinstance(self.engine, int) else ""
-        check_choice("engine", self.engine, NAMES, hint)
-        check_choice("backend", self.backend, choices(BackendName))
+        check_choice("engine", self.engine, ENGINE_NAMES, hint)
+        check_choice("backend", self.backend, BACKENDS)
         gather: Any = self.gather
         budget: Any = self.workspace_bytes
         if gather is not None and not callable(gather):
