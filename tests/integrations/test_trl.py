@@ -34,9 +34,9 @@ from grpo_kernels.trl import (
 )
 from tests.support.training_step import distance
 from tests.support.trl_training import (
+    Drawn,
     Half,
     Run,
-    Written,
     assert_same,
     divergence_inputs,
     mixed,
@@ -157,11 +157,6 @@ DISTILLED: dict[str, tuple[str, str, dict[str, Any], float, dict[str, Any]]] = {
     "JSD, scaled student, capped teacher": ("logit_scale", "softcap", {}, 0.3, {}),
     "reverse KL, a bias each, scaled teacher": ("bias", "logits_scaling", {}, 1.0, COOLER),
 }  # fmt: skip
-
-
-class Drawn(Written):
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        return super()._generate_single_turn(*args, **kwargs)[0]
 
 
 STOCK, OURS = (mixed(Drawn, x) for x in (trl.DistillationTrainer, FusedDistillationTrainer))
@@ -302,12 +297,22 @@ def batch(changes: str = "") -> dict[str, Any]:
 
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
+VESPO = {"vespo_k_pos": 1.3, "vespo_lambda_pos": 0.7, "vespo_k_neg": 0.4, "vespo_lambda_neg": 2.2}
 # name -> (what changes in the batch, options of the configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{name}, on-policy": ("", {"loss_type": name}) for name in parity.LOSS_TYPES},
     **{f"{name}, old": ("old", {"loss_type": name}) for name in parity.LOSS_TYPES},
-    "gspo": ("old", {"loss_type": "grpo", **SEQUENCE}),
+    **{
+        f"{name}, sequence, old": ("old reference", {"loss_type": name, "beta": 0.04, **SEQUENCE})
+        for name in parity.LOSS_TYPES
+    },
     "beta": ("reference", {"beta": 0.04}),
+    "no bias correction": ("old reference", {"beta": 0.04, "use_bias_correction_kl": False}),
+    "other clip range": ("old", {"epsilon": 0.1, "epsilon_high": 0.3}),
+    "sapo's temperatures": (
+        "old", {"loss_type": "sapo", "sapo_temperature_pos": 0.6, "sapo_temperature_neg": 2.3}
+    ),
+    "vespo's parameters": ("old", {"loss_type": "vespo", **VESPO}),
     "entropy bonus": ("", {"entropy_coef": 0.01}),
     "adaptive entropy": ("", {"entropy_coef": 0.01, "use_adaptive_entropy": True}),
     "entropy quantile": ("", {"top_entropy_quantile": 0.4}),
@@ -322,7 +327,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "all dead": ("all_dead", {"loss_type": "grpo"}),
     "far off, dead": ("old far_off_dead", {"loss_type": "grpo"}),
     "checkpointing": ("old", {"gradient_checkpointing": True}),
-}
+}  # fmt: skip
 ENTROPY_STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 NO_SKIP = ("adaptive entropy", "entropy quantile")
 # where each sequence's gradient is known beforehand, exactly those have a graph
