@@ -3,8 +3,6 @@ and the torch backend."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,9 +14,7 @@ from tests.emulator.launch import Emulation
 from tests.support.divergence_suite import DivergenceSuite
 from tests.support.row_cases import EXTRAS, make_loss, make_transform, same
 from tests.support.row_suite import RowSuite, SpecialSuite, check_kernels
-from tests.support.row_truth import U, check, divergence, gradient, truth
 
-INF, NAN = math.inf, math.nan
 TILE = 4096  # columns of a step on both architectures
 # quarters of tiles, their ends, the tail of V 9001
 TARGETS = (0, 1023, 1024, 2050, 4095, 4096, 8191, 8192, 9000)
@@ -131,26 +127,12 @@ class Divergences(DivergenceSuite):
     ],
 )
 def test_divergences(vocab: int, kinds: tuple[int, int], beta: float) -> None:
-    """The kernels of two heads; targets in quarters of tiles and in the tail; in place and not."""
+    """The kernels of two heads: `diverge`, and `grad` of all coefficients."""
     suite = Divergences()
-    targets = (0, 1024, 4095, 4096, 8192) if vocab < 10**5 else ()
-    ids = torch.tensor(sorted({x for x in targets if x < vocab} | {vocab - 1}))
-    n = len(ids)
-    raw, other = 3 * torch.randn(2, n, vocab)
-    two = suite.transforms(n, vocab, kinds)
-    chunk = suite.chunk(raw, other, beta, ids, two)
-    student, teacher = truth(raw, ids, two[0]), truth(other, torch.zeros_like(ids), two[1])
-    want, stats = divergence(student, teacher, beta), suite.stats(chunk)
-    check("value", stats.divergence.value, want.value, want.bound)
-
-    a, b, c = torch.randn(3, n)
-    out = suite.grad(chunk, stats, a, b, c)
-    of_others, bound = gradient(student, ids, a, b)
-    total = of_others + c[:, None] * want.gradient
-    bound = bound + c.abs()[:, None] * want.gradient_bound + 4 * U * (of_others.abs() + total.abs())
-    check("d raw", out, total, bound)
-    suite.kernels.grad(chunk, stats, Coefficients(a, b, c), chunk.logits)
-    assert torch.equal(chunk.logits, out)
+    raw, ids = rows_of(vocab, (0, 1024, 4095, 4096, 8192) if vocab < 10**5 else ())
+    suite.ids = lambda *_: ids
+    two = suite.transforms(len(ids), vocab, kinds)
+    suite.check_rows(raw, 3 * torch.randn_like(raw), beta, two, ("abc",))
 
 
 @slow
