@@ -1,5 +1,5 @@
-"""What a call does on a GPU, without one, at real sizes: the rows of its chunks, the bytes it moves
-and takes, its launches, and what it makes of the memory that is free."""
+"""What a call does on a GPU, without one, at real sizes: the rows of its chunks, the bytes that it
+takes, its launches, and what it makes of the memory that is free."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a call would do on a GPU, in order, and the bytes that each step moves: on tensors that say
-they are on a GPU (`pretend_gpu.py`). Large ones have no data, so that real sizes fit any machine;
-a backend that notes row kernels down stands in their place."""
+"""What a call would do on a GPU, in order: on tensors that say they are on a GPU
+(`pretend_gpu.py`). Large ones have no data, so that real sizes fit any machine; a backend that
+notes row kernels down stands in their place."""
 
 from __future__ import annotations
 
@@ -39,13 +39,9 @@ class Event:
     name: str
     flops: int = 0
     shape: tuple[int, ...] = ()  # (m, n, k) of a product, else of rows or of the result
-    read: int = 0  # bytes, as the next
-    written: int = 0
+    written: int = 0  # bytes of a launch
     aligned: bool = True  # rows of all matrices start at multiples of 16 bytes
-
-    @property
-    def moved(self) -> int:
-        return self.read + self.written
+    moved: int = 0  # bytes read and written by `scale`
 
 
 @dataclass
@@ -64,7 +60,7 @@ class Tape:
         """A tensor was made on the device."""
         kind = "view" if name == "empty" or result.numel() == 0 else "launch"
         self.events.append(
-            Event(kind, name, 0, tuple(result.shape), 0, result.nbytes if kind == "launch" else 0)
+            Event(kind, name, 0, tuple(result.shape), result.nbytes if kind == "launch" else 0)
         )
 
     def wait(self, name: str) -> None:
@@ -81,44 +77,26 @@ class Tape:
             return
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         written = sum(x.nbytes for x in outputs)
-        read_of = [x for x in inputs if not _is_only_written(x, func, args, kwargs)]
-        read = sum(_touched(x, outputs) for x in read_of)
         if packet in PRODUCTS:
             left, right = [x for x in inputs if x.dim() == 2 and x is not outputs[0]][-2:]
             (m, k), n = left.shape, right.shape[1]
             aligned = all(_is_aligned(x) for x in (left, right, outputs[0]))
-            sizes = 2 * m * n * k, (m, n, k), read, written, aligned
+            sizes = 2 * m * n * k, (m, n, k), written, aligned
             self.events.append(Event("product", str(func), *sizes))
             return
         shape = tuple(outputs[0].shape) if outputs else ()
-        self.events.append(Event("launch", str(func), 0, shape, read, written))
+        self.events.append(Event("launch", str(func), 0, shape, written))
 
-    def rows(self, name: str, logits: Tensor, out: Tensor | None, *, reads: int = 1) -> None:
-        """A row kernel that reads each logit `reads` times."""
-        n, vocab = logits.shape
+    def rows(self, name: str, logits: Tensor, out: Tensor | None) -> None:
+        """A row kernel."""
         aligned = all(_is_aligned(pretend_gpu.here(x)) for x in (logits, out) if x is not None)
-        read = reads * n * vocab * logits.element_size()
-        written = 0 if out is None else n * vocab * out.element_size()
-        self.events.append(Event("rows", name, 0, (n, vocab), read, written, aligned))
+        self.events.append(Event("rows", name, shape=tuple(logits.shape), aligned=aligned))
 
 
 def _is_aligned(x: Tensor) -> bool:
     """Whether the rows, or columns, of `x` (m, n) start at multiples of 16 bytes."""
     places = max(x.stride()), x.storage_offset()
     return min(x.stride()) == 1 and all(at * x.element_size() % 16 == 0 for at in places)
-
-
-def _touched(x: Tensor, outputs: list[Tensor]) -> int:
-    """Bytes read of an input: of a gather no more than what comes out of it."""
-    return min(x.nbytes, max((y.numel() for y in outputs), default=math.inf) * x.element_size())
-
-
-def _is_only_written(x: Tensor, func: Any, args: Any, kwargs: Any) -> bool:
-    named = kwargs.get("out")
-    if x is named:
-        return not (func.overloadpacket == aten.addmm and args and args[0] is x)
-    writes = func.overloadpacket in (aten.copy_, aten.fill_, aten.zero_)
-    return writes and bool(args) and x is args[0]
 
 
 class GPUAllocations(AllocationWatcher):
@@ -160,12 +138,11 @@ class NotedRows:
         self._tape.rows("grad", chunk.logits, out)
 
     def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
-        self._tape.events.append(
-            Event("launch", "scale", 0, tuple(x.shape), x.nbytes + factor.nbytes, out.nbytes)
-        )
+        moved = x.nbytes + factor.nbytes + out.nbytes
+        self._tape.events.append(Event("launch", "scale", shape=tuple(x.shape), moved=moved))
 
     def fused(self, chunk: Chunk, fused_loss: FusedLoss, out: Tensor | None) -> RowStats:
-        self._tape.rows("fused", chunk.logits, out, reads=1 if out is None else 2)
+        self._tape.rows("fused", chunk.logits, out)
         return self._statistics(chunk.logits, loss_terms=fused_loss.terms)
 
     def _statistics(
