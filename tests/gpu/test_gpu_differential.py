@@ -7,17 +7,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from grpo_kernels import Head, LossConfig, Run, grpo_loss, linear_logps
+from grpo_kernels import Run, linear_logps
 from tests.support import parallel_cases as cases
 from tests.support.adapter_case import check_adapter
 from tests.support.case_builder import Case
 from tests.support.cases import fixed_cases, random_case
-from tests.support.on_device import report, run_on
+from tests.support.on_device import move, report, run_on
 from tests.support.ranks import run_ranks
 from tests.support.reference import reference_loss
-from tests.support.run_case import allowed_engines
+from tests.support.run_case import allowed_engines, run
 from tests.support.tolerance import assert_matches, bounds_of, computed_in
 
 PARTS = 24
@@ -114,17 +113,15 @@ def sharded_head(rank, world_size, loss, device: torch.device, dtype: torch.dtyp
     model = cases.make_model(torch.float64, loss)
     hidden, weight = model(batch.tokens).detach().to(dtype), model.lm_head.weight.detach().to(dtype)
     given = cases.arguments(loss, batch, float(batch.completion_mask.sum()))
-    want = reference_loss(Case("", hidden, weight, config=loss.config, **given))
-    leaf = hidden.to(device).requires_grad_()
-    part = weight.tensor_split(world_size)[rank].to(device).requires_grad_(not loss.frozen_head)
-    moved = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in given.items()}
-    head, config = Head(part, process_group=dist.group.WORLD), LossConfig(**loss.config)
-    grpo_loss(leaf, head, **moved, config=config, run=Run(loss.engine)).loss.backward()
-    got, expected = {"hidden": leaf.grad.cpu()}, {"hidden": want.d_hidden}
-    if not loss.frozen_head:
-        got["weight"] = part.grad.cpu()
-        expected["weight"] = want.d_weight.tensor_split(world_size)[rank]
-    return max(cases.relative_error(got, expected).values())
+    frozen = frozenset({"weight"} if loss.frozen_head else ())
+    case = Case("", hidden, weight, config=loss.config, frozen=frozen, **given)
+    own = torch.arange(len(weight)).tensor_split(world_size)[rank].tolist()
+    options = {"rows": slice(own[0], own[-1] + 1), "process_group": dist.group.WORLD}
+    _, grads = run(move(case, device), loss.engine, **options)
+    want = reference_loss(case)
+    expected = {"hidden": want.d_hidden, "weight": want.d_weight[options["rows"]]}
+    got = {name: x.cpu() for name, x in grads.items() if x is not None}
+    return max(cases.relative_error(got, {x: expected[x] for x in got}).values())
 
 
 def test_gradients_are_those_of_one_process(device: torch.device) -> None:

@@ -85,11 +85,7 @@ def test_distillation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Constants of student and teacher, under a name that trl does not read."""
     trl = pytest.importorskip("trl")
     from grpo_kernels.trl import FusedDistillationTrainer
-    from tests.support.trl_training import Run, Written, train
-
-    class Ours(Written, FusedDistillationTrainer):
-        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-            return super()._generate_single_turn(*args, **kwargs)[0]  # type: ignore[no-any-return]
+    from tests.support.trl_training import Drawn, Run, mixed, train
 
     def distilled(student: str, teacher: str) -> Run:
         sizes = {"vocab_size": tiny_models.VOCAB, "max_position_embeddings": 256}
@@ -97,7 +93,13 @@ def test_distillation(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tiny_run, "model", lambda *_, **__: model)
         options = {"config_class": trl.DistillationConfig, "beta": 0.5, "max_completion_length": 12}
         options["prepare"] = lambda _: warnings.simplefilter("always")  # a tiny run is silent
-        return train(Ours, 1, teacher_model=other, per_device_train_batch_size=4, **options)
+        return train(
+            mixed(Drawn, FusedDistillationTrainer),
+            1,
+            teacher_model=other,
+            per_device_train_batch_size=4,
+            **options,
+        )
 
     with pytest.warns(UserWarning, match="TRL's head would use the soft-cap and scale"):
         run = distilled("recurrent_gemma", "hyperclovax")

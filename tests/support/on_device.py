@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.support.case_builder import Case
+from tests.support.row_cases import same
 from tests.support.run_case import run
 
 
@@ -67,15 +68,9 @@ def relative(got: Tensor | None, want: Tensor) -> float:
 
 
 def same_bits(one: Any, other: Any) -> bool:
-    """Whether all tensors of two results are equal bit for bit, NaN included."""
-    pairs = zip(tree_flatten(one)[0], tree_flatten(other)[0], strict=True)
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    views = [
-        [z.detach().contiguous().view(integer[z.element_size()]) for z in pair]
-        for pair in pairs
-        if isinstance(pair[0], Tensor) and pair[0].dtype != torch.bool
-    ]
-    return all(x.shape == y.shape and torch.equal(x, y) for x, y in views)
+    """True if all tensors of two results are equal bit for bit; NaN equals NaN."""
+    pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
+    return all(same(x.detach(), y.detach()) for x, y in pairs if isinstance(x, Tensor))
 
 
 def copy_of(result: Any) -> Any:
@@ -109,9 +104,8 @@ class Graphed:
         if self._graph is not None:
             self._graph.replay()
         else:
-            for old, new in zip(
-                tree_flatten(self.results)[0], tree_flatten(self._function())[0], strict=True
-            ):
+            results = tree_leaves(self.results), tree_leaves(self._function())
+            for old, new in zip(*results, strict=True):
                 old.copy_(new)
         return self.results
 

@@ -55,6 +55,13 @@ class Written:
         return completions, None
 
 
+class Drawn(Written):
+    """In front of a trainer of distillation."""
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        return super()._generate_single_turn(*args, **kwargs)[0]  # type: ignore[no-any-return]
+
+
 class Curious:
     """In front of a trainer: it scores other completions whenever it can, and keeps `seen`."""
 
