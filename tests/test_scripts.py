@@ -13,7 +13,7 @@ import pytest
 
 import grpo_kernels
 from grpo_kernels.__main__ import main
-from tests.support.forked import run_script
+from tests.support.ranks import run_script
 
 pytest.importorskip("trl")
 

@@ -142,7 +142,7 @@ class PolicyLoss:
             count = count.get(config.loss_type, mask.sum())  # "bnpo", "dapo"
             return (per_token / count)[mask].sum() - config.entropy_coef * entropies[keep].mean()
 
-    `tests/objective/test_plain_loss.py` runs this code and compares.
+    `tests/objective/test_from_logps.py` runs this code and compares.
 
     Attributes:
         on_policy: True without old log-probabilities: R is 0, and the policy term's gradient is

@@ -1,10 +1,13 @@
-"""Several processes of one group, from a fork server that has torch and this package imported."""
+"""Processes of a fork server that has torch and this package imported: several of one group, or a
+script in one."""
 
 from __future__ import annotations
 
 import io
 import multiprocessing
 import os
+import runpy
+import sys
 import tempfile
 import time
 import traceback
@@ -163,3 +166,31 @@ def _packed(x: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(x, buffer)
     return buffer.getvalue()
+
+
+def run_script(path: Path, options: list[str], folder: Path) -> tuple[int, str]:
+    """Exit code and output of ``python path *options``, printed to a file in `folder`."""
+    printed = folder / f"{path.stem}.txt"
+    process = server_context().Process(target=_run_script, args=(path, options, printed))
+    process.start()
+    process.join(600.0)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    code = process.exitcode
+    return (-1 if code is None else code), printed.read_text() if printed.exists() else ""
+
+
+def _run_script(path: Path, options: list[str], printed: Path) -> None:
+    file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))
+    os.environ.update(HF_HUB_OFFLINE="1")
+    torch.set_num_threads(1)
+    sys.argv, sys.path[:0] = [str(path), *options], [str(path.parent)]
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+        raise

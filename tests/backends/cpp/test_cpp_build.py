@@ -327,3 +327,15 @@ def test_command_says_where_or_why_not(world: World, capsys: pytest.CaptureFixtu
     out, err = capsys.readouterr()
     assert out == ""
     assert "the compiler failed" in err
+
+
+@pytest.mark.slow
+def test_the_short_form_of_make_sanitize_finds_nothing() -> None:
+    asked = [*build.compiler(), "-print-file-name=libasan.so"]
+    if not Path(subprocess.run(asked, capture_output=True, text=True).stdout.strip()).is_absolute():
+        pytest.skip("needs GCC and its AddressSanitizer")
+    command = [sys.executable, "-m", "tests.sanitize", "--quick"]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    assert "reads and writes too far, and unaligned ones, are seen" in done.stdout
+    assert "0 of 1 runs failed" in done.stdout

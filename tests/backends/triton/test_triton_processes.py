@@ -1,14 +1,13 @@
-"""Where Triton is installed and can launch nothing: said once, and the torch backend in its place.
-
-Triton's own code fails here, as it would in such an image: its driver is told that there is a GPU,
-and compiles what it launches with.
-"""
+"""Triton in processes without its interpreter: what is compiled for GPUs that are not there; and
+where it is installed and can launch nothing, which is said once, and the torch backend serves."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,68 @@ import pytest
 pytestmark = pytest.mark.unit
 
 pytest.importorskip("triton")
+
+ACCESSES = """
+import json, re, sys
+import torch
+from benchmarks.aot.checks import compile_for
+from benchmarks.aot.launches import caught
+from benchmarks.aot.matrix import TARGETS, empty
+from grpo_kernels.backends.triton_rows.grad import launch_scale
+
+found = {}
+for arch in TARGETS:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        with caught() as launches:
+            launch_scale(empty(151936, 4096), empty(), empty(151936, 4096, dtype=dtype))
+        asm = compile_for(launches[0], arch).asm
+        text = asm["amdgcn"] if "amdgcn" in asm else asm["ptx"]
+        accesses = re.findall(r"(?:ld|st)\\.global[.\\w]*|global_(?:load|store)_\\w+", text)
+        found[f"{arch} {dtype} {dtype.itemsize}"] = accesses
+print(json.dumps(found))
+"""
+
+
+def printed(*arguments: str, **changes: str) -> str:
+    """What Python prints with these arguments, and these changes of the environment."""
+    env = {name: x for name, x in os.environ.items() if name not in ("TRITON_INTERPRET", "CC")}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=env | changes)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_only_one_variant_however_many_rows_and_whatever_the_numbers() -> None:
+    """Rows, alignment of a row's numbers, temperature, clip range, beta: one compilation."""
+    for counts in json.loads(printed("-m", "tests.support.kernel_variants")):
+        assert counts == {
+            "stats_kernel": 1,
+            "grad_kernel": 2,
+            "fused_kernel": 2,
+            "diverge_kernel": 1,
+        }
+
+
+@pytest.mark.slow
+def test_the_scaling_kernel_accesses_128_bits_on_every_target() -> None:
+    """A block is read and written so; its numbers once more for the masked end, one by one."""
+    found = json.loads(printed("-c", ACCESSES))
+    assert len(found) == 12
+    for target, accesses in found.items():
+        counts, is_amd = Counter(accesses), target.startswith("gfx")
+        of_thread = 4096 // (8 * (64 if is_amd else 32))  # numbers
+        reads, writes = (
+            ("global_load_dwordx4", "global_store_dwordx4")
+            if is_amd
+            else ("ld.global.v4.b32", "st.global.v4.b32")
+        )
+        assert counts[reads] == of_thread * 4 // 16, (target, counts)
+        assert counts[writes] == of_thread * int(target[-1]) // 16, (target, counts)
+
+
+# Triton's own code fails here as it would in an image where it cannot launch: its driver is told
+# that there is a GPU, and compiles what it launches with.
 
 BEFORE = """
 import sysconfig, warnings
@@ -56,14 +117,8 @@ sysconfig.get_paths = lambda *a, **k: {**paths(*a, **k), "include": "/no"}
 
 def run(folder: Path, change: str, **more: str) -> list[str]:
     """The lines that the code prints, after a `change` of the machine."""
-    env = {name: x for name, x in os.environ.items() if name not in ("TRITON_INTERPRET", "CC")}
-    env |= {"TRITON_CACHE_DIR": str(folder), **more}
     code = BEFORE + change + AFTER
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return printed("-c", code, TRITON_CACHE_DIR=str(folder), **more).splitlines()
 
 
 NO_COMPILER = "Triton needs a C compiler, and there is no gcc or clang: install gcc"
