@@ -59,16 +59,14 @@ def filled(**options: Any) -> SimpleNamespace:
     return o
 
 
-def kl_estimate(o: Options, logps: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """KL(policy || ref) per token, d = ref - logp; then the size of its terms and of those of its
-    derivative."""
+def kl_estimate(o: Options, logps: Tensor, ref: Tensor) -> Tensor:
+    """KL(policy || ref) per token, with d = ref - logp."""
     d = ref - logps
     if o.kl_estimator == "k1":
-        return -d, d.abs(), torch.ones_like(d)
+        return -d
     if o.kl_estimator == "k2":
-        return d * d / 2, d * d / 2, d.abs()
-    grown = torch.exp(d.clamp(max=LOG_RATIO_LIMIT[d.dtype]))
-    return grown - d - 1, grown.detach() + d.abs() + 1, grown.detach() + 1
+        return d * d / 2
+    return torch.exp(d.clamp(max=LOG_RATIO_LIMIT[d.dtype])) - d - 1
 
 
 def gamma_weight(o: Options, adv: Tensor, log_ratio: Tensor, counted: Tensor, case: Case) -> Tensor:
@@ -288,19 +286,36 @@ def teacher_case(case: Case) -> Case:
     )  # fmt: skip
 
 
-def teacher_log_probs(case: Case) -> Tensor:
-    """(n, V) log-probabilities of the other head at the counted positions; constants."""
-    return head(teacher_case(case)).log_probs.detach()
+class Exact:
+    """The operations of a head that a tolerance replaces, to see what their rounding changes."""
+
+    dtype = torch.float64  # of the loss from the per-token numbers
+    log_softmax = staticmethod(torch.log_softmax)
+
+    def raw(self, raw: Tensor) -> Tensor:
+        """The products' result."""
+        return raw
+
+    def between(self, u: Tensor) -> Tensor:
+        """What lies between the two products of an adapter."""
+        return u
+
+    def softcap(self, raw: Tensor, cap: float) -> Tensor:
+        return cap * torch.tanh(raw / cap)
+
+    def teacher(self, case: Case) -> Exact:
+        """The operations of the other head, `case`."""
+        return self
 
 
-def head(case: Case, dtype: torch.dtype = torch.float64, edit_raw=None) -> Head:
+def head(case: Case, dtype: torch.dtype = torch.float64, does: Exact | None = None) -> Head:
     """Log-probabilities and entropies of the counted positions, straight from the full logits.
 
     logits = softcap(logit_scale * (hidden @ weight.T + scaling * input @ a.T @ b.T + bias)) /
     temperature, at -inf outside of a kept set; softcap(x) = cap * tanh(x / cap); entropy = -sum_v
     p_v log p_v over the lanes with p_v > 0.
     """
-    o = settings(case)
+    o, does = settings(case), does or Exact()
     counted = case.completion_mask != 0
     flat = counted.reshape(-1).nonzero().squeeze(1)
     rows = lambda x: x.reshape(-1, *x.shape[2:])[flat]  # noqa: E731
@@ -315,21 +330,20 @@ def head(case: Case, dtype: torch.dtype = torch.float64, edit_raw=None) -> Head:
     raw = leaves["hidden"] @ leaves["weight"].T
     if "lora_a" in leaves:
         seen = leaves.get("lora_input", leaves["hidden"])
-        raw = raw + o.lora_scaling * seen @ leaves["lora_a"].T @ leaves["lora_b"].T
-    raw = o.logit_scale * (raw + leaves["bias"] if "bias" in leaves else raw)
-    raw = raw if edit_raw is None else edit_raw(raw)
+        raw = raw + o.lora_scaling * does.between(seen @ leaves["lora_a"].T) @ leaves["lora_b"].T
+    raw = does.raw(o.logit_scale * (raw + leaves["bias"] if "bias" in leaves else raw))
     cap = o.final_logit_softcapping
-    capped = raw if cap is None else cap * torch.tanh(raw / cap)
+    capped = raw if cap is None else does.softcap(raw, cap)
     temperature = o.temperature
     if case.temperature is not None:
         temperature = rows(case.temperature).to(dtype)[:, None]
     logits = capped / temperature
-    log_probs = wide = torch.log_softmax(logits, dim=-1)
+    log_probs = wide = does.log_softmax(logits, -1)
     if case.kept_ids is not None:
         inside = kept_lanes(rows(case.kept_ids).long(), vocab)
         if o.on_missing_set == "full":
             inside = inside | ~inside.gather(1, ids[:, None])
-        log_probs = torch.log_softmax(logits.masked_fill(~inside, -torch.inf), dim=-1)
+        log_probs = does.log_softmax(logits.masked_fill(~inside, -torch.inf), -1)
         wide = log_probs if o.entropy_of == "the set" else wide
     logps = log_probs.gather(1, ids[:, None]).squeeze(1)
     entropies = -(wide.exp() * wide.masked_fill(wide == -torch.inf, 0.0)).sum(-1)
@@ -342,7 +356,7 @@ def kept_lanes(kept: Tensor, vocab: int) -> Tensor:
     return lanes.scatter(-1, torch.where(kept < 0, vocab, kept), True)[:, :vocab]
 
 
-def divergences_of(case: Case, log_probs: Tensor) -> Tensor | None:
+def divergences_of(case: Case, log_probs: Tensor, does: Exact | None) -> Tensor | None:
     """(n,) from the case's other head, or from the ids that its teacher lists."""
     if case.listed_ids is not None and case.listed_logps is not None:
         counted = case.completion_mask != 0
@@ -351,7 +365,9 @@ def divergences_of(case: Case, log_probs: Tensor) -> Tensor | None:
         return listed_divergence(settings(case), log_probs, ids, logps, least)
     if case.teacher_hidden is None:
         return None
-    return divergence(settings(case).beta_of_divergence, log_probs, teacher_log_probs(case))
+    other = teacher_case(case)
+    log_q = head(other, does=does and does.teacher(other)).log_probs.detach()
+    return divergence(settings(case).beta_of_divergence, log_probs, log_q)
 
 
 def on_grid(rows: Tensor, counted: Tensor) -> Tensor:
@@ -369,14 +385,9 @@ class Evaluation:
     """The loss as a function of the per-token numbers, with what is needed to bound its error."""
 
     loss: Tensor  # 0-d
-    policy: Tensor  # 0-d, the surrogate's share alone (no KL, no entropy bonus)
     # (B, T), the log of the ratio that each token's surrogate sees (gmpo: before their mean)
     log_ratios: Tensor
     parts: dict[str, Tensor]  # their sums add up to the loss
-    # for each part the sum of the absolute values of what it is summed from
-    sizes: dict[str, Tensor]
-    kl_size: Tensor  # (B, T), the same for each token's KL estimate, before its weight
-    kl_slope_size: Tensor  # (B, T), the same for d KL term / d logp
     overflow: Tensor  # (B, T) bool: float32 cannot hold the token's term
     # discrete decisions (off-policy mask, top-entropy mask)
     keeps: list[Tensor] = field(default_factory=list)
@@ -445,25 +456,19 @@ def evaluate(
         if share is not None and phi is None:
             unweighted = unweighted * pick(by_column(share, dtype), counted)
         parts = weights * unweighted
-    zeros = torch.zeros_like(logps)
-    result = Evaluation(
-        parts.sum(), parts.sum(), full, {"policy": parts},
-        {"policy": parts.detach().abs()}, zeros, zeros, unweighted.detach().abs() > OVERFLOW,
-        list(keeps.values()),
-    )  # fmt: skip
+    overflow = unweighted.detach().abs() > OVERFLOW
+    result = Evaluation(parts.sum(), full, {"policy": parts}, overflow, list(keeps.values()))
     if o.beta != 0.0 and o.kl_estimator == "full":
         result.parts["kl"] = o.beta * weights * divergences
-        result.sizes["kl"] = result.parts["kl"].detach().abs()
         result.loss = result.loss + result.parts["kl"].sum()
         result.means["kl"] = (divergences.detach(), counted)
-        result.kl_size = divergences.detach().abs()
     elif o.beta != 0.0:
         add_kl(result, case, logps, ratio, weights)
     result.means["policy_loss"] = (result.loss.detach()[None], torch.ones(1, dtype=torch.bool))
     if o.entropy_coef != 0.0:
         chosen = keeps.get("high entropy", counted)
         bonus = -o.entropy_coef * pick(entropies, chosen) / chosen.sum().clamp(min=1)
-        result.parts["entropy"], result.sizes["entropy"] = bonus, bonus.detach().abs()
+        result.parts["entropy"] = bonus
         result.loss = result.loss + bonus.sum()
     add_metrics(result, case, ratio.detach(), log_ratio.detach(), adv, phi, keeps)
     result.means["entropy"] = (entropies.detach(), counted)
@@ -474,20 +479,12 @@ def add_kl(result: Evaluation, case: Case, logps: Tensor, ratio: Tensor, weights
     """beta * KL, added to every counted token: neither the masks nor the importance ratio touch
     it."""
     o, counted = settings(case), case.completion_mask != 0
-    kl, size, slope = kl_estimate(o, logps, pick(case.ref_per_token_logps.to(logps.dtype), counted))
-    through_ratio = torch.zeros_like(kl)
+    kl = kl_estimate(o, logps, pick(case.ref_per_token_logps.to(logps.dtype), counted))
     if o.use_bias_correction_kl and o.loss_type != "gmpo":
-        kl, size, slope = kl * ratio, size * ratio.detach(), slope * ratio.detach()
-        through_ratio = weights * size
-        if o.importance_sampling_level == "sequence":
-            lengths = counted.sum(1, keepdim=True).clamp(min=1)
-            through_ratio = through_ratio.sum(1, keepdim=True) / lengths
+        kl = kl * ratio
     kl = pick(kl, counted)
     result.parts["kl"] = o.beta * weights * kl
-    result.sizes["kl"] = (o.beta * weights * size).detach()
-    result.kl_size = pick(size.detach(), counted)
-    result.kl_slope_size = pick(o.beta * (weights * slope + through_ratio), counted).detach()
-    result.overflow = result.overflow | (counted & (o.beta * size > OVERFLOW))
+    result.overflow = result.overflow | (o.beta * kl.detach().abs() > OVERFLOW)
     result.loss = result.loss + result.parts["kl"].sum()
     result.means["kl"] = (kl.detach(), counted)
 
@@ -565,7 +562,7 @@ class ScoresResult:
 
 @dataclass
 class ReferenceResult(ScoresResult):
-    """Everything that a loss returns, in float64, and the ingredients of its error bounds."""
+    """Everything that a loss returns, in float64, and the loss by its parts."""
 
     loss: Tensor = field(kw_only=True)
     metrics: dict[str, Tensor] = field(kw_only=True)
@@ -605,13 +602,14 @@ def through_head(h: Head, scores: list[Tensor], up: list[Tensor]) -> dict[str, A
     return {"head": h, **found, **{f"d_{name}": x for name, x in (arrived | grads).items()}}
 
 
-def reference_loss(case: Case, edit_raw: Any = None) -> ReferenceResult:
+def reference_loss(case: Case, does: Exact | None = None) -> ReferenceResult:
     """Loss, per-token numbers, every gradient and the metrics of `case`, in float64 from its
-    (rounded) inputs; `edit_raw` plants a fault in the products' result."""
-    h, o = head(case, edit_raw=edit_raw), settings(case)
+    (rounded) inputs."""
+    does = does or Exact()
+    h, o = head(case, does=does), settings(case)
     full = o.beta != 0.0 and o.kl_estimator == "full"
-    scores = on_grids(case, h, divergences_of(case, h.log_probs) if full else None)
-    evaluation = evaluate(case, *scores)
+    scores = on_grids(case, h, divergences_of(case, h.log_probs, does) if full else None)
+    evaluation = evaluate(case, *(x.to(does.dtype) for x in scores))
     up: tuple[Tensor | None, ...] = (None,) * len(scores)
     if evaluation.loss.requires_grad and h.counted.any():
         up = torch.autograd.grad(evaluation.loss, scores, allow_unused=True, retain_graph=True)
@@ -623,10 +621,10 @@ def reference_loss(case: Case, edit_raw: Any = None) -> ReferenceResult:
     )  # fmt: skip
 
 
-def reference_scores(case: Case, up: dict[str, Tensor]) -> ScoresResult:
+def reference_scores(case: Case, up: dict[str, Tensor], does: Exact | None = None) -> ScoresResult:
     """Log-probabilities, entropies, divergences, and every gradient under what arrives at them:
     `up` (B, T) by name."""
-    h = head(case)
-    scores = on_grids(case, h, divergences_of(case, h.log_probs))
+    h = head(case, does=does)
+    scores = on_grids(case, h, divergences_of(case, h.log_probs, does))
     arrives = [pick(up[name].double(), h.counted) for name, _ in zip(SCORES, scores, strict=False)]
     return ScoresResult(**through_head(h, scores, arrives))

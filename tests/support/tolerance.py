@@ -1,12 +1,10 @@
 """How far a result may lie from the float64 reference, per element and dtype.
 
-- logp: e = 2 * 2^-22 * max_v(sum |h| |w| + |bias|) * scale / T + 2e-5 (float64: 2^-51 and 1e-11).
-  The entropy's bound follows from it to first order.
-- loss, d loss / d logp, d loss / d entropy: the reference evaluated again at logps and entropies
-  moved by their bounds, plus 16 float32 roundings of the terms in their sums.
-- gradients: to first order from those, plus one rounding of d logits in the input's dtype if that
-  has 16 bits, the rounding of a float32-accumulated product, and one ulp of the output's dtype.
-- a divergence: to first order from the errors of both heads' logits, plus their square.
+The reference runs again with the roundings that plain torch makes: the log-probabilities are off by
+e = 2 * 2^-22 * max_v(sum |h| |w| + |bias|) * scale / T + 2e-5 (float64: 2^-51 and 1e-12), the
+gradient of the logits is rounded to the input's dtype if that has 16 bits, and the loss is computed
+in float32. A gradient may be 1.5 times as far off as the furthest of these runs in its row, plus a
+unit in the last place of its dtype.
 
 Where a discrete choice (top-entropy or off-policy mask) lies within the bounds, only logps and
 entropies are compared.
@@ -15,54 +13,28 @@ entropies are compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.support.case_builder import PER_TOKEN, Case
+from tests.support.case_builder import Case
 from tests.support.reference import (
     LEAVES,
     OVERFLOW,
     SCORES,
-    Evaluation,
+    Exact,
     Head,
     ReferenceResult,
     ScoresResult,
-    divergence,
-    divergences_of,
-    evaluate,
     head,
-    on_grid,
     pick,
+    reference_loss,
+    reference_scores,
     settings,
-    teacher_case,
-    teacher_log_probs,
 )
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Relative roundings of the dtype that is computed in."""
-
-    product: float  # of a sum of products, relative to the sum of their absolute values
-    extra: float  # absolute, of a logp
-    extra_of_few: float  # the same of a kept set or a teacher's list
-    term: float  # of a per-token term: some 16 elementary roundings
-    one: float  # of one operation
-    floor: float  # absolute, of anything: below it numbers lose bits to underflow
-
-
-UNITS = {
-    torch.float32: Unit(
-        product=2.0**-22, extra=2e-5, extra_of_few=2e-6, term=2.0**-20, one=2.0**-23, floor=1e-36
-    ),
-    torch.float64: Unit(
-        product=2.0**-51, extra=1e-11, extra_of_few=1e-13, term=2.0**-48, one=2.0**-52, floor=1e-300
-    ),
-}
 
 
 def computed_in(case: Case) -> torch.dtype:
@@ -71,25 +43,18 @@ def computed_in(case: Case) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def compute_unit(case: Case) -> Unit:
-    """The roundings of the dtype the case is computed in; of a few ids logps are all but exact."""
-    unit = UNITS[computed_in(case)]
-    of_few = case.kept_ids is not None or case.listed_ids is not None
-    return replace(unit, extra=unit.extra_of_few) if of_few else unit
+def eps_of(case: Case) -> float:
+    return torch.finfo(computed_in(case)).eps
 
 
-def score_bounds(case: Case, want: ScoresResult) -> tuple[Tensor, Tensor]:
-    """(n,) bounds of logps and of entropies at the counted positions."""
-    h = want.head
-    e = logit_error(case, h)
-    logs = h.wide_log_probs.detach()
-    away = logs.masked_fill(logs.isinf(), 0.0) + h.entropies.detach()[:, None]
-    return e, e * (1 + (logs.exp() * away.abs()).sum(-1))
+def term_of(case: Case) -> float:
+    """Relative error of a per-token term, after some 16 elementary roundings."""
+    return 8 * eps_of(case)
 
 
 def logit_error(case: Case, h: Head) -> Tensor:
     """(n,) bound of the logits of the counted positions, and of their normalizer."""
-    o, unit = settings(case), compute_unit(case)
+    o = settings(case)
     of = {name: x.detach() for name, x in h.leaves.items()}
     size = of["hidden"].abs() @ of["weight"].abs().T
     if "bias" in of:
@@ -103,9 +68,12 @@ def logit_error(case: Case, h: Head) -> Tensor:
     if o.logits_dtype == "input":
         raw = h.raw.detach().masked_fill(h.raw.isinf(), 0.0).abs()
         rounding = torch.finfo(case.hidden.dtype).eps * raw / abs(o.logit_scale)
-    error = (2 * unit.product * size + rounding) * abs(o.logit_scale) / h.temperature
+    error = (4 * eps_of(case) * size + rounding) * abs(o.logit_scale) / h.temperature
     nowhere = h.wide_log_probs.isinf() & h.log_probs.isinf()
-    return error.masked_fill(nowhere, 0.0).amax(-1) + unit.extra
+    extra = 2e-5 if computed_in(case) == torch.float32 else 1e-12
+    if case.kept_ids is not None or case.listed_ids is not None:  # of a few ids
+        extra /= 10
+    return error.masked_fill(nowhere, 0.0).amax(-1) + extra
 
 
 def between_products(case: Case) -> float:
@@ -118,167 +86,101 @@ def between_products(case: Case) -> float:
     return 0.0 if any(kind.bits > 16 for kind in kinds) else max(kind.eps / 2 for kind in kinds)
 
 
-def spread(at_want: Tensor, at_moved: list[Tensor]) -> Tensor:
-    """Largest distance of the moved values from the value itself, element by element."""
-    return torch.stack([(x - at_want).abs() for x in at_moved]).amax(0).detach()
+class LogSoftmax(torch.autograd.Function):
+    """log_softmax with an error in its result, which its derivative reads, and one in that."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, error: Tensor, relative: Tensor, least: float) -> Tensor:
+        log_probs = logits.log_softmax(-1) + error
+        ctx.save_for_backward(log_probs, relative)
+        ctx.least = least
+        return log_probs
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        log_probs, relative = ctx.saved_tensors
+        d_logits = g - log_probs.exp() * g.sum(-1, keepdim=True)
+        return d_logits * (1 + relative) + ctx.least * relative.sign(), None, None, None
 
 
-@dataclass(frozen=True)
-class Diverging:
-    """What another head's distributions add, by row of the counted positions."""
+class Rounded(Exact):
+    """A head whose operations are off by as much as rounding may, up or down by `sign`."""
 
-    value: Tensor  # (n,) bound of the divergence
-    slope: Tensor  # (n, V) d divergence / d z
-    slope_bound: Tensor  # (n, V)
+    def __init__(self, case: Case, h: Head, sign: Callable[[Tensor], Tensor]):
+        self.case, self.sign, self.dtype = case, sign, computed_in(case)
+        self.error, self.temperature = logit_error(case, h)[:, None], h.temperature
 
+    def log_softmax(self, logits: Tensor, dim: int) -> Tensor:
+        kind, sign = torch.finfo(self.case.hidden.dtype), self.sign(logits)
+        short = kind.bits == 16
+        relative = (kind.eps / 2 if short else term_of(self.case)) * self.sign(logits)
+        least = kind.smallest_normal * kind.eps if short else 0.0
+        return LogSoftmax.apply(logits, self.error * sign, relative, least)
 
-def divergence_bounds(case: Case, h: Head, e: Tensor) -> Diverging:
-    """What a divergence and its gradient may be off by, if the logits are by e (n,) and the
-    teacher's by as much.
+    def between(self, u: Tensor) -> Tensor:
+        return u * (1 + 2 * between_products(self.case) * self.sign(u))
 
-    d D / d z_j = p_j (s_j - mean s) of the derivative s in p: log(p / q), or 1 - q / p, or (1 -
-    beta) log(p / m). None moves by more than the two logits and their normalizers do.
-    """
-    o, unit = settings(case), compute_unit(case)
-    if case.listed_ids is not None:
-        return listed_bounds(case, h, e)
-    log_p, log_q = h.log_probs.detach(), teacher_log_probs(case)
-    z, y = log_p.clone().requires_grad_(), log_q.clone().requires_grad_()
-    value = divergence(o.beta_of_divergence, z.log_softmax(-1), y.log_softmax(-1))
-    slopes_z, slopes_y = torch.autograd.grad(value.sum(), (z, y))
-    p, q = log_p.exp(), log_q.exp()
-    other = teacher_case(case)
-    e_y = logit_error(other, head(other))
-    both = (e + e_y)[:, None]
-    size = slopes_z.abs() * e[:, None] + slopes_y.abs() * e_y[:, None]
-    error = size.nan_to_num(0.0).sum(-1) + 4 * both[:, 0] ** 2
-    error = error + 4 * unit.term * value.detach().abs()
-    spread_of = {0.0: p + q, 1.0: p}.get(o.beta_of_divergence, p)
-    bound = 4 * both * spread_of + 2 * both * slopes_z.abs() + p * error[:, None]
-    bound = bound + unit.term * (slopes_z.abs() + p * (1 + value.detach()[:, None]))
-    return Diverging(error, slopes_z, bound)
+    def softcap(self, raw: Tensor, cap: float) -> Tensor:
+        tanh = torch.tanh(raw.detach() / cap)
+        moved = self.error * self.temperature / cap
+        off = 4 * eps_of(self.case) + 2 * tanh.abs() * (1 - tanh**2) * moved
+        return super().softcap(raw, cap) + off * self.sign(raw) * (raw - raw.detach())
+
+    def teacher(self, case: Case) -> Rounded:
+        return Rounded(case, head(case), lambda x: -self.sign(x))
 
 
-def listed_bounds(case: Case, h: Head, e: Tensor) -> Diverging:
-    """How far a divergence from a list and its slopes move, if each logit moves by e (n,) in any
-    direction."""
-    unit, log_p = compute_unit(case), h.log_probs.detach()
-
-    def at(moved_by: Tensor | float) -> tuple[Tensor, Tensor]:
-        z = (log_p + moved_by).requires_grad_()
-        value = divergences_of(case, z.log_softmax(-1))
-        return value.detach(), torch.autograd.grad(value.sum(), z)[0]
-
-    value, slope = at(0.0)
+def rounded(case: Case, h: Head) -> Iterator[tuple[Case, Rounded]]:
+    """`case` and the operations of its head, all off by their rounding, in six patterns of signs:
+    all the same, alternating, or any."""
     g = torch.Generator().manual_seed(7)
-    signs = torch.randn(4, *log_p.shape, generator=g, dtype=log_p.dtype).sign()
-    signs = (1.0, slope.sign(), -slope.sign(), *signs)
-    values, slopes = zip(*(at(e[:, None] * sign) for sign in signs), strict=True)
-    error = spread(value, list(values)) + unit.extra + unit.term * value.abs()
-    sizes = slope.abs() + log_p.exp() * (1 + value.abs()[:, None])
-    bound = 2 * spread(slope, list(slopes)) + (2 * unit.extra + unit.term) * sizes
-    return Diverging(error, slope, bound)
+    for number in range(6):
+
+        def sign(x: Tensor, number: int = number) -> Tensor:
+            odd = [torch.zeros(x.shape), torch.arange(x.shape[-1] if x.dim() else 1) % 2]
+            odd.append(torch.randint(2, x.shape, generator=g))
+            return (1.0 - 2.0 * ((odd[number // 2] + number) % 2)).double().expand(x.shape)
+
+        named = {name: getattr(case, name) for name in ("advantages", "importance_sampling_ratio")}
+        moved = {
+            name: x.double() * (1 + term_of(case) * sign(x))
+            for name, x in named.items() if x is not None
+        }  # fmt: skip
+        yield case.but(**moved), Rounded(case, h, sign)
 
 
-def logit_bounds(
-    case: Case, want: ScoresResult, e: Tensor, e_entropy: Tensor, d_a: Tensor, d_b: Tensor,
-    a_size: Tensor, diverging: Diverging | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(n, V): the gradient of the products' result (before bias, scale and soft-cap), and its
-    bound.
-
-    d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy) + c d D / d z_j, times scale / T and the
-    soft-cap's slope. With a kept set the entropy's p may be that of the whole vocabulary.
-    """
-    o, unit, h = settings(case), compute_unit(case), want.head
-    rows = lambda x: x[h.counted][:, None]  # noqa: E731
-    a, b, d_a, d_b, a_size = map(rows, (want.d_logps, want.d_entropies, d_a, d_b, a_size))
-    e, e_entropy = e[:, None], e_entropy[:, None]
-    logs, p = h.wide_log_probs.detach(), h.log_probs.detach().exp()
-    hot = torch.nn.functional.one_hot(h.ids, logs.shape[1])
-    wide = logs.exp()
-    away = (logs.masked_fill(logs.isinf(), 0.0) + h.entropies.detach()[:, None]) * (wide > 0)
-    parts = a * (hot - p), -b * wide * away
-    dz = parts[0] + parts[1]
-    bound = (d_a + unit.term * a_size) * (hot - p).abs() + a.abs() * p * e
-    bound = bound + (d_b + unit.term * b.abs()) * wide * away.abs()
-    bound = bound + b.abs() * wide * (away.abs() * e + e + e_entropy)
-    least = torch.finfo(computed_in(case)).smallest_normal  # a probability below it may count as 0
-    bound = bound + least * (a.abs() + b.abs() * away.abs())
-    if case.kept_ids is not None:  # outside of its set nothing is computed
-        bound = bound.masked_fill(logs.isinf(), 0.0)
-    if diverging is not None and want.d_divergences is not None:
-        c = rows(want.d_divergences)
-        dz = dz + torch.where(c == 0, 0.0, c * diverging.slope)
-        lost = least * (diverging.slope / p).nan_to_num(0.0, 0.0, 0.0).abs()
-        slope_bound = diverging.slope_bound + unit.term * diverging.slope.abs() + lost
-        bound = bound + torch.where(c == 0, 0.0, c.abs() * slope_bound)
-    chain = torch.ones_like(dz) * o.logit_scale / h.temperature
-    slack = torch.zeros_like(dz)
-    cap = o.final_logit_softcapping
-    if cap is not None:
-        tanh = torch.tanh(h.raw.detach() / cap)
-        inner = 2 * tanh.abs() * (1 - tanh**2) * e * h.temperature / cap + 4 * unit.one
-        slack, chain = chain.abs() * inner, chain * (1 - tanh**2)
-    d_raw = dz * chain
-    bound = bound * chain.abs() + dz.abs() * slack
-    if case.hidden.dtype.itemsize == 2:
-        kind = torch.finfo(case.hidden.dtype)
-        rounded = d_raw.abs()
-        if case.kept_ids is not None:  # a set's gradient is rounded, and the vocabulary's
-            rounded = (parts[0].abs() + parts[1].abs()) * chain.abs()
-        bound = bound + kind.eps / 2 * rounded + kind.smallest_normal * kind.eps
-    return d_raw, bound
+def spread(want: Tensor, moved: list[Tensor]) -> Tensor:
+    """Largest distance of the moved values from `want`, element by element."""
+    want = want.detach()
+    distances = torch.stack([torch.where(x == want, 0.0, x.detach() - want).abs() for x in moved])
+    return distances.nan_to_num(math.inf).amax(0)
 
 
-def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """One unit in the last place of `dtype` at `x`; inf where `dtype` overflows."""
-    kind = torch.finfo(dtype)
-    step = x.abs().clamp(min=kind.smallest_normal) * kind.eps
-    return torch.where(x.abs() > 0.99 * kind.max, math.inf, step)
+def score_bound(case: Case, name: str, want: ScoresResult, moved: list[Any]) -> Tensor:
+    """(B, T): what a score may be off by."""
+    value = getattr(want, name)
+    return spread(value, [getattr(x, name) for x in moved]) + eps_of(case) * value.abs()
 
 
-def head_bounds(
-    case: Case, want: ScoresResult, d_raw: Tensor, d_raw_bound: Tensor
-) -> dict[str, Tensor | None]:
-    """Bounds of the leaves' gradients by name, from the gradient of the products' result and its
-    bound (n, V)."""
-    unit, h, scaling = compute_unit(case), want.head, settings(case).lora_scaling
-    of = {name: x.detach().abs() for name, x in h.leaves.items()}
-    seen, rounding = of.get("lora_input", of["hidden"]), between_products(case)
-
-    def products(x: Tensor) -> dict[str, Tensor]:
-        """What the leaves' gradients are of d raw = `x` (n, V), all of one sign."""
-        found = {"hidden": x @ of["weight"], "weight": x.T @ of["hidden"], "bias": x.sum(0)}
-        if "lora_a" in of:
-            b, u = scaling * of["lora_b"], scaling * seen @ of["lora_a"].T
-            d_u = x @ b + 2 * rounding * (d_raw.abs() @ b)
-            found |= {"lora_a": d_u.T @ seen, "lora_b": x.T @ u + 2 * rounding * d_raw.abs().T @ u}
-            found["lora_input"] = d_u @ of["lora_a"]
-            found["hidden"] = found["hidden"] + (0.0 if "lora_input" in of else found["lora_input"])
-        return found
-
-    bounds, sizes = products(d_raw_bound + 2 * unit.product * d_raw.abs()), products(d_raw.abs())
-    limits: dict[str, Tensor | None] = {"d_bias": None}
-    for name in h.leaves:
-        limit = torch.nan_to_num(bounds[name], nan=math.inf, posinf=math.inf)  # of inf * 0
-        grad, dtype = getattr(want, f"d_{name}"), getattr(case, name).dtype
-        last, by_position = ulp(grad, dtype), name in ("hidden", "lora_input")
-        if by_position:
-            limit, last = on_grid(limit, h.counted), pick(last, h.counted[..., None])
-        if dtype.itemsize == 2 and in_two_parts(case, name):
-            last = ulp(on_grid(sizes[name], h.counted) if by_position else sizes[name], dtype)
-        limits[f"d_{name}"] = limit + last
-    return limits
-
-
-def in_two_parts(case: Case, name: str) -> bool:
-    """Whether the gradient is a sum of two, each rounded: of sets and of the vocabulary, or through
-    an adapter, too."""
-    o = settings(case)
-    through_both = name == "hidden" and case.lora_a is not None and case.lora_input is None
-    of_all = o.on_missing_set == "full" or o.entropy_of != "the set"
-    return through_both or (case.kept_ids is not None and of_all)
+def grad_bounds(case: Case, want: ScoresResult, moved: list[ScoresResult]) -> dict[str, Tensor]:
+    """By name: the largest error of a row, and a unit in the last place; sums of two, each rounded,
+    have that of the row's largest number."""
+    bounds = {}
+    for name in want.head.leaves:
+        field, dtype = f"d_{name}", getattr(case, name).dtype
+        grad = getattr(want, field)
+        each = spread(grad, [getattr(x, field) for x in moved])
+        size, untouched = grad.abs(), (each == 0) & (grad == 0)
+        rows = grad.dim() > 1 and grad.numel()
+        each, most = (x.amax(-1, keepdim=True) if rows else x for x in (each, size))
+        kind = torch.finfo(dtype)
+        rounded_once = case.kept_ids is None and case.lora_a is None
+        last = (size if rounded_once else most).clamp(min=kind.smallest_normal) * kind.eps
+        bound = 1.5 * each + last + 4 * eps_of(case) * torch.where(most < OVERFLOW, most, 0.0)
+        beyond = (grad.abs() > 0.99 * kind.max) | (each > OVERFLOW)
+        bound = torch.where(beyond, math.inf, bound)
+        bounds[field] = torch.where(untouched, 0.0, bound)
+    return bounds
 
 
 @dataclass
@@ -289,72 +191,23 @@ class Bounds:
     logps: Tensor  # (B, T)
     entropies: Tensor  # (B, T)
     loss: float
-    d_hidden: Tensor  # (B, T, H)
-    d_weight: Tensor  # (V, H)
-    d_bias: Tensor | None  # (V,)
-    metrics: dict[str, float]
+    grads: dict[str, Tensor]  # d_hidden and so on
+    metrics: dict[str, Tensor]
     ambiguous: bool  # a discrete choice could fall either way
     overflow: bool  # float32 overflows: the loss may be infinite, of the right sign
-    d_lora_a: Tensor | None = None  # (r, H)
-    d_lora_b: Tensor | None = None  # (V, r)
-    d_lora_input: Tensor | None = None  # (B, T, H)
-
-
-def slopes(
-    case: Case, logps: Tensor, entropies: Tensor, divergences: Tensor | None = None
-) -> tuple[Evaluation, Tensor, Tensor]:
-    """The reference's loss at `logps`, `entropies` (B, T), d loss / d logps and d loss / d
-    entropies."""
-    leaves = [x.detach().requires_grad_() for x in (logps, entropies)]
-    at = evaluate(case, *leaves, divergences)
-    found: tuple[Tensor | None, ...] = (None, None)
-    if at.loss.requires_grad:
-        found = torch.autograd.grad(at.loss, leaves, allow_unused=True, retain_graph=True)
-    a, b = (torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))
-    return at, a, b
-
-
-def moved(
-    case: Case, want: ReferenceResult, e: Tensor, e_entropy: Tensor, e_divergence: Tensor | float
-) -> list[tuple[Evaluation, Tensor, Tensor]]:
-    """The reference at logps, entropies and divergences that are off by their bounds, in four
-    patterns of signs."""
-    counted, unit, g = want.head.counted, compute_unit(case), torch.Generator().manual_seed(7)
-    # The inputs next to a logp are rounded when they are subtracted from it.
-    for x in (getattr(case, name) for name in PER_TOKEN if getattr(case, name) is not None):
-        x = pick(x.double(), counted).nan_to_num(0.0, 0.0, 0.0).abs()
-        e = e + unit.one * x.clamp(max=1e6)
-    flip = 1.0 - 2.0 * torch.randint(2, counted.shape, generator=g)
-
-    def at(sign: Tensor | float) -> tuple[Evaluation, Tensor, Tensor]:
-        divergences = None if want.divergences is None else want.divergences + sign * e_divergence
-        return slopes(case, want.logps + sign * e, want.entropies + sign * e_entropy, divergences)
-
-    return [at(sign) for sign in (1.0, -1.0, flip, -flip)]
-
-
-def slope_sizes(case: Case, at: Evaluation, a: Tensor) -> Tensor:
-    """(B, T): sum of the absolute values of the terms that d loss / d logp is summed from."""
-    o, counted = settings(case), case.completion_mask != 0
-    size = a.abs() + at.kl_slope_size
-    of_ratios = at.log_ratios.requires_grad and at.policy.requires_grad
-    if not of_ratios or o.importance_sampling_level != "sequence":
-        return size
-    (g,) = torch.autograd.grad(at.policy, at.log_ratios, allow_unused=True, retain_graph=True)
-    if g is None:
-        return size
-    mean = g.abs().sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
-    return size + pick(mean, counted)
 
 
 def is_ambiguous(
-    case: Case, want: ReferenceResult, e_entropy: Tensor, others: list[Evaluation]
+    case: Case, want: ReferenceResult, e_entropy: Tensor, moved: list[ReferenceResult]
 ) -> bool:
-    """Whether a token or sequence could fall on either side of the top-entropy or off-policy
+    """True if a token or sequence could fall on either side of the top-entropy or off-policy
     threshold."""
-    o = settings(case)
-    pairs = [zip(want.evaluation.keeps, x.keeps, strict=True) for x in others]
-    if any(not torch.equal(k, x) for pair in pairs for k, x in pair):
+    o, keeps = settings(case), want.evaluation.keeps
+    if any(
+        not torch.equal(*pair)
+        for x in moved
+        for pair in zip(keeps, x.evaluation.keeps, strict=True)
+    ):
         return True
     pool = want.head.entropies.detach().sort().values
     if o.top_entropy_quantile >= 1.0 or len(pool) < 2:
@@ -367,51 +220,38 @@ def is_ambiguous(
     return bool(abs(position - round(position)) < 1e-3 or near)
 
 
-def metric_bounds(case: Case, want: ReferenceResult, others: list[Evaluation]) -> dict[str, float]:
+def loss_bound(case: Case, want: ReferenceResult, moved: list[ReferenceResult]) -> float:
+    """Sum of what each token's share of the loss may be off by, and of the sum's own rounding."""
+    parts, term = want.evaluation.parts, term_of(case)
+    moved_parts = {k: [x.evaluation.parts[k] for x in moved] for k in parts}
+    each = [spread(x, moved_parts[k]) + term * x.detach().abs() for k, x in parts.items()]
+    return float(sum(x.sum() for x in each))
+
+
+def metric_bounds(
+    case: Case, want: ReferenceResult, moved: list[ReferenceResult]
+) -> dict[str, Tensor]:
     """A mean may be off by the mean of what its values may be off by."""
-    unit, at = compute_unit(case), want.evaluation
-    bounds = {}
-    for name, (values, counts) in at.means.items():
-        error = spread(values, [x.means[name][0] for x in others]) + 2 * unit.term * values.abs()
-        if name == "kl":
-            error = error + 2 * unit.term * at.kl_size
-        error, counts = torch.broadcast_tensors(error, counts)
-        bounds[name] = float(pick(error, counts).sum() / counts.sum().clamp(min=1))
-        if (pick(values.abs().expand_as(counts), counts) > OVERFLOW).any():
-            bounds[name] = math.inf
-    for name, value in at.extremes.items():
-        bounds[name] = float(spread(value, [x.extremes[name] for x in others])) + 2 * unit.term
-    bounds["policy_loss"] = bounds["policy_loss"] + loss_bound(want, others, unit)
+    bounds, means = {}, want.evaluation.means
+    for name, x in want.metrics.items():
+        error = spread(x, [y.metrics[name] for y in moved]) + 2 * term_of(case) * x.abs()
+        if name in means:
+            values, counts = means[name]
+            each = spread(values, [y.evaluation.means[name][0] for y in moved])
+            each = pick(*torch.broadcast_tensors(each, counts))
+            error = error + each.sum() / counts.sum().clamp(min=1)
+        bounds[name] = torch.where(x.abs() > OVERFLOW, math.inf, error)
+    bounds["policy_loss"] += loss_bound(case, want, moved)
     return bounds
 
 
-def loss_bound(want: ReferenceResult, others: list[Evaluation], unit: Unit) -> float:
-    """Sum of what each token's share of the loss may be off by, and of the sum's own rounding."""
-    at = want.evaluation
-    each = [spread(x, [y.parts[k] for y in others]).sum() for k, x in at.parts.items()]
-    return float(sum(each) + unit.term * sum(x.sum() for x in at.sizes.values()))
-
-
 def bounds_of(want: ReferenceResult, case: Case) -> Bounds:
-    unit, h = compute_unit(case), want.head
-    e, e_entropy = score_bounds(case, want)
-    e_grid, entropy_grid = on_grid(e, h.counted), on_grid(e_entropy, h.counted)
-    diverging = None if want.divergences is None else divergence_bounds(case, h, e)
-    e_divergence = 0.0 if diverging is None else on_grid(diverging.value, h.counted)
-    others = moved(case, want, e_grid, entropy_grid, e_divergence)
-    at = [x for x, _, _ in others]
-    d_a = spread(want.d_logps, [a for _, a, _ in others])
-    d_b = spread(want.d_entropies, [b for _, _, b in others])
-    lost = want.evaluation.overflow & h.counted
-    d_a = torch.where(lost, math.inf, d_a)
-    sizes = slope_sizes(case, want.evaluation, want.d_logps)
-    d_raw, d_raw_bound = logit_bounds(case, want, e, e_entropy, d_a, d_b, sizes, diverging)
-    d_raw_bound = torch.where(lost[h.counted][:, None], math.inf, d_raw_bound)
+    moved = [reference_loss(*pair) for pair in rounded(case, want.head)]
+    e, e_entropy = (score_bound(case, name, want, moved) for name in SCORES[:2])
     return Bounds(
-        e_grid, entropy_grid, loss_bound(want, at, unit),
-        **head_bounds(case, want, d_raw, d_raw_bound),
-        metrics=metric_bounds(case, want, at), ambiguous=is_ambiguous(case, want, e_entropy, at),
-        overflow=bool(lost.any()),
+        e, e_entropy, loss_bound(case, want, moved), grad_bounds(case, want, moved),
+        metric_bounds(case, want, moved),
+        is_ambiguous(case, want, e_entropy, moved), bool(want.evaluation.overflow.any()),
     )  # fmt: skip
 
 
@@ -424,7 +264,9 @@ def compare(name: str, got: Tensor, want: Tensor, bound: Tensor | float, case: C
     got = got.detach().double()
     bound = torch.as_tensor(bound, dtype=torch.float64).expand_as(want)
     # where exactly 0 is asked for, exactly 0
-    bound = torch.where(bound > 0, bound + compute_unit(case).floor, bound)
+    bound = torch.where(
+        bound > 0, bound + 100 * torch.finfo(computed_in(case)).smallest_normal, bound
+    )
     error = (got - want).abs()
     ratio = torch.nan_to_num(error / bound, nan=math.inf, posinf=math.inf)
     excess = torch.where(error <= bound, 0.0, ratio)
@@ -472,7 +314,7 @@ def assert_matches(
         both = output.metrics[name], reference.metrics[name]
         compare(f"metrics[{name}]", *both, limits.metrics[name], case)
     if grads is not None:
-        compare_grads(grads, reference, case, vars(limits), scale)
+        compare_grads(grads, reference, case, limits.grads, scale)
 
 
 def compare_grads(
@@ -498,40 +340,27 @@ def compare_grads(
 
 
 def assert_scores(
-    case: Case, want: ScoresResult, results: dict[str, Tensor], grads: dict[str, Tensor | None],
+    case: Case, up: dict[str, Tensor], results: dict[str, Tensor], grads: dict[str, Tensor | None],
     engine: str = "auto",
 ) -> None:  # fmt: skip
-    """Scores by name and gradients of an engine against the reference; a masked position has
-    exactly 0."""
-    e, e_entropy = score_bounds(case, want)
-    diverging = divergence_bounds(case, want.head, e) if case.diverges else None
-    limits = {"logps": e, "entropies": e_entropy, "divergences": diverging and diverging.value}
+    """Scores by name and gradients under `up` of an engine against the reference; a masked position
+    has exactly 0."""
+    want = reference_scores(case, up)
+    moved = [reference_scores(at, up, does) for at, does in rounded(case, want.head)]
     expected = {"divergences"} if case.listed_ids is not None else {*SCORES[: 2 + case.diverges]}
     assert results.keys() == expected, f"{case.name}: results {[*results]}"
     for name, x in results.items():
         assert x.dtype == computed_in(case), f"{case.name}: {name}: dtype {x.dtype}"
-        compare(name, x, getattr(want, name), on_grid(limits[name], want.head.counted), case)
-    d_raw, bound = raw_bounds(case, want, (e, e_entropy), diverging, engine)
-    compare_grads(grads, want, case, head_bounds(case, want, d_raw, bound), 1.0)
-
-
-def raw_bounds(
-    case: Case,
-    want: ScoresResult,
-    errors: tuple[Tensor, Tensor],
-    diverging: Diverging | None,
-    engine: str,
-) -> tuple[Tensor, Tensor]:
-    """What was stored for an expectation that did not come true is taken off again: it counts with
-    its size."""
-    zeros, o = torch.zeros_like(want.d_logps), settings(case)
-    d_raw, bound = logit_bounds(case, want, *errors, zeros, zeros, want.d_logps.abs(), diverging)
-    as_expected = o.arrives == "same" and not o.more
-    if diverging is None or engine not in ("auto", "one_pass") or as_expected:
-        return d_raw, bound
-    # What is stored is the divergences' alone, so that it cancels nothing of the others.
-    largest = want.d_divergences.abs().max() if want.d_divergences.numel() else 0.0
-    slopes = torch.full_like(want.d_divergences, 2.0) * largest
-    stored = replace(want, d_logps=zeros, d_entropies=zeros, d_divergences=slopes)
-    more, more_bound = logit_bounds(case, stored, *errors, zeros, zeros, zeros, diverging)
-    return d_raw.abs() + more.abs(), bound + more_bound
+        compare(name, x, getattr(want, name), score_bound(case, name, want, moved), case)
+    o, bounds = settings(case), grad_bounds(case, want, moved)
+    if case.diverges and engine in ("auto", "one_pass") and (o.arrives != "same" or o.more):
+        # What was stored for an expectation that did not come true is taken off again.
+        c = up["divergences"][want.head.counted].abs()
+        none = torch.zeros_like(up["divergences"])
+        stored = dict.fromkeys(SCORES, none)
+        stored["divergences"] = none + (2 * c.max() if c.numel() else 0.0)
+        want_stored = reference_scores(case, stored)
+        moved = [reference_scores(at, stored, does) for at, does in rounded(case, want.head)]
+        more = grad_bounds(case, want_stored, moved)
+        bounds = {name: bound + more[name] for name, bound in bounds.items()}
+    compare_grads(grads, want, case, bounds, 1.0)
