@@ -16,14 +16,8 @@ from tests.support.case_builder import Case, seeded
 from tests.support.cases import HEADS, scored
 from tests.support.measure import AllocationWatcher, count_flops
 from tests.support.pretend_gpu import OnGPU, here, pretended
-from tests.support.reference import head, on_grid, settings
-from tests.support.run_case import (
-    constants_of,
-    gradients_of,
-    leaves_of,
-    lora_of,
-    run_scores,
-)  # fmt: skip
+from tests.support.reference import head, on_grid
+from tests.support.run_case import WHOLE, gradients_of, leaves_of, run_scores, scores
 
 B, T, H, V, K = 2, 13, 8, 50, 5
 REVERSE = {"divergence": "reverse_kl"}
@@ -140,15 +134,10 @@ def ids_of(case: Case) -> Tensor:
     return ids
 
 
-def run_topk(case: Case, ids: Tensor, **options: Any) -> tuple[Any, dict[str, Tensor | None]]:
+def run_topk(case: Case, ids: Tensor, engine: str) -> tuple[Any, dict[str, Tensor | None]]:
     """The scores, and the gradients of all leaves of a sum that squares some of them."""
     leaves = leaves_of(case)
-    of_head = Head(leaves["weight"], leaves["bias"], lora_of(case, leaves), **constants_of(case))
-    temperature = settings(case).temperature if case.temperature is None else case.temperature
-    found = linear_logps(
-        leaves["hidden"], of_head, case.completion_ids, completion_mask=case.completion_mask,
-        temperature=temperature, topk_ids=ids, **options,
-    )  # fmt: skip
+    found = scores(case, leaves, engine, WHOLE, topk_ids=ids)
     total_of(found.logps, found.entropies, found.topk_logps, ids).backward()
     return found, gradients_of(leaves)
 
@@ -163,16 +152,16 @@ def total_of(logps: Tensor, entropies: Tensor, topk: Tensor, ids: Tensor) -> Ten
 @pytest.mark.parametrize("name", HEADS)
 def test_values_and_gradients_of_log_probabilities(name: str, every_backend: str) -> None:
     for dtype in (torch.float64, torch.float32):
-        case = scored(f"topk/{name}", dtype=dtype, **HEADS[name])
+        case = scored(f"topk/{name}", dtype=dtype, workspace=2_000, **HEADS[name])
         ids, h = ids_of(case), head(case)
         listed = h.log_probs.gather(1, ids[h.counted].clamp(min=0))
         topk = on_grid(listed.masked_fill(ids[h.counted] < 0, -torch.inf), h.counted)
-        scores = [on_grid(x, h.counted) for x in (h.logps, h.entropies)]
-        wanted = torch.autograd.grad(total_of(*scores, topk, ids), [*h.leaves.values()])
+        others = [on_grid(x, h.counted) for x in (h.logps, h.entropies)]
+        wanted = torch.autograd.grad(total_of(*others, topk, ids), [*h.leaves.values()])
         want = dict(zip(h.leaves, wanted, strict=True))
         close = 1e-11 if dtype == torch.float64 else 3e-5
         for engine in ("auto", "two_pass", "lean"):
-            found, grads = run_topk(case, ids, run=Run(engine, workspace_bytes=2_000))
+            found, grads = run_topk(case, ids, engine)
             assert torch.equal(found.topk_logps.isinf(), topk.isinf())
             torch.testing.assert_close(found.topk_logps.double(), topk, rtol=close, atol=close)
             for leaf in (x for x in grads if grads[x] is not None):

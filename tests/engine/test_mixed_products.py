@@ -4,8 +4,6 @@ groups of chunks."""
 from __future__ import annotations
 
 import itertools
-from dataclasses import fields, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +11,13 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import Head, LoRA, Run, linear_logps
+from tests.support import on_device
 from tests.support.case_builder import Case, make_case
 from tests.support.cases import fixed_cases, random_case
 from tests.support.gpu_tape import Tape
-from tests.support.on_device import relative
 from tests.support.pretend_gpu import OnGPU, autocast, here, pretended
 from tests.support.reference import reference_loss
-from tests.support.run_case import allowed_engines, run
+from tests.support.run_case import allowed_engines
 from tests.support.tolerance import assert_matches, bounds_of
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:.*CUDA is not available")]
@@ -37,13 +35,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def run_there(case: Case, engine: str) -> tuple[Any, dict[str, Tensor | None]]:
     """`run`, with all tensors on the GPU; its results are here."""
-    named = {f.name: getattr(case, f.name) for f in fields(case)}
-    there = {name: OnGPU(x) for name, x in named.items() if isinstance(x, Tensor)}
-    out, grads = run(replace(case, **there), engine, backend="torch")
-    names = ("loss", "logps", "entropies")
-    found = {name: here(getattr(out, name).detach()) for name in names}
-    metrics = {name: here(x) for name, x in out.metrics.items()}
-    return SimpleNamespace(**found, metrics=metrics), {k: here(x) for k, x in grads.items()}
+    return on_device.run_there(case, OnGPU, here, engine, "torch")
 
 
 def check(case: Case, *engines: str) -> None:
@@ -96,7 +88,7 @@ def test_fp16_gradients_do_not_underflow_whatever_the_loss_scale(
     case = case.but(advantages=case.advantages * scale, weight=case.weight.float())
     with autocast(torch.float16):
         _, grads = run_there(case.but(workspace_bytes=8 * KILOBYTE), engine)
-    assert relative(grads["weight"], reference_loss(case).d_weight) < 2e-3
+    assert on_device.relative(grads["weight"], reference_loss(case).d_weight) < 2e-3
 
 
 @pytest.mark.parametrize("scale", [2.0**-14, 2.0**18])
@@ -115,7 +107,7 @@ def test_fp16_gradients_of_more_ids_stay_in_range(gpu: Tape, scale: float) -> No
     logps = exact.log_softmax(-1).gather(1, ids)
     (d_logits,) = torch.autograd.grad(scale * logps.sum(), exact)
     (got,) = torch.autograd.grad(scale * found.topk_logps.sum(), there)
-    assert relative(here(got), d_logits.t() @ hidden.double()) < 2e-3
+    assert on_device.relative(here(got), d_logits.t() @ hidden.double()) < 2e-3
 
 
 def test_an_adapter_beside_a_float64_head(gpu: Tape) -> None:

@@ -29,7 +29,8 @@ from grpo_kernels.verl.engine import ARGUMENT
 from grpo_kernels.verl.rows import HeadTask
 from tests.support import verl_peer
 from tests.support.case_builder import seeded
-from tests.support.verl_peer import TEMPERATURE, relative
+from tests.support.on_device import relative
+from tests.support.verl_peer import TEMPERATURE
 
 pytestmark = [pytest.mark.unit, verl_peer.needs_verl]
 

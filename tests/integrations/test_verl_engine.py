@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from grpo_kernels.verl import rows
 from tests.support import verl_peer
 from tests.support.flash_attention import flash_attention, set_attention
+from tests.support.on_device import relative
 from tests.support.ranks import Ranks
 from tests.support.verl_peer import (
     AS_GIVEN,
@@ -37,7 +38,6 @@ from tests.support.verl_peer import (
     gap,
     metrics_of,
     ppo_loss,
-    relative,
     run,
     verl_module,
 )

@@ -37,7 +37,8 @@ from torch.nn import functional as F
 from benchmarks.verl_step import Products
 from tests.support import verl_peer
 from tests.support.case_builder import seeded
-from tests.support.verl_peer import draw, relative, verl_module
+from tests.support.on_device import relative
+from tests.support.verl_peer import draw, verl_module
 
 TOKENS = 30  # of the 32 rows of the head
 TEMPERATURE = 0.75  # verl rounds it to float32

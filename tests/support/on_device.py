@@ -17,23 +17,27 @@ from tests.support.row_cases import same
 from tests.support.run_case import run
 
 
-def move(case: Case, device: torch.device) -> Case:
-    """The case with every tensor on `device`."""
-    return replace(case, **{name: x.to(device) for name, x in case.tensors().items()})
+def move(case: Case, to: Callable[[Tensor], Tensor]) -> Case:
+    """The case with every tensor moved by `to`."""
+    return replace(case, **{name: to(x) for name, x in case.tensors().items()})
 
 
 def run_on(
     case: Case, device: torch.device, engine: str, backend: str
 ) -> tuple[SimpleNamespace, dict[str, Tensor | None]]:
     """What the tolerance looks at of the library's results for `case` on `device`, on the CPU."""
-    output, grads = run(move(case, device), engine, backend=backend)
-    found = SimpleNamespace(
-        loss=output.loss.detach().cpu(),
-        logps=output.logps.cpu(),
-        entropies=output.entropies.cpu(),
-        metrics={name: x.cpu() for name, x in output.metrics.items()},
-    )
-    return found, {name: None if x is None else x.cpu() for name, x in grads.items()}
+    return run_there(case, lambda x: x.to(device), Tensor.cpu, engine, backend)
+
+
+def run_there(
+    case: Case, to: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], engine: str,
+    backend: str,
+) -> tuple[SimpleNamespace, dict[str, Tensor | None]]:  # fmt: skip
+    output, grads = run(move(case, to), engine, backend=backend)
+    found = {name: back(getattr(output, name).detach()) for name in ("loss", "logps", "entropies")}
+    metrics = {name: back(x) for name, x in output.metrics.items()}
+    returned = {name: None if x is None else back(x) for name, x in grads.items()}
+    return SimpleNamespace(**found, metrics=metrics), returned
 
 
 def leaves(
@@ -64,7 +68,7 @@ def truth(
 
 def relative(got: Tensor | None, want: Tensor) -> float:
     """Norm of the error over the norm of what is wanted; NaN stays."""
-    return float((got.detach().double() - want).norm() / want.norm())
+    return float((got.detach().double() - want).norm() / want.norm().clamp(min=1e-30))
 
 
 def same_bits(one: Any, other: Any) -> bool:

@@ -32,6 +32,7 @@ from benchmarks import verl_step
 from benchmarks.verl_step import Products
 from grpo_kernels.verl import patch_verl, unpatch_verl
 from tests.support.case_builder import seeded
+from tests.support.on_device import relative
 from tests.support.ranks import one_rank
 
 if TYPE_CHECKING:
@@ -144,10 +145,6 @@ def draw(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     ids = torch.randint(3, 30, shape, generator=g)
     a, b = torch.randn((2, *shape), generator=g, dtype=torch.float64)
     return ids, a, b
-
-
-def relative(got: Tensor, want: Tensor) -> float:
-    return float((got - want).norm() / want.norm().clamp(min=1e-30))
 
 
 WRAPPED = "_fsdp_wrapped_module"  # the child of a FullyShardedDataParallel
