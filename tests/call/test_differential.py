@@ -18,7 +18,7 @@ from grpo_kernels import GRPOLoss
 from tests.support.case_builder import Case, make_case
 from tests.support.cases import fixed_cases, random_case, random_scores
 from tests.support.flat import flat
-from tests.support.reference import ReferenceResult, reference_loss
+from tests.support.reference import reference_loss
 from tests.support.run_case import allowed_engines, arguments, check_scores, config_of, run
 from tests.support.tolerance import assert_matches, bounds_of
 
@@ -26,18 +26,6 @@ ENGINES = ("score", "frozen", "one_pass", "two_pass", "lean")
 BLOCKS, BLOCK_SIZE = 8, 100
 FACTOR = int(os.environ.get("GRPO_KERNELS_RANDOM_FACTOR", "1"))
 pytestmark = pytest.mark.usefixtures("every_backend")
-
-
-def check_row_shares(case: Case, output, reference: ReferenceResult) -> None:
-    """Only counted positions are projected, and all that carry gradient get one."""
-    counted = reference.head.counted
-    projected = counted.double().mean() if counted.numel() else torch.zeros(())
-    assert abs(float(output.metrics["rows/projected"]) - float(projected)) < 1e-6, case.name
-    if set(case.frozen) >= {"hidden", "weight"} or torch.isnan(reference.loss):
-        return
-    carries = reference.d_logps.abs() + reference.d_entropies.abs() > 1e-30
-    least = float(carries.sum() / counted.sum().clamp(min=1)) - 1e-6
-    assert least <= float(output.metrics["rows/gradient"]) <= 1.0, case.name
 
 
 def check(case: Case, engines: Iterable[str] = ("auto", *ENGINES)) -> None:
@@ -57,8 +45,6 @@ def check(case: Case, engines: Iterable[str] = ("auto", *ENGINES)) -> None:
         assert_matches(output, grads, reference, named, bounds)
         assert set(reference.metrics) <= set(output.metrics)
         assert not any(x.requires_grad for x in output.metrics.values())
-        if engine == "auto" and not bounds.ambiguous and case.kept_ids is None:
-            check_row_shares(case, output, reference)
 
 
 @pytest.mark.parametrize("case", fixed_cases(), ids=lambda case: case.name)
