@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from grpo_kernels import Run, linear_logps
 from tests.support import parallel_cases as cases
-from tests.support.adapter_case import check_adapter
 from tests.support.case_builder import Case
 from tests.support.cases import fixed_cases, random_case
 from tests.support.on_device import move, report, run_on
@@ -43,31 +42,19 @@ def check(case: Case, device: torch.device, backend: str, failures: dict[str, Ex
 def test_cases(device: torch.device, part: int, backend: str) -> None:
     failures: dict[str, Exception] = {}
     tried = 0
-    every = (*fixed_cases(), *(random_case(seed, plain=True) for seed in range(450)))
+    every = (*fixed_cases(), *map(random_case, range(450)))
     chosen = every[part::PARTS]
     if device.type == "cpu":  # a few, in the first part
         chosen = every[::CPU_PART] if part == 0 else ()
     for case in chosen:
-        if backend == "triton" and computed_in(case) == torch.float64:
+        over_sets = case.kept_ids is not None  # whose rows torch does
+        if backend == "triton" and computed_in(case) == torch.float64 and not over_sets:
             with pytest.raises(ValueError, match="backend"):
                 run_on(case, device, "auto", backend)
             continue
         tried += check(case, device, backend, failures)
     assert tried or device.type == "cpu"
     report(failures, tried)
-
-
-@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_adapter_equals_the_merged_head(
-    device: torch.device, backend: str, engine: str, dtype: torch.dtype
-) -> None:
-    on_gpu = device.type == "cuda"
-    options = {"n": 300 if on_gpu else 5, "device": str(device), "backend": backend}
-    check_adapter(torch.float16, dtype, gradient=2.0**-7, engine=engine, **options)
-    if on_gpu and engine == "one_pass":
-        dtype = torch.bfloat16 if dtype == torch.float16 else dtype
-        check_adapter(torch.bfloat16, dtype, gradient=2.0**-5, **options)
 
 
 def test_ids_out_of_range_make_their_rows_nan(device: torch.device, backend: str) -> None:
@@ -117,7 +104,7 @@ def sharded_head(rank, world_size, loss, device: torch.device, dtype: torch.dtyp
     case = Case("", hidden, weight, config=loss.config, frozen=frozen, **given)
     own = torch.arange(len(weight)).tensor_split(world_size)[rank].tolist()
     options = {"rows": slice(own[0], own[-1] + 1), "process_group": dist.group.WORLD}
-    _, grads = run(move(case, device), loss.engine, **options)
+    _, grads = run(move(case, lambda x: x.to(device)), loss.engine, **options)
     want = reference_loss(case)
     expected = {"hidden": want.d_hidden, "weight": want.d_weight[options["rows"]]}
     got = {name: x.cpu() for name, x in grads.items() if x is not None}
