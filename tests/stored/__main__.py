@@ -2,36 +2,36 @@
 
 Every case of `cases.py` is computed in a process of its own whose results do not depend on the
 processor: one thread, torch's and MKL's plainest instructions, no fused multiply-add in the C
-library. They must equal the stored results by bits. With another release of torch than the stored
-one a few units in the last place are allowed.
+library. They must equal the stored results by bits; those of another release of torch are not
+compared.
 
-``--write`` stores the results of ``--library DIR``, the checkout that is computed (default: this
-one).
+``--write`` stores the results of ``--library DIR``, the checkout whose `grpo_kernels` is computed
+(default: this one).
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
+import io
+import lzma
 import os
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
+
+from tests.support.row_cases import same
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-FILES = {"plain": FOLDER / "results.npz", "triton": FOLDER / "triton.npz"}
-# with another release of torch, whose products and functions may round otherwise: units in the last
-# place of a result's largest number
-ULPS = 64.0
+FILES = {"plain": FOLDER / "results.pt.xz", "triton": FOLDER / "triton.pt.xz"}
+# the library first, which may be of another checkout than the cases
+WRITE = "import sys, grpo_kernels; sys.path.insert(0, sys.argv.pop(1))\n"
+WRITE += "from tests.stored import cases; cases.write(*sys.argv[1:])"
 
 Stored = dict[str, dict[str, Any]]  # case -> name -> tensor or text
 
@@ -57,87 +57,38 @@ def environment(library: Path, *, triton: bool) -> dict[str, str]:
 
 def compute(library: Path, output: Path, groups: list[str], *, triton: bool) -> None:
     """Compute the cases with the checkout `library`, and write the results to `output`."""
-    command = [sys.executable, str(FOLDER / "cases.py"), str(output), *groups]
+    command = [sys.executable, "-c", WRITE, str(ROOT), str(output), *groups]
     env = environment(library, triton=triton)
     subprocess.run(command, env=env, cwd=library, check=True)
 
 
-def read(path: Path) -> tuple[dict[str, str], Stored]:
-    """The releases that a file was made with, and its results."""
-    with np.load(path) as file:
-        about = json.loads(file["index"].tobytes())
-        flat = {}
-        for kind in set(file.files) - {"index"}:
-            planes = np.ascontiguousarray(file[kind].T).reshape(-1)
-            flat[kind] = torch.from_numpy(planes).view(getattr(torch, kind))
-    places: Counter[str] = Counter()
-    found: Stored = {}
-    for case, results in about.pop("cases").items():
-        found[case] = {}
-        for name, x in results.items():
-            if isinstance(x, str):
-                found[case][name] = x
-                continue
-            kind, shape = x
-            size = int(np.prod(shape))
-            found[case][name] = flat[kind][places[kind] : places[kind] + size].view(shape)
-            places[kind] += size
-    return about, found
+def read(path: Path) -> tuple[str, Stored]:
+    """The release of torch that a file was made with, and its results."""
+    found = torch.load(io.BytesIO(lzma.decompress(path.read_bytes())))
+    return found["torch"], found["cases"]
 
 
-def difference(old: Any, new: Any) -> float:
-    """Distance of two results in units in the last place of the largest number; inf: not alike."""
+def alike(old: Any, new: Any) -> bool:
+    """True if two results are the same text, or have the same bits; NaN equals NaN."""
     if isinstance(old, str) or isinstance(new, str):
-        return 0.0 if type(old) is type(new) and old == new else torch.inf
-    if old.dtype != new.dtype or old.shape != new.shape:
-        return torch.inf
-    if not old.is_floating_point():
-        return 0.0 if torch.equal(old, new) else torch.inf
-    if torch.equal(bits(old), bits(new)):
-        return 0.0
-    x, y = old.double(), new.double()
-    finite = x.isfinite()
-    others = (z[~finite].nan_to_num() for z in (x, y))
-    if not torch.equal(finite, y.isfinite()) or not torch.equal(*others):
-        return torch.inf
-    largest = x[finite].abs().max().clamp(min=torch.finfo(old.dtype).tiny)
-    off = float((x[finite] - y[finite]).abs().max() / (largest * torch.finfo(old.dtype).eps))
-    return max(off, 1e-9)  # zeros of another sign differ, too
+        return type(old) is type(new) and old == new
+    return same(old, new)
 
 
-def bits(x: Tensor) -> Tensor:
-    """The bits of floating-point numbers; those of every NaN are the same."""
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
-    return torch.where(x.isnan(), torch.nan, x).contiguous().view(kind)
-
-
-def compare(
-    old: Stored, new: Stored, *, other_torch: bool = False
-) -> tuple[Counter[str], list[str]]:
-    """Count the cases by how they compare, and describe those that are off."""
-    counts, off = Counter[str](), []
+def compare(old: Stored, new: Stored) -> tuple[int, list[str]]:
+    """Count the cases that are equal, and describe those that are off."""
+    off = []
     for case in {**old, **new}:
-        before, after = old.get(case), new.get(case)
-        if before is None or after is None or before.keys() != after.keys():
-            keys = sorted(set(before or ()) ^ set(after or ()))
-            trouble = (after or {}).get("raises") or ", ".join(keys)
-            off.append(f"{case}: not the results of before: {trouble}")
-            continue
-        units = {name: difference(x, after[name]) for name, x in before.items()}
-        worst = max(units, key=lambda name: units[name], default="")
-        if not any(units.values()):
-            counts["equal by bits"] += 1
-        elif other_torch and units[worst] <= ULPS:
-            counts["near"] += 1
-        else:
-            number = sum(map(bool, units.values()))
-            off.append(f"{case}: {worst} is {units[worst]:.3g} units off, {number} results")
-    return counts + Counter(off=len(off)), off
+        before, after = old.get(case, {}), new.get(case, {})
+        names = [x for x in {**before, **after} if not alike(before.get(x, ""), after.get(x, ""))]
+        if names:
+            off.append(f"{case}: {', '.join(names)}; raises {after.get('raises', 'nothing')}")
+    return len({**old, **new}) - len(off), off
 
 
 def check(library: Path = ROOT, groups: list[str] | None = None) -> tuple[list[str], list[str]]:
     """Compute and compare; return what was found, and what is off."""
-    counts, off, notes = Counter[str](), [], []
+    equal, off, notes = 0, [], []
     with tempfile.TemporaryDirectory() as folder:
         for kind, path in FILES.items():
             if kind == "triton" and importlib.util.find_spec("triton") is None:
@@ -146,15 +97,14 @@ def check(library: Path = ROOT, groups: list[str] | None = None) -> tuple[list[s
             output = Path(folder) / path.name
             compute(library, output, groups or [], triton=kind == "triton")
             (then, old), (now, new) = read(path), read(output)
-            other = then["torch"] != now["torch"]
-            if other:
-                said = f"stored with torch {then['torch']}, now {now['torch']}"
-                notes.append(f"{said}: {ULPS:g} ulps are near")
+            if then != now:
+                notes.append(f"{kind}: stored with torch {then}, now {now}: NOT compared")
+                continue
             if groups:
                 old = {case: x for case, x in old.items() if case.split("/")[0] in groups}
-            found, wrong = compare(old, new, other_torch=other)
-            counts, off = counts + found, off + wrong
-    return [", ".join(f"{number} {name}" for name, number in counts.items()), *notes], off
+            found, wrong = compare(old, new)
+            equal, off = equal + found, off + wrong
+    return [f"{equal} equal by bits, {len(off)} off", *notes], off
 
 
 def main() -> None:

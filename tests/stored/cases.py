@@ -1,555 +1,208 @@
-"""The stored cases: small calls through public names, with inputs that the case's name decides.
+"""The stored cases: random ones of `tests.support.cases`, at small sizes, and every preset.
 
-Run as a script, this file computes every case with the `grpo_kernels` on the path and writes the
-results: ``python tests/stored/cases.py OUT.npz``. It imports nothing else of this repository, so
-that it runs on any commit. Hidden states and heads are small multiples of 1/16, whose products are
-exact in any order.
+Hidden states and heads are multiples of 1/16, whose products are exact in any order; other numbers
+are multiples of 1/1024, far coarser than rounding.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import io
+import lzma
 import os
-import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import asdict
 from functools import partial
-from itertools import product
+from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-import numpy as np
 import torch
-from torch import Tensor
 
-import grpo_kernels
-from grpo_kernels import Head, KeptIds, LoRA, LossConfig, Run
+from grpo_kernels import LossConfig, LossOutput, grpo_loss, presets
+from grpo_kernels.typing import Extra
+from tests.support.case_builder import Case
+from tests.support.cases import random_case, random_scores
+from tests.support.flat import flat
+from tests.support.reference import LEAVES
+from tests.support.run_case import (
+    WHOLE,
+    allowed_engines,
+    arguments,
+    config_of,
+    engines_of,
+    gradients_of,
+    leaves_of,
+    packed,
+    run,
+    scores,
+    upstream_of,
+)
+from tests.support.sampler import MODES, PREFIX
 
-B, T, N = 3, 4, 12
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo")
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_mean_mask")
-ENGINES = ("auto", "one_pass", "two_pass", "lean", "frozen")
-DTYPES = (torch.float32, torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
-GARBAGE = (math.nan, math.inf, -math.inf, 1e30)
-
+BOUNDS = {f"{PREFIX}clip_max": 1.25, f"{PREFIX}clip_min": 0.7}
+SOME = (torch.float32, torch.bfloat16)
 Results = dict[str, Any]  # name -> tensor or text
+Made = Callable[[], Results]
 
 
-def loss_config(**fields: Any) -> LossConfig:
-    """A loss, where "dr_grpo" divides by 512 unless told otherwise."""
-    return LossConfig(**{"max_completion_length": 512, **fields})
+def small(make: Callable[..., Case], seed: int) -> Case:
+    """Random case number `seed` at a small size, its numbers on a grid."""
+    case = make(seed, b=3, t=4, h=(3, 5, 8)[seed % 3], v=(7, 19, 33)[seed // 3 % 3])
+    on_grid = {}
+    for name, x in case.tensors().items():
+        if x.is_floating_point():
+            steps = 16 if name.removeprefix("teacher_") in LEAVES else 1024
+            on_grid[name] = ((x.double() * steps).floor() / steps).to(x.dtype)
+    return case.but(**on_grid)
 
 
-class Draw(random.Random):
-    """Random numbers that are the same on every machine: uniform ones of Python, four added."""
-
-    def sometimes(self, p: float, value: Any, other: Any = None) -> Any:
-        return value if self.random() < p else other
-
-    def normal(
-        self, *shape: int, scale: float = 1.0, step: float | None = None, dtype: Any = torch.float32
-    ) -> Tensor:
-        values = [sum(self.random() for _ in range(4)) - 2 for _ in range(math.prod(shape))]
-        x = torch.tensor(values, dtype=torch.float64).reshape(shape) * (3**0.5 * scale)
-        return (x if step is None else (x / step).round() * step).to(dtype)
-
-    def integers(self, high: int, *shape: int) -> Tensor:
-        return torch.tensor([self.randrange(high) for _ in range(math.prod(shape))]).reshape(shape)
-
-    def mask(self) -> Tensor:
-        """(B, T): ragged, with holes, with a row of zeros, all or nothing."""
-        common = ("ragged", "holes", "empty_row", "full")
-        kind = self.choice((*common, *common, *common, "none"))
-        lengths = torch.tensor([self.randint(1, T) for _ in range(B)])
-        mask = (torch.arange(T) < lengths[:, None]).long()
-        if kind == "holes":
-            mask = mask * self.integers(3, B, T).ne(0)
-        if kind == "empty_row":
-            mask[self.randrange(B)] = 0
-        return {"full": torch.ones_like(mask), "none": torch.zeros_like(mask)}.get(kind, mask)
+def of_loss(out: LossOutput, grads: dict[str, Any]) -> Results:
+    found = {name: getattr(out, name) for name in ("loss", "logps", "entropies")}
+    found |= {f"metric {name}": x for name, x in out.metrics.items()}
+    found |= {f"count {name}": x for name, (_, x) in out.metrics.pairs.items()}
+    return found | {f"d_{name}": x for name, x in grads.items()} | {"engine": out.engine}
 
 
-class Calls:
-    """A head, hidden states and ids, drawn; and what a call with them gives."""
-
-    def __init__(
-        self,
-        d: Draw,
-        *,
-        backend: str | None = None,
-        dtype: Any = None,
-        plain: bool = False,
-        mixed: bool = False,
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        **run: Any,
-    ) -> None:
-        """`plain`: a weight alone, in fewer combinations; `mixed`: each tensor has a dtype of its
-        own; `around` makes the call's context; `run`: fields of `Run`."""
-        self.d, self.around = d, around
-        self.dtype = d.choice(DTYPES) if dtype is None else dtype
-        self.h, rows = d.choice((3, 5, 8)), d.choice((7, 11, 19, 24, 40))
-        self.constants = {} if plain else drawn_constants(d)
-        if not plain and d.random() < 0.1:
-            self.constants["vocab_size"] = rows - 3
-        self.v = self.constants.get("vocab_size", rows)
-        self.mask, self.ids = d.mask(), d.integers(self.v, B, T)
-        spread = d.choice((0.3, 1.0, 1.0, 3.0))
-        leaves = {"hidden": d.normal(B, T, self.h, step=1 / 16, dtype=self.dtype)}
-        leaves["weight"] = d.normal(rows, self.h, scale=spread, step=1 / 16, dtype=self.dtype)
-        frozen: tuple[str, ...] = ()
-        self.scaling = 1.0
-        if not plain:
-            if d.random() < 0.3:
-                leaves["bias"] = d.normal(rows, step=1 / 16, dtype=self.dtype)
-            if d.random() < 0.2:
-                self.scaling = d.choice((0.5, 2.0))
-                leaves["lora_a"] = d.normal(2, self.h, step=1 / 4, dtype=self.dtype)
-                leaves["lora_b"] = d.normal(rows, 2, step=1 / 4, dtype=self.dtype)
-                if d.random() < 0.3:
-                    leaves["lora_input"] = d.normal(B, T, self.h, step=1 / 16, dtype=self.dtype)
-            frozen = d.choice(((), (), (), ("weight", "bias"), ("hidden",), ("bias",), HEAD))
-        if mixed:
-            leaves = {k: x.to(d.choice((torch.float32, torch.bfloat16))) for k, x in leaves.items()}
-        run = {"backend": backend or d.choice(("torch", "cpp")), "engine": d.choice(ENGINES)} | run
-        run.setdefault("workspace_bytes", d.choice((None, None, 4 * self.v, 20 * self.v, 200)))
-        if run["engine"] == "frozen" and not plain:
-            frozen = HEAD
-        self.run = run
-        self.leaves = {k: x.requires_grad_(k not in frozen) for k, x in leaves.items()}
-        lora = None
-        if "lora_a" in leaves:
-            lora = LoRA(leaves["lora_a"], leaves["lora_b"], self.scaling, leaves.get("lora_input"))
-        self.hidden = leaves["hidden"]
-        self.head: Any = Head(leaves["weight"], leaves.get("bias"), lora, **self.constants)
-        if plain and d.random() < 0.5:
-            self.head = leaves["weight"]
-
-    def logps(self, temperature: float = 1.0, kept: Any = None) -> Tensor:
-        """Log-probabilities of the ids, on a grid far coarser than rounding; 0 in a set of one."""
-        x = {k: y.detach().double() for k, y in self.leaves.items()}
-        z = x["hidden"] @ x["weight"].T + x.get("bias", torch.zeros(1, dtype=torch.float64))
-        if "lora_a" in x:
-            z = z + self.scaling * x.get("lora_input", x["hidden"]) @ x["lora_a"].T @ x["lora_b"].T
-        z = z * self.constants.get("logit_scale", 1.0)
-        cap = self.constants.get("final_logit_softcapping")
-        z = z if cap is None else cap * torch.tanh(z / cap)
-        z = z[..., : self.v]
-        if kept is not None:
-            rows = kept.ids.view(B, T, -1) if isinstance(kept, KeptIds) else kept
-            inside = torch.zeros(*z.shape[:-1], self.v + 1).scatter(-1, rows + 1, 1.0)[..., 1:] != 0
-            whole = ~inside.gather(-1, self.ids[..., None])
-            z = z.masked_fill(~inside & ~whole, -math.inf)
-        logps = (z / temperature).log_softmax(-1).gather(-1, self.ids[..., None])[..., 0]
-        return (logps * 2**10).round() / 2**10
-
-    def kept(self, on_missing_set: str) -> Any:
-        """Sets of up to six ids, padded with -1, that hold the sampled one unless they need not."""
-        d, width = self.d, min(6, self.v)
-        rows = torch.full((B, T, width), -1)
-        for row, own in zip(rows.view(-1, width), self.ids.flatten().tolist(), strict=True):
-            chosen = d.sample(range(self.v), d.randint(1, width))
-            if on_missing_set == "error" and own not in chosen:
-                chosen[0] = own
-            if on_missing_set == "full" and d.random() < 0.3:
-                chosen = []
-            row[: len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
-        return KeptIds.from_padded(rows) if d.random() < 0.5 else rows
-
-    def call(self, function: Callable[..., Any]) -> Results:
-        """`function` of a `Run`, with "auto" where its engine refuses; and the gradients."""
-        text = {}
-        with self.around():
-            try:
-                out = function(Run(**self.run))
-            except ValueError as error:
-                if not str(error).startswith("engine:"):
-                    raise
-                text["refused"] = self.run["engine"]
-                out = function(Run(**self.run | {"engine": "auto"}))
-        results = text | read(out)
-        total = self.upstream(out)
-        if total is not None and total.requires_grad:
-            total.backward()
-        return results | {f"d_{k}": x.grad for k, x in self.leaves.items() if x.grad is not None}
-
-    def score(self, **given: Any) -> Results:
-        score = partial(grpo_kernels.linear_logps, self.hidden, self.head, self.ids, **given)
-        return self.call(lambda run: score(run=run))
-
-    def upstream(self, out: Any) -> Tensor | None:
-        """What is differentiated: the loss, or all scores under any upstream gradient."""
-        if hasattr(out, "loss"):
-            return out.loss * self.d.choice((1.0, 1.0, -0.75))
-        some = self.d.random() < 0.3
-        total = None
-        for name in ("logps", "entropies", "divergence"):
-            x = getattr(out, name)
-            if x is not None:
-                upstream = self.d.normal(*x.shape, dtype=x.dtype)
-                if some:
-                    upstream = upstream * self.d.integers(2, *x.shape)
-                term = (x * upstream).sum()
-                total = term if total is None else total + term
-        return total
+def loss_case(case: Case, seed: int, backend: str, engines: set[str] | None = None) -> Results:
+    """By one of the `engines`, in turn; None: by one of all that are exact for the case."""
+    allowed = sorted({"auto", *(allowed_engines(case) if engines is None else engines)})
+    return of_loss(*run(case, allowed[seed % len(allowed)], backend=backend))
 
 
-HEAD = ("weight", "bias", "lora_a", "lora_b")
+def packed_case(case: Case, seed: int, backend: str) -> Results:
+    given = arguments(case)
+    out = flat(grpo_loss)(**packed(case, given)[0], config=config_of(case), backend=backend)
+    if out.loss.requires_grad:
+        out.loss.backward()
+    return of_loss(out, {x: given[x].grad for x in ("hidden", "weight")})
 
 
-def drawn_constants(d: Draw) -> dict[str, Any]:
-    constants: dict[str, Any] = {}
-    if d.random() < 0.25:
-        constants["final_logit_softcapping"] = d.choice((1.0, 5.0, 30.0))
-    if d.random() < 0.25:
-        constants["logit_scale"] = d.choice((-0.5, 0.25, 2.0))
-    if d.random() < 0.15:
-        constants["logits_dtype"] = "input"
-    return constants
+def scores_case(case: Case, seed: int, backend: str, **more: Any) -> Results:
+    engines, leaves, up = engines_of(case), leaves_of(case), upstream_of(case)
+    found = scores(case, leaves, engines[seed % len(engines)], WHOLE, backend=backend, **more).given
+    up["divergence"] = up.pop("divergences")
+    sent = [x for x in found if found[x].requires_grad]
+    if sent:
+        torch.autograd.backward([found[x] for x in sent], [up[x] for x in sent])
+    return found | {f"d_{name}": x for name, x in gradients_of(leaves).items()}
 
 
-def read(out: Any) -> Results:
-    if hasattr(out, "metrics") and hasattr(out, "loss"):
-        results = {"loss": out.loss.detach(), "logps": out.logps}
-        results |= {name: getattr(out, name) for name in ("entropies", "engine", "backend")}
-        results |= {f"metric {name}": x for name, x in out.metrics.items()}
-        counts = {f"count {name}": count for name, (_, count) in out.metrics.pairs.items()}
-        return results | counts
-    names = ("logps", "entropies", "divergence", "log_sum_sq_probs", "mean_logits", "is_top1")
-    given = {name: getattr(out, name) for name in (*names, "student_mass")}
-    return {name: x.detach() for name, x in given.items() if x is not None}
+def extras_case(case: Case, seed: int, backend: str) -> Results:
+    """Extras, or what is expected: rightly, wrongly, or of the log-probabilities alone."""
+    a, b = (upstream_of(case)[x].nan_to_num(0.0) for x in ("logps", "entropies"))
+    expected = (None, a, (a, b), b)[seed // 2 % 4]
+    more = {"extras": get_args(Extra)} if expected is None else {"expected": expected}
+    return scores_case(case, 0, backend, **more)
 
 
-def loss_fields(d: Draw) -> dict[str, Any]:
-    kind = d.choice(LOSS_TYPES)
-    fields: dict[str, Any] = {
-        "loss_type": kind,
-        "epsilon": d.choice((0.0, 0.1, 0.2, 0.4)),
-        "epsilon_high": d.choice((None, 0.28, 1.5)),
-        "beta": d.sometimes(0.5, d.choice((0.01, 0.2)), 0.0),
-        "use_bias_correction_kl": d.random() < 0.6,
-        "kl_estimator": d.choice(("k1", "k2", "k3", "k3", "full")),
-        "temperature": d.sometimes(0.3, d.choice((0.5, 0.9, 1.7)), 1.0),
-        "top_entropy_quantile": d.sometimes(0.15, d.choice((0.2, 0.5, 0.8)), 1.0),
-        "max_completion_length": d.choice((1, 33, 512)),
-    }
-    if kind == "sapo" and d.random() < 0.5:
-        fields |= {"sapo_temperature_pos": 0.6, "sapo_temperature_neg": 2.3}
-    if kind == "vespo" and d.random() < 0.5:
-        fields |= {"vespo_k_pos": 1.3, "vespo_lambda_pos": 0.7}
-        fields |= {"vespo_k_neg": 0.4, "vespo_lambda_neg": 2.2}
-    if kind == "gmpo":
-        return fields
-    fields["importance_sampling_level"] = d.choice(("token", "sequence"))
-    fields["entropy_coef"] = d.sometimes(0.3, d.choice((-0.01, 0.05, 1.0)), 0.0)
-    fields["off_policy_mask_threshold"] = d.sometimes(0.2, d.choice((0.0, 0.1, 0.4)))
-    if kind not in ("cispo", "sapo", "vespo"):
-        fields["delta"] = d.sometimes(0.25, d.choice((1.05, 1.5, 4.0)))
-    if d.random() < 0.25:
-        fields |= {"vllm_importance_sampling_correction": True}
-        fields["vllm_importance_sampling_mode"] = d.choice(MODES)
-        fields["vllm_importance_sampling_clip_max"] = d.choice((1.2, 2.0, 3.0))
-        fields["vllm_importance_sampling_clip_min"] = d.choice((None, 0.5))
-    return fields
+def corrected(case: Case, seed: int) -> Case:
+    """With the ratio to the sampler made inside of the loss; it could not score the first token."""
+    sampling = case.sampling_per_token_logps.clone()
+    sampling[0, 0] = torch.nan
+    config = {f"{PREFIX}correction": True, f"{PREFIX}mode": MODES[seed % 5], **BOUNDS}
+    changes = {"importance_sampling_ratio": None, "sampling_per_token_logps": sampling}
+    return case.but(config=config, **changes)
 
 
-def loss_inputs(
-    d: Draw, logps: Tensor, mask: Tensor, config: LossConfig, old: bool | None = None
-) -> dict[str, Any]:
-    """Arguments of a loss beside hidden states, head and ids; often garbage where masked. `old`: to
-    be off-policy or not."""
-    kind = torch.float64 if d.random() < 0.2 else torch.float32
-    inputs: dict[str, Any] = {}
-
-    def near(x: Tensor, each: float, row: float = 0.0) -> Tensor:
-        moved = x + d.normal(B, T, scale=each) + d.normal(B, 1, scale=row)
-        return torch.where(logps == 0, 0.0, moved.clamp(max=-(2.0**-10)))
-
-    before = near(logps, 0.25, 0.25)
-    drawn = d.random() < 0.7
-    if drawn if old is None else old:
-        inputs["old_per_token_logps"] = before.to(kind)
-    unused = d.random() < 0.1 and not config.beta
-    if unused or (config.beta and config.kl_estimator != "full"):
-        inputs["ref_per_token_logps"] = near(logps, 0.5).to(kind)
-    if config.vllm_importance_sampling_correction or d.random() < 0.2:
-        inputs["sampling_per_token_logps"] = near(before, 0.3).to(kind)
-        if d.random() < 0.2:
-            inputs["sampling_per_token_logps"][0, 0] = math.nan
-    corrects = config.vllm_importance_sampling_correction
-    if d.random() < 0.3 and config.loss_type != "gmpo" and not corrects:
-        shape = d.choice(((B, T), (B, T), (B, 1), (B,)))
-        ratio = 1.0 + d.normal(*shape, scale=0.3, step=1 / 64).clamp(-0.9, 2.0)
-        inputs["importance_sampling_ratio"] = torch.where(ratio > 1.3, 0.0, ratio).to(kind)
-    if d.random() < 0.3:
-        inputs["num_items_in_batch"] = d.choice((0.0, 3.0, 50.5, torch.tensor(7)))
-    per_token = config.loss_type != "gmpo" and d.random() < 0.3
-    advantages = d.normal(B, T) if per_token else d.normal(B)
-    zero = d.choice(("none",) * 5 + ("some",) * 4 + ("all",))
-    if zero == "all":
-        advantages = torch.zeros_like(advantages)
-    if zero == "some":
-        advantages[d.randrange(B)] = 0.0
-    inputs["advantages"] = advantages
-    if d.random() < 0.4:
-        for name, x in inputs.items():
-            if isinstance(x, Tensor) and x.shape == mask.shape:
-                inputs[name] = x.masked_fill(mask == 0, d.choice(GARBAGE))
-    return inputs
+def mixed(case: Case, seed: int) -> Case:
+    """Each leaf with a dtype of its own."""
+    leaves = {x: getattr(case, x) for x in LEAVES if getattr(case, x) is not None}
+    return case.but(**{x: y.to(SOME[seed >> i & 1]) for i, (x, y) in enumerate(leaves.items())})
 
 
-def packed(x: Any) -> Any:
-    """Tensors of a padded batch (B, T, ...) as those of a packed one (B * T, ...)."""
-    return x.flatten(0, 1) if isinstance(x, Tensor) and x.shape[:2] == (B, T) else x
+def is_whole(case: Case) -> bool:
+    return not case.diverges and case.kept_ids is None
 
 
-def packed_call(d: Draw, tokens: list[Any], inputs: dict[str, Any]) -> tuple[list[Any], Any]:
-    inputs = {name: packed(x) for name, x in inputs.items()} | {"cu_seqlens": bounds(d)}
-    ratio = inputs.get("importance_sampling_ratio")
-    if ratio is not None and ratio.shape != (N,):
-        del inputs["importance_sampling_ratio"]
-    return [packed(x) for x in tokens], inputs
+def can_pack(case: Case) -> bool:
+    return case.importance_sampling_ratio is None
 
 
-def bounds(d: Draw) -> Tensor:
-    kind = d.choice((torch.int32, torch.int64))
-    return torch.tensor([0, *sorted(d.randrange(N + 1) for _ in range(B - 1)), N], dtype=kind)
+def is_sampled(case: Case) -> bool:
+    return case.sampling_per_token_logps is not None and case.config["loss_type"] != "gmpo"
 
 
-def masked_as(d: Draw, mask: Tensor) -> Tensor | None:
-    """The mask in any dtype; None where it is full, at times."""
-    if bool(mask.all()) and d.random() < 0.5:
-        return None
-    return mask.to(d.choice((torch.int64, torch.bool, torch.float32, torch.uint8)))
+def is_single(case: Case) -> bool:
+    return {x.dtype for x in case.tensors().values() if x.is_floating_point()} == {torch.float32}
 
 
-def loss_case(
-    d: Draw,
+def numbered(
+    number: int,
+    make: Callable[..., Case],
+    compute: Callable[..., Results],
     *,
-    fields: dict[str, Any] | None = None,
-    config: LossConfig | None = None,
-    kept: bool | None = None,
-    old: bool | None = None,
-    **options: Any,
-) -> Results:
-    """One `grpo_loss`, with anything not given drawn."""
-    c = Calls(d, **options)
-    if config is None:
-        config = loss_config(**(loss_fields(d) if fields is None else fields))
-    full = config.beta and config.kl_estimator == "full"
-    sets: dict[str, Any] = {}
-    if not full and (d.random() < 0.1 if kept is None else kept):
-        sets["on_missing_set"] = d.choice(("error", "full"))
-        sets["kept_ids"] = c.kept(sets["on_missing_set"])
-    logps = c.logps(config.temperature, sets.get("kept_ids"))
-    inputs = loss_inputs(d, logps, c.mask, config, old)
-    tokens = [c.hidden, c.head, c.ids, masked_as(d, c.mask), inputs.pop("advantages")]
-    if full:
-        h = d.choice((2, c.h))
-        other = Head(d.normal(c.v, h, step=1 / 16, dtype=c.dtype), **drawn_constants(d))
-        inputs["reference"] = d.normal(B, T, h, step=1 / 16, dtype=c.dtype), other
-    elif sets:
-        inputs |= sets
-        c.run["workspace_bytes"] = None
-    elif d.random() < 0.15 and "lora_input" not in c.leaves:
-        tokens, inputs = packed_call(d, tokens, inputs)
-    loss = partial(grpo_kernels.grpo_loss, *tokens, **inputs, config=config)
-    return c.call(lambda run: loss(run=run))
+    fits: Callable[[Case], bool] = lambda case: True,
+    change: Callable[[Case, int], Case] = lambda case, seed: case,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    backends: tuple[str, ...] = ("torch", "cpp"),
+) -> Iterator[tuple[int, Made]]:
+    """The first cases that fit, by seed, and the functions that compute them."""
+
+    def made(seed: int, case: Case) -> Results:
+        with around():
+            return compute(change(case, seed), seed, backends[seed % len(backends)])
+
+    every = ((seed, small(make, seed)) for seed in count())
+    for seed, case in islice((x for x in every if fits(x[1])), number):
+        yield seed, partial(made, seed, case)
 
 
-def autocast() -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16)
+def of_config(config: LossConfig) -> Results:
+    return {name: repr(x) for name, x in asdict(config).items()}
 
 
-def temperature_of(d: Draw) -> Any:
-    if d.random() < 0.3:
-        return 0.5 + d.integers(8, B, T) / 8
-    return d.choice((1.0, 1.0, 0.7, 1.6))
+def of_configs() -> Iterator[tuple[str, Made]]:
+    yield "default", lambda: of_config(LossConfig())
+    for name in presets.__all__:
+        yield name, partial(of_config, getattr(presets, name))
 
 
-def scored_with(d: Draw, c: Calls) -> dict[str, Any]:
-    return {"completion_mask": masked_as(d, c.mask), "temperature": temperature_of(d)}
-
-
-def logprob_case(d: Draw, **options: Any) -> Results:
-    c = Calls(d, **options)
-    given = scored_with(d, c)
-    given["entropy"] = d.random() < 0.7
-    if d.random() < 0.2:
-        on_missing_set = d.choice(("error", "full"))
-        given |= {"kept_ids": c.kept(on_missing_set), "on_missing_set": on_missing_set}
-        given["entropy"] = d.choice((True, False, "full"))
-        c.run["workspace_bytes"] = None
-    elif d.random() < 0.4:
-        extras = ("log_sum_sq_probs", "mean_logits", "is_top1")
-        given["extras"] = tuple(x for x in extras if d.random() < 0.6)
-    if d.random() < 0.5:
-        a = d.normal(B, T) * d.integers(3, B, T).ne(0)
-        b = d.normal(B, T) if given["entropy"] is True else None
-        rows = a.flatten(), None if b is None else b.flatten()
-
-        def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Any:
-            return rows[0][index] * logps, None if rows[1] is None else rows[1][index]
-
-        live = d.integers(3, B, T).ne(0)
-        given["expected"] = d.choice((a, (a, b), grpo_kernels.Expectation(coefficients, live)))
-    return c.score(**given)
-
-
-def divergence_case(d: Draw, **options: Any) -> Results:
-    c = Calls(d, **options)
-    h, rows = d.choice((2, c.h)), c.v + d.choice((0, 0, 0, 3))
-    teacher = Head(
-        d.normal(rows, h, step=1 / 16, dtype=c.dtype),
-        d.sometimes(0.3, d.normal(rows, step=1 / 16, dtype=c.dtype)),
-        **drawn_constants(d),
-    )
-    given = scored_with(d, c)
-    given["divergence"] = d.choice(("reverse_kl", "forward_kl", "jsd"))
-    if given["divergence"] == "jsd":
-        given["beta"] = d.choice((None, 0.0, 0.1, 0.5, 0.9, 1.0))
-    given["entropy"] = d.random() < 0.4
-    if d.random() < 0.4:
-        given["completion_ids"] = c.ids
-    if d.random() < 0.3:
-        expected = d.normal(B, T)
-        given["expected"] = (expected, d.normal(B, T)) if "completion_ids" in given else expected
-    hidden = d.normal(B, T, h, step=1 / 16, dtype=c.dtype)
-    call = grpo_kernels.linear_divergence
-    return c.call(lambda run: call(c.hidden, c.head, (hidden, teacher), run=run, **given))
-
-
-def top_k_case(d: Draw, **options: Any) -> Results:
-    c = Calls(d, **options)
-    k = d.choice((1, 3, 4))
-    rows = [d.sample(range(c.v), k) for _ in range(N)]
-    listed = torch.tensor(rows).view(B, T, k).masked_fill(d.integers(5, B, T, k) == 0, -1)
-    raw = d.normal(B, T, k + 1, dtype=torch.float64).log_softmax(-1)[..., :k]
-    logps = ((raw * 2**10).round() / 2**10).float()
-    given = scored_with(d, c)
-    given["divergence"] = d.choice(("forward_kl", "reverse_kl"))
-    if given["divergence"] == "forward_kl":
-        given["tail"] = d.choice((None, True, False))
-        if given["tail"] is not True:
-            given["log_prob_min_clamp"] = d.choice((None, -3.0))
-    given["loss_max_clamp"] = d.choice((None, None, 0.5))
-    given["expected"] = d.sometimes(0.3, d.normal(B, T))
-    call = grpo_kernels.topk_divergence
-    return c.call(lambda run: call(c.hidden, c.head, listed, logps, run=run, **given))
-
-
-def every_field(config: LossConfig) -> str:
-    values = (f"{x.name}={getattr(config, x.name)!r}" for x in fields(config))
-    return f"LossConfig({', '.join(values)})"
-
-
-PRESETS = (
-    "CISPO", "DAPO", "DR_GRPO", "GMPO", "GRPO", "GSPO", "ICEPOP", "LUSPO", "MIS", "OPSM", "PPO",
-    "REINFORCE", "RLOO", "SAPO", "TIS", "VESPO",
-)  # fmt: skip
-
-
-def preset_case(d: Draw, name: str, **options: Any) -> Results:
-    config = replace(getattr(grpo_kernels.presets, name), max_completion_length=512)
-    return loss_case(d, config=config, **options) | {"config": every_field(config)}
-
-
-def default_case(d: Draw) -> Results:
-    return {"config": every_field(loss_config())}
-
-
-def exact_kl(d: Draw, **options: Any) -> Results:
-    return loss_case(d, fields=loss_fields(d) | {"beta": 0.2, "kl_estimator": "full"}, **options)
-
-
-def cases() -> Iterator[tuple[str, Callable[[Draw], Results]]]:
-    """Every case: a name, whose first word is its group, and the function that computes it."""
-    yield "config/default", default_case
-    for kind, level, old, engine, backend in product(
-        LOSS_TYPES, ("token", "sequence"), (False, True), ENGINES[1:], ("torch", "cpp")
-    ):
-        if kind == "gmpo" and level == "sequence":
-            continue
-        policy = "off-policy" if old else "on-policy"
-        fields = {"loss_type": kind, "importance_sampling_level": level, "epsilon_high": 0.28}
-        options: dict[str, Any] = {"engine": engine, "backend": backend, "plain": True}
-        options |= {"kept": False, "old": old, "dtype": torch.float32}
-        name = f"types/{kind}/{level}/{policy}/{engine}/{backend}"
-        yield name, partial(loss_case, fields=fields, **options)
-    numbered: dict[str, tuple[int, Callable[[Draw], Results]]] = {
-        "loss": (1200, loss_case),
-        "exact-kl": (200, exact_kl),
-        "kept": (100, partial(loss_case, kept=True)),
-        "no-grad": (40, partial(loss_case, around=torch.no_grad)),
-        "no-grad-logprob": (30, partial(logprob_case, around=torch.no_grad)),
-        "mixed": (60, partial(loss_case, mixed=True)),
-        "mixed-logprob": (40, partial(logprob_case, mixed=True)),
-        "autocast": (40, partial(loss_case, around=autocast)),
-        "logprob": (500, logprob_case),
-        "divergence": (400, divergence_case),
-        "top-k": (250, top_k_case),
+def groups() -> dict[str, Iterator[tuple[Any, Made]]]:
+    """By group, its cases."""
+    losses = partial(numbered, make=random_case, compute=loss_case)
+    scored = partial(numbered, make=random_scores, compute=scores_case)
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+    by_sampler = partial(loss_case, engines={"two_pass", "lean"})
+    interpreted = {"fits": is_single, "backends": ("triton",)}
+    if "TRITON_INTERPRET" in os.environ:
+        return {"loss": losses(38, **interpreted), "scores": scored(32, **interpreted)}
+    return {
+        "presets": of_configs(),
+        "loss": losses(1000),
+        "packed": losses(120, compute=packed_case, fits=can_pack),
+        "sampler": losses(100, compute=by_sampler, fits=is_sampled, change=corrected),
+        "no-grad": losses(40, around=torch.no_grad),
+        "mixed": losses(60, fits=is_single, change=mixed),
+        "autocast": losses(40, around=autocast),
+        "scores": scored(800),
+        "extras": scored(160, compute=extras_case, fits=is_whole),
+        "no-grad-scores": scored(30, around=torch.no_grad),
+        "mixed-scores": scored(40, fits=is_single, change=mixed),
     }
-    for group, (count, function) in numbered.items():
-        for i in range(count):
-            yield f"{group}/{i}", function
-    for name in PRESETS:
-        for i in range(4):
-            yield f"presets/{name}/{i}", partial(preset_case, name=name, dtype=torch.float32)
 
 
-def interpreted_cases() -> Iterator[tuple[str, Callable[[Draw], Results]]]:
-    options = {"backend": "triton", "dtype": torch.float32}
-    numbered = {"loss": (30, loss_case), "exact-kl": (8, exact_kl), "logprob": (14, logprob_case)}
-    numbered |= {"divergence": (12, divergence_case), "top-k": (6, top_k_case)}
-    for group, (count, function) in numbered.items():
-        for i in range(count):
-            yield f"triton-{group}/{i}", partial(function, **options)
-
-
-def compute(groups: list[str]) -> dict[str, Results]:
+def compute(wanted: list[str]) -> dict[str, Results]:
     """The results of all cases, or of some groups; in Triton's interpreter, of its cases."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     found = {}
-    for name, function in interpreted_cases() if "TRITON_INTERPRET" in os.environ else cases():
-        if groups and name.split("/")[0] not in groups:
-            continue
-        try:
-            found[name] = function(Draw(name))
-        except Exception as error:
-            found[name] = {"raises": type(error).__name__}
+    for group, numbers in groups().items():
+        for name, made in numbers if not wanted or group in wanted else ():
+            try:
+                results = made()
+            except Exception as error:
+                results = {"raises": type(error).__name__}
+            found[f"{group}/{name}"] = {x: _plain(y) for x, y in results.items() if y is not None}
     return found
 
 
-_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16}
+def _plain(x: Any) -> Any:
+    return x if isinstance(x, str) else torch.as_tensor(x).detach().clone()
 
 
-def write(path: Path, found: dict[str, Results]) -> None:
-    """Write results compactly: an index, and the bytes of all numbers of a dtype, byte by byte."""
-    index: dict[str, dict[str, Any]] = {}
-    numbers: dict[str, list[Any]] = {}
-    for case, results in found.items():
-        index[case] = {}
-        for name, x in results.items():
-            if isinstance(x, str):
-                index[case][name] = x
-                continue
-            x = torch.as_tensor(x).detach().contiguous()
-            kind = str(x.dtype).removeprefix("torch.")
-            index[case][name] = [kind, list(x.shape)]
-            flat = x.view(_BITS[x.dtype]) if x.dtype in _BITS else x
-            numbers.setdefault(kind, []).append(flat.numpy().reshape(-1))
-    planes = {}
-    for kind, parts in numbers.items():
-        joined = np.concatenate(parts)
-        planes[kind] = joined.view(np.uint8).reshape(len(joined), -1).T
-    about = {"torch": torch.__version__.split("+")[0], "numpy": np.__version__, "cases": index}
-    text = np.frombuffer(json.dumps(about, separators=(",", ":")).encode(), np.uint8)
-    np.savez_compressed(path, index=text, **planes)
-
-
-if __name__ == "__main__":
-    write(Path(sys.argv[1]), compute(sys.argv[2:]))
+def write(path: str, *groups: str) -> None:
+    file = io.BytesIO()
+    torch.save({"torch": torch.__version__.split("+")[0], "cases": compute([*groups])}, file)
+    Path(path).write_bytes(lzma.compress(file.getvalue()))

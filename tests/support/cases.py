@@ -106,10 +106,6 @@ def group_f() -> Iterator[Case]:
     for x in ("dapo", "grpo"):
         case = make_case(f"F/uniform/{x}", loss_type=x, beta=0.1, entropy_coef=0.1)
         yield case.but(weight=torch.zeros_like(case.weight), old_per_token_logps=None)
-        case = make_case(f"F/nan-counted/{x}", loss_type=x, mask="full")
-        hidden = case.hidden.clone()
-        hidden[1, 2, 3] = math.nan
-        yield case.but(hidden=hidden)
     options = {"sampling": True, "off_policy_mask_threshold": 0.05, "b": 5}
     for level in ("token", "sequence"):
         case = make_case(f"F/sampling-nan/{level}", **options, **loss("grpo", level))
@@ -231,12 +227,14 @@ def head_options(draw: Draw, adapter: float = 0.0) -> Options:
     return options
 
 
-def shape_options(draw: Draw, b: tuple[int, ...], t: tuple[int, ...]) -> Options:
-    """B, T, H 1-40, V 1-200, a mask, rows of a chunk: any, one, five, fifty, or too few for one."""
+def shape_options(draw: Draw, b: tuple[int, ...], t: tuple[int, ...], fixed: Options) -> Options:
+    """B, T, H 1-40, V 1-200, unless `fixed`; a mask; rows of a chunk: any, one, five,
+    fifty, or too few for one."""
     shape = {"b": draw.choice(b), "t": draw.choice(t), "h": draw.choice((1, 3, 8, 16, 31, 40))}
     shape["v"] = draw.choice((1, 2, 7, 33, 64, 129, 200))
     if draw.random() < 0.8:
         shape = {k: max(x, 2) for k, x in shape.items()}
+    shape |= fixed
     mask = draw.choice((*MASKED, "ragged", "holes", "full"))
     sizes = (2**29, 2**29, 1, 4 * shape["v"], 20 * shape["v"], 200 * shape["v"])
     more = {"mask": mask if shape["b"] * shape["t"] else "ragged", "workspace": draw.choice(sizes)}
@@ -261,11 +259,11 @@ def kept_options(draw: Draw, shape: Options, **others: Any) -> Options:
     return {"kept": most, "others": {"on_missing_set": draw.choice(("error", "full")), **others}}
 
 
-def random_case(seed: int, *, plain: bool = False) -> Case:
+def random_case(seed: int, *, plain: bool = False, **sizes: int) -> Case:
     """A loss on any head; unless `plain` it may have an adapter or kept sets, and garbage where
-    masked."""
+    masked. `sizes` are b, t, h and v, if not any."""
     draw = Draw(f"grpo_kernels {seed}")
-    shape = shape_options(draw, (0, 1, 2, 3, 4, 6), (0, 1, 2, 5, 7, 11, 14))
+    shape = shape_options(draw, (0, 1, 2, 3, 4, 6), (0, 1, 2, 5, 7, 11, 14), sizes)
     options = shape | loss_options(draw) | head_options(draw, 0.0 if plain else 0.2)
     if not plain and min(shape["b"], shape["t"] - 1) > 0 and draw.random() < 0.1:
         options |= kept_options(draw, shape) | {"kl_estimator": "k3"}
@@ -335,12 +333,12 @@ MEASURES: tuple[Options, ...] = (  # of a teacher's list
 )  # fmt: skip
 
 
-def random_scores(seed: int) -> Case:
+def random_scores(seed: int, **sizes: int) -> Case:
     """Log-probabilities and entropies of any head, of the vocabulary or over kept sets; or its
     divergence from another head or a teacher's list. Often with garbage where masked."""
     draw = Draw(f"scores {seed}")
     kind = draw.choice(("whole", "kept", "listed", "teacher", "teacher"))
-    shape = shape_options(draw, (1, 2, 3, 6), (1, 2, 5, 11))
+    shape = shape_options(draw, (1, 2, 3, 6), (1, 2, 5, 11), sizes)
     if kind in ("kept", "listed"):  # of which the first positions are special
         shape |= {"t": max(shape["t"], 3), "v": max(shape["v"], 33)}
     options = shape | head_options(draw, 0.2) | {"temperatures": draw.random() < 0.2}
