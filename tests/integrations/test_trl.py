@@ -297,22 +297,12 @@ def batch(changes: str = "") -> dict[str, Any]:
 
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
-VESPO = {"vespo_k_pos": 1.3, "vespo_lambda_pos": 0.7, "vespo_k_neg": 0.4, "vespo_lambda_neg": 2.2}
 # name -> (what changes in the batch, options of the configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{name}, on-policy": ("", {"loss_type": name}) for name in parity.LOSS_TYPES},
     **{f"{name}, old": ("old", {"loss_type": name}) for name in parity.LOSS_TYPES},
-    **{
-        f"{name}, sequence, old": ("old reference", {"loss_type": name, "beta": 0.04, **SEQUENCE})
-        for name in parity.LOSS_TYPES
-    },
+    "gspo": ("old", {"loss_type": "grpo", **SEQUENCE}),
     "beta": ("reference", {"beta": 0.04}),
-    "no bias correction": ("old reference", {"beta": 0.04, "use_bias_correction_kl": False}),
-    "other clip range": ("old", {"epsilon": 0.1, "epsilon_high": 0.3}),
-    "sapo's temperatures": (
-        "old", {"loss_type": "sapo", "sapo_temperature_pos": 0.6, "sapo_temperature_neg": 2.3}
-    ),
-    "vespo's parameters": ("old", {"loss_type": "vespo", **VESPO}),
     "entropy bonus": ("", {"entropy_coef": 0.01}),
     "adaptive entropy": ("", {"entropy_coef": 0.01, "use_adaptive_entropy": True}),
     "entropy quantile": ("", {"top_entropy_quantile": 0.4}),
@@ -327,7 +317,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "all dead": ("all_dead", {"loss_type": "grpo"}),
     "far off, dead": ("old far_off_dead", {"loss_type": "grpo"}),
     "checkpointing": ("old", {"gradient_checkpointing": True}),
-}  # fmt: skip
+}
 ENTROPY_STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 NO_SKIP = ("adaptive entropy", "entropy quantile")
 # where each sequence's gradient is known beforehand, exactly those have a graph

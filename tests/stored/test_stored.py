@@ -15,7 +15,7 @@ def test_every_case_has_its_stored_results() -> None:
 
 
 def test_one_bit_is_seen() -> None:
-    _, stored = read(FILES["plain"])
+    _, stored = read(FILES["triton"])
     single = (x for x in stored if "d_hidden" in stored[x])
     case = next(x for x in single if stored[x]["d_hidden"].dtype == torch.float32)
     results = {name: x if isinstance(x, str) else x.clone() for name, x in stored[case].items()}
