@@ -53,18 +53,36 @@ def run(code, local, names=None):
     return names
 
 
-def test_the_trainer_trains(local, tmp_path, monkeypatch):
+STOCK = """
+from datasets import load_dataset
+from trl import GRPOTrainer
+
+data = load_dataset("trl-lib/tldr", split="train")
+trainer = GRPOTrainer(
+    "Qwen/Qwen3-0.6B", lambda completions, **_: [0.0] * len(completions), train_dataset=data
+)
+trainer.train()
+"""
+
+
+def test_the_changed_import_trains_with_our_trainer(local, tmp_path, monkeypatch):
     for needed in ("trl", "datasets", "transformers"):
         pytest.importorskip(needed)
     from trl.trainer import grpo_trainer
 
+    from grpo_kernels.trl import FusedGRPOTrainer
+
     monkeypatch.chdir(tmp_path)
     on_cpu = functools.partial(grpo_trainer.GRPOConfig, use_cpu=True)
     monkeypatch.setattr(grpo_trainer, "GRPOConfig", on_cpu)
-    assert len(PYTHON) == 3
-    run(PYTHON[0], local)
+    (diff,) = (code for language, code in BLOCK.findall(TEXT) if language == "diff")
+    old, new = diff.splitlines()
+    assert (old[0], new[0]) == ("-", "+") and old[1:] in STOCK
+    names = run(STOCK.replace(old[1:], new[1:]), local)
+    assert type(names["trainer"]) is FusedGRPOTrainer
     # a step for each epoch of the one prompt
     assert (tmp_path / "model-GRPO" / "checkpoint-3").is_dir()
+    assert "tokens/computed" in names["trainer"].state.log_history[0]
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["whole model", "PEFT LoRA"])
@@ -87,7 +105,7 @@ def test_before_and_after_have_the_same_loss_and_gradients(local, adapted):
         "completion_mask": attention_mask[:, -5:], "torch": torch,
         "advantages": torch.tensor([1.0, -0.5, 0.0, 0.3]),
     }  # fmt: skip
-    _, after, before = PYTHON
+    after, before = PYTHON
     parameters = [x for x in model.parameters() if x.requires_grad]
     names["old"] = torch.zeros(4, 5)
     run(before, local, names)
