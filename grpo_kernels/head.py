@@ -137,8 +137,8 @@ class Head:
         weight: a tensor (V, H), or the head's module, which is an ``nn.Linear`` or PEFT's LoRA
             layer around an ``nn.Linear``. With a module, leave `bias` and `lora` None: the call
             reads the weight, bias and active adapters from the module. Under FSDP2 and DeepSpeed
-            ZeRO-3, it reads them while they are gathered. Modules with other forward or backward
-            hooks are refused, since these hooks expect logits.
+            ZeRO-3, it reads them while they are gathered. A module with other forward or
+            backward hooks raises an error, since these hooks expect logits.
         bias: (V,), or None.
         lora: a low-rank adapter on the head, `LoRA`.
         process_group: the group of ranks that shard the head by rows of the vocabulary, in rank

@@ -8,7 +8,7 @@ its gradient goes where the gradient of ``lm_head(hidden)`` would go.
 
 Of the head's own hooks, only the forward pre-hooks run: they compute the weight
 (`torch.nn.utils.spectral_norm`, `weight_norm`, `prune`) or change the input. Forward and backward
-hooks are refused: they expect logits, which are never computed.
+hooks raise an error: they expect logits, which are never computed.
 """
 
 from __future__ import annotations

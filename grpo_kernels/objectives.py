@@ -13,8 +13,9 @@ Parameters and defaults are those of the named trainer. `fipo`, `clip_cov`, `kl_
 pass. No loss here uses entropies or the reference. An ``importance_sampling_ratio`` multiplies the
 whole loss of a token. The config's ``loss_type``, by default "dapo", sets the normalizer. Without
 old log-probabilities, R is 0. If the sampler could not score a token (NaN), r is 1. A token with an
-advantage of exactly 0 adds exactly 0 to the policy term, and a clipped token gets no gradient. Both
-hold even if a ratio overflows. Means and shares are over the tokens of the call.
+advantage of exactly 0 adds exactly 0 to the policy term. In `fipo`, `clip_cov` and `gspo_token`, a
+clipped token gets no gradient. Both hold even if a ratio overflows. Means and shares are over the
+tokens of the call.
 
 `m2po_mask` computes a mask of tokens; call it before the loss.
 """

@@ -194,7 +194,8 @@ class LossOutput(_Output):
         logps: (B, T) or (N,) log-probabilities in the dtype of `loss`, 0 where masked. A backward
             through them raises an error; to use them as constants, call ``.detach()``.
         entropies: entropies in the shape and dtype of `logps`, also without gradient. None if
-            `policy_loss_from_logps` got none; typed as Tensor, since all other calls return them.
+            `policy_loss_from_logps` got none; annotated as Tensor, since all other calls return
+            them.
         metrics: `Metrics`, a mapping from names to means; ``metrics.pairs`` maps names to (sum,
             count).
         engine: name of the engine that ran the call: an `EngineName`, ``"kept_sets"`` with

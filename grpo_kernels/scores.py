@@ -284,11 +284,11 @@ def linear_divergence(
         entropy: False skips the entropy of the student's distribution.
         completion_ids: (...) tokens; the call also returns their log-probabilities under the
             student. None: no log-probabilities.
-        expected: the upstream gradient that you expect for each divergence, up to one common
-            factor. None: the same value for all positions, as from a sum or a mean. A correct value
-            saves recomputation; the gradient is exact either way. With `completion_ids`, you may
-            pass a pair, for the divergences and the log-probabilities. You may also pass an
-            `Expectation`, which covers the entropies, too.
+        expected: d(loss) / d(divergence) at each position, if you know it in advance; a common
+            factor does not matter. None: the same value for all positions, as from a sum or a mean.
+            A correct value saves recomputation; the gradient is exact either way. With
+            `completion_ids`, you may pass a pair, for the divergences and the log-probabilities.
+            You may also pass an `Expectation`, which covers the entropies, too.
         run: a `Run`, the options for engine, backend and memory.
 
     Returns:
@@ -369,17 +369,17 @@ def topk_divergence(
             student).
         tail: True counts all other ids, the tail, as one more outcome. None: True for
             ``"reverse_kl"``, which needs the tail, and False otherwise. The tail's probability is
-            clamped from below to the eps of the dtype of `teacher_logps` or of the result,
-            whichever is larger; smaller values are rounding noise.
+            clamped to at least eps: the larger of the two dtypes', `teacher_logps`' and the
+            result's. Smaller values are rounding noise.
         log_prob_min_clamp: lower bound, < 0, to which the student's and the teacher's
             log-probabilities are clamped. An id whose student log-probability is below this bound
             gets no gradient. Only for the forward KL without a tail; otherwise an error.
         loss_max_clamp: upper bound on the absolute value of each position's divergence. A position
             that reaches it gets no gradient.
         temperature: a number, or a tensor with one temperature per position.
-        expected: the upstream gradient that you expect for each divergence, up to one common
-            factor. None: the same value for all positions. A correct value saves recomputation; the
-            gradient is exact either way.
+        expected: d(loss) / d(divergence) at each position, if you know it in advance; a common
+            factor does not matter. None: the same value for all positions. A correct value saves
+            recomputation; the gradient is exact either way.
         run: a `Run`, the options for engine, backend and memory.
 
     Returns:

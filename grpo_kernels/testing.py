@@ -41,12 +41,11 @@ def check_token_level(
     Args:
         objective: the function, or a ``functools.partial`` of it.
         tokens: at least two tokens on which to evaluate the function. None: 99 random tokens of
-            nine sequences, with all optional inputs. Pass your own tokens if the function reads
-            other tensors of a fixed size.
+            nine sequences, with all optional inputs. Pass your own tokens if the function
+            also uses tensors whose shape must match your batch.
         config: the config whose loss the function reads as ``tokens.loss``; default `LossConfig()`.
-        tolerance: largest allowed difference, relative to the number or to the mean magnitude of
-            all numbers, whichever is larger. The default is far above float32's rounding; raise it
-            for 16-bit products.
+        tolerance: largest allowed difference of a number x, relative to max(abs(x), mean abs(x)).
+            The default is far above float32's rounding; raise it for 16-bit products.
 
     Raises:
         AssertionError: losses or gradients differ; or all gradients are 0, which proves nothing;

@@ -96,9 +96,10 @@ def causal_lm_loss(
         out.loss.backward()
 
     The call skips tokens that the loss does not need, and the results stay exact; see
-    docs/skipped-work.md. With dropout in train mode, sequences that begin alike share the masks of
-    their common prefix, unless `layout` is ``"trim"`` or ``"padded"``; the call warns. The metrics
-    ``sequences/gradient``, ``tokens/computed`` and ``tokens/gradient`` show how much was computed.
+    docs/skipped-work.md. With dropout in train mode, sequences that begin alike share the dropout
+    masks of their common prefix, unless `layout` is ``"trim"`` or ``"padded"``; the call warns. The
+    metrics ``sequences/gradient``, ``tokens/computed`` and ``tokens/gradient`` show how much was
+    computed.
 
     Args:
         model, input_ids, attention_mask, completion_mask: as in `completion_logps`.
@@ -272,8 +273,8 @@ def completion_logps(
             call warns if it finds such padding, that is, ids equal to the config's
             ``pad_token_id``.
         completion_mask: (B, T) for the last T <= L columns of `input_ids`, nonzero where a token
-            counts. If completions end the rows, as in TRL, let T be the length of the longest
-            completion. If they are elsewhere, let T be L. Column t - 1 predicts the token in column
+            counts. If all completions start in the same column, as in TRL, T is the number of
+            columns from there on; otherwise pass T = L. Column t - 1 predicts the token in column
             t, so column 0 of `input_ids` never counts.
         loss_fn: the loss that will use the log-probabilities; the call applies its temperature.
         temperature: divisor of the logits; None: the temperature of `loss_fn`, or 1 without one.

@@ -744,9 +744,10 @@ class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
             TRL's padded micro-batch has.
         on_missing_set: None: score over the whole vocabulary, as TRL does. ``"error"`` or
             ``"full"``: score over the ids that a truncating sampler kept, which your `rollout_func`
-            returns as ``"sampling_mask"``. ``"error"`` refuses tokens without a set, and ``"full"``
-            scores them over the whole vocabulary. Both settings log ``kept/size``, the mean size of
-            a set, and ``kept/without_set``, the share of tokens without one.
+            returns as ``"sampling_mask"``. With ``"error"``, a token without a set raises an error
+            on a CPU, and gives NaN elsewhere. ``"full"`` scores such tokens over the whole
+            vocabulary. Both settings log ``kept/size``, the mean size of a set, and
+            ``kept/without_set``, the share of tokens without one.
         engine, backend, workspace_bytes: as in `grpo_kernels.Run`, for every call of the head. On a
             GPU with free memory, the default needs more memory than TRL's head. With
             ``workspace_bytes=512 * 2**20``, a head that trains needs less than TRL's

@@ -120,7 +120,7 @@ def test_the_page_counts_its_list() -> None:
     )
     for words in (
         f"{len(every.OUTCOME)} model types, {layouts} `padded`",
-        f"refuses {counts['refused']} types",
+        f"raises an error for {counts['refused']} types",
         f"could not build {counts['not built']} other types",
     ):
         assert words in every.PAGE.replace("\n", " ")
