@@ -37,9 +37,9 @@ namespace {
 
 // Write the statistics of row i. An id outside of the vocabulary gets a log-probability of NaN.
 template <class T>
-Sums write_stats(const Chunk<T>& chunk, const StatColumns<T>& out, int64_t i, bool extras) {
+Sums write_stats(const Chunk<T>& chunk, const StatColumns<T>& out, int64_t i, bool more_sums) {
   Sums sums;
-  kernels<T>().reduce(chunk.rows.row(i), chunk.ids[i], extras, sums);
+  kernels<T>().reduce(chunk.rows.row(i), chunk.ids[i], more_sums, sums);
   const RowStats stats = row_stats(sums);
   out.logps[i] = static_cast<T>(chunk.has_target(i) ? target_logp(sums) : NAN);
   out.max_logit[i] = static_cast<T>(stats.max);

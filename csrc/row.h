@@ -33,8 +33,8 @@ struct Sums {
   double max;          // m
   double rest;         // sum of e^(z - m)
   double t;            // sum of e^(z - m) (z - m)
-  double squares;      // sum of e^(2 (z - m)), where asked for
-  double total;        // sum of z, where asked for
+  double squares;      // sum of e^(2 (z - m)), only with `more_sums`
+  double total;        // sum of z, only with `more_sums`
   int64_t argmax;      // the lowest place of m
   double target;       // z of the target, where there is one
   double target_term;  // e^(z - m) of it, with the bits that it has in the sum
@@ -73,7 +73,7 @@ struct Diverged {
 
 template <class T>
 struct Kernels {
-  void (*reduce)(const Row<T>&, int64_t target, bool extras, Sums&);
+  void (*reduce)(const Row<T>&, int64_t target, bool more_sums, Sums&);
   void (*gradient)(const Row<T>&, const Gradient<T>&);
   Diverged (*diverge)(const Row<T>&, const Row<T>& reference, const Divergence<T>&);
   void (*gradient_with_reference)(const Row<T>&, const Gradient<T>&, const Row<T>& reference, const Divergence<T>&);

@@ -97,7 +97,7 @@ bool has_nan(const Row<T>& row) {
 }
 
 template <class T, bool PLAIN>
-void reduce(const Row<T>& row, int64_t target, bool extras, Sums& sums) {
+void reduce(const Row<T>& row, int64_t target, bool more_sums, Sums& sums) {
   T max;
   find_max<T, PLAIN>(row, max, sums.argmax);
   sums.max = max, sums.rest = sums.t = sums.squares = sums.total = 0.0;
@@ -107,16 +107,16 @@ void reduce(const Row<T>& row, int64_t target, bool extras, Sums& sums) {
       Vector<T> rest{}, t{}, squares{}, total{};
       for (int64_t start = tile + lane; start < stop; start += kLanes) {
         Vector<T> z = logits<T, PLAIN>(row, start);
-        if (extras) total += filled<T>(z, count_at<T>(start, row.size), 0.0f);
+        if (more_sums) total += filled<T>(z, count_at<T>(start, row.size), 0.0f);
         const int64_t place = sums.argmax - start;
         if (place >= 0 && place < kWidth<T>) z[place] = -INFINITY;
         const Vector<T> shifted = z - max, e = exp(shifted);
         rest += e;
         t += e * at_least(shifted, splat<Vector<T>>(T(kLowest)));
-        if (extras) squares += e * e;
+        if (more_sums) squares += e * e;
       }
       add_to<T>(sums.rest, rest), add_to<T>(sums.t, t);
-      if (extras) add_to<T>(sums.squares, squares), add_to<T>(sums.total, total);
+      if (more_sums) add_to<T>(sums.squares, squares), add_to<T>(sums.total, total);
     }
   }
   // several +inf give inf - inf = NaN; the others' probability is 0, as with a single +inf
@@ -150,8 +150,8 @@ bool is_plain(const Row<T>& row) {
 }
 
 template <class T>
-void reduce_any(const Row<T>& row, int64_t target, bool extras, Sums& sums) {
-  is_plain(row) ? reduce<T, true>(row, target, extras, sums) : reduce<T, false>(row, target, extras, sums);
+void reduce_any(const Row<T>& row, int64_t target, bool more_sums, Sums& sums) {
+  is_plain(row) ? reduce<T, true>(row, target, more_sums, sums) : reduce<T, false>(row, target, more_sums, sums);
 }
 
 template <class T>

@@ -6,7 +6,7 @@ With m = max_j z_j, e_j = exp(z_j - m), S = sum_j e_j and id the target::
     entropy  = log S - sum_j e_j (z_j - m) / S
     d z_j    = a * (1[j = id] - p_j) - b * p_j * (log p_j + entropy) + c * (k_j - p_j sum_i k_i)
 
-with a, b, c = `d_logp`, `d_entropy`, `d_divergence` (`interface.Coefficients`). k belongs to the
+with a, b, c = `d_logp`, `d_entropy`, `d_divergence` (`backends.Coefficients`). k belongs to the
 divergence from the logits of a second head, the reference (`divergence`); for the KL to a reference
 with probabilities q, k_j = p_j (log p_j - log q_j).
 
