@@ -9,7 +9,7 @@ namespace grpo_kernels {
 
 // x * factor, where a factor of exactly 0 gives 0, also where x is inf; NaN stays.
 template <class T>
-T times(T x, T factor) {
+T times_or_zero(T x, T factor) {
   return where((factor == T(0.0)) & (x == x), T(0.0), x * factor);
 }
 
@@ -25,13 +25,13 @@ T phi(T log_weight, T advantage, T k_pos, T lambda_pos, T k_neg, T lambda_neg) {
 template <class T>
 Surrogated<T> clipped(T log_ratio, T advantage, T, T low, T high, T delta) {
   const auto ratio = exp(log_ratio);
-  const auto free = times(clamp_max(ratio, delta), advantage);
+  const auto free = times_or_zero(clamp_max(ratio, delta), advantage);
   const auto bounded = clamp(ratio, low, high) * advantage;
   const auto loss = -minimum(free, bounded);
   const auto share = where(free == bounded, T(0.5), type_as(free < bounded, ratio));
   const auto inside = (ratio >= low) & (ratio <= high);
   const auto passes = where(ratio <= delta, share, T(0.0)) + where(inside, T(1.0) - share, T(0.0));
-  return {loss, -times(ratio, passes * advantage), full_like(loss, T(0.0))};
+  return {loss, -times_or_zero(ratio, passes * advantage), full_like(loss, T(0.0))};
 }
 
 // -min(r, cap) A logp, the ratio a constant (MiniMax-M1, https://arxiv.org/abs/2506.13585).
@@ -39,7 +39,7 @@ template <class T>
 Surrogated<T> cispo(T log_ratio, T advantage, T logp, T cap) {
   const auto ratio = exp(log_ratio);
   const auto weight = -clamp_max(ratio, cap) * advantage;
-  return {times(logp, weight), full_like(weight, T(0.0)), weight};
+  return {times_or_zero(logp, weight), full_like(weight, T(0.0)), weight};
 }
 
 // -(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A (SAPO, https://arxiv.org/abs/2511.20347).
@@ -49,21 +49,21 @@ Surrogated<T> sapo(T log_ratio, T advantage, T, T tau_pos, T tau_neg) {
   const auto tau = where(advantage > T(0.0), full_like(ratio, tau_pos), full_like(ratio, tau_neg));
   const auto soft = sigmoid(tau * (ratio - T(1.0)));
   const auto d_soft = T(4.0) * soft * sigmoid(tau * (T(1.0) - ratio));
-  const auto loss = -times(T(4.0) * soft / tau, advantage);
-  return {loss, -times(ratio, d_soft * advantage), full_like(loss, T(0.0))};
+  const auto loss = -times_or_zero(T(4.0) * soft / tau, advantage);
+  return {loss, -times_or_zero(ratio, d_soft * advantage), full_like(loss, T(0.0))};
 }
 
 // -phi(w) A logp, phi a constant, w the sequence's (https://arxiv.org/abs/2602.10693).
 template <class T>
 Surrogated<T> vespo(T log_weight, T advantage, T logp, T k_pos, T lambda_pos, T k_neg, T lambda_neg) {
   const auto weight = -phi(log_weight, advantage, k_pos, lambda_pos, k_neg, lambda_neg) * advantage;
-  return {times(logp, weight), full_like(weight, T(0.0)), weight};
+  return {times_or_zero(logp, weight), full_like(weight, T(0.0)), weight};
 }
 
 // -r A; of a mean log-ratio that was clipped beforehand GMPO (https://arxiv.org/abs/2507.20673).
 template <class T>
 Surrogated<T> unclipped(T log_ratio, T advantage, T) {
-  const auto loss = -times(exp(log_ratio), advantage);
+  const auto loss = -times_or_zero(exp(log_ratio), advantage);
   return {loss, loss, full_like(loss, T(0.0))};
 }
 

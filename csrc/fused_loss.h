@@ -47,11 +47,12 @@ TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T lo
   TokenTerms<T> terms{T(0), token.d_policy, log_ratio, T(0), T(0)};
   if (token.on_policy) {
     terms.loss = logp - logp;  // NaN without a finite log-probability: nothing else makes it NaN
-    if (c.is_linear) terms.loss += times(logp, token.d_policy);
+    if (c.is_linear) terms.loss += times_or_zero(logp, token.d_policy);
   } else {
     Surrogated<T> s = surrogate(c.surrogate, log_ratio, token.advantage, logp, c.constants);
     if (token.has_gate) {
-      s = {times(s.loss, token.gate), times(s.d_log_ratio, token.gate), times(s.d_logp, token.gate)};
+      s = {times_or_zero(s.loss, token.gate), times_or_zero(s.d_log_ratio, token.gate),
+           times_or_zero(s.d_logp, token.gate)};
     }
     terms.loss = token.weight * s.loss;
     terms.d_logp = token.weight * s.d_log_ratio + token.weight * s.d_logp;
@@ -62,7 +63,7 @@ TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T lo
     terms.kl = found.kl;
     if (c.corrects_kl) {
       const T ratio = std::exp(log_ratio);
-      terms.kl = times(ratio, found.kl), d_kl = times(ratio, found.d_corrected);
+      terms.kl = times_or_zero(ratio, found.kl), d_kl = times_or_zero(ratio, found.d_corrected);
     }
     const T factor = c.beta * token.weight;
     terms.loss += factor * terms.kl, terms.d_logp += factor * d_kl;

@@ -657,7 +657,7 @@ def _loss_of_logps(
     layout, dtype = tokens.layout, tokens.advantages.dtype
     results = (logps, entropies)
     logps, entropies = (x.detach().reshape(-1)[layout.index].to(dtype) for x in results)
-    evaluation = row_loss.of_logps(logps, entropies)
+    evaluation = row_loss.evaluate_logps(logps, entropies)
     reads_entropies = evaluation.coefficients.d_entropy is not None and torch.is_grad_enabled()
     given_logps, given_entropies = results
     if reads_entropies and given_logps.requires_grad and not given_entropies.requires_grad:

@@ -31,7 +31,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.formulas import times
+from grpo_kernels.backends.formulas import times_or_zero
 from grpo_kernels.base.checks import (
     check_logps,
     check_number,
@@ -82,7 +82,7 @@ def _loss(*, token_level: bool) -> Callable[[F], F]:
             for name in options.keys() & numbers:
                 check_number(name, options[name], *_RANGES.get(name, (0.0, True)))
             loss, ratio = function(tokens, **options), tokens.importance_sampling_ratio
-            return loss if ratio is None else times(loss, ratio)
+            return loss if ratio is None else times_or_zero(loss, ratio)
 
         objective.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{_SYMBOLS}"
         vars(objective).update(token_level=token_level, uses_entropies=False)
@@ -287,7 +287,7 @@ def dppo_kl(
     logps, old = tokens.logps.detach(), tokens.old_per_token_logps
     p, p_old = torch.exp(logps), torch.exp(old)
     rest, rest_old = (-torch.expm1(x.clamp(max=0.0)) for x in (logps, old))
-    kl = times(old - logps, p_old) + rest_old * torch.log((rest_old + 1e-8) / (rest + 1e-8))
+    kl = times_or_zero(old - logps, p_old) + rest_old * torch.log((rest_old + 1e-8) / (rest + 1e-8))
     raised = (kl <= clip_ratio_high) | (p <= p_old)
     lowered = (kl <= clip_ratio_low) | (p >= p_old)
     return _dppo(tokens, raised, lowered, clip_ratio_c)
@@ -443,7 +443,7 @@ def _sampled(tokens: TokenInputs) -> Tensor:
 def _weighted(tokens: TokenInputs, weight: Tensor, keep: Tensor | None = None) -> Tensor:
     """``-weight A logp``, with a constant weight; 0 where `keep` is False."""
     factor = -weight * tokens.advantages
-    return times(tokens.logps, factor if keep is None else torch.where(keep, factor, 0.0))
+    return times_or_zero(tokens.logps, factor if keep is None else torch.where(keep, factor, 0.0))
 
 
 def _kept(keep: Tensor, log_ratio: Tensor, tokens: TokenInputs) -> Tensor:

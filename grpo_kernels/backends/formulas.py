@@ -29,21 +29,21 @@ def clipped(log_ratio, advantage, logp, low, high, delta):
     still gets gradient.
     """
     ratio = exp(log_ratio)
-    free = times(clamp_max(ratio, delta), advantage)
+    free = times_or_zero(clamp_max(ratio, delta), advantage)
     bounded = clamp(ratio, low, high) * advantage
     loss = -minimum(free, bounded)  # of a NaN ratio both are NaN
     # the share of the gradient that goes to `free`
     share = where(free == bounded, 0.5, type_as(free < bounded, ratio))
     inside = (ratio >= low) & (ratio <= high)
     passes = where(ratio <= delta, share, 0.0) + where(inside, 1.0 - share, 0.0)
-    return loss, -times(ratio, passes * advantage), full_like(loss, 0.0)
+    return loss, -times_or_zero(ratio, passes * advantage), full_like(loss, 0.0)
 
 
 def cispo(log_ratio, advantage, logp, cap):
     """``-min(r, cap) A logp``, the ratio a constant (MiniMax-M1, https://arxiv.org/abs/2506.13585)."""
     ratio = exp(log_ratio)
     weight = -clamp_max(ratio, cap) * advantage
-    return times(logp, weight), full_like(weight, 0.0), weight
+    return times_or_zero(logp, weight), full_like(weight, 0.0), weight
 
 
 def sapo(log_ratio, advantage, logp, tau_pos, tau_neg):
@@ -52,14 +52,14 @@ def sapo(log_ratio, advantage, logp, tau_pos, tau_neg):
     tau = where(advantage > 0.0, full_like(ratio, tau_pos), full_like(ratio, tau_neg))
     soft = sigmoid(tau * (ratio - 1.0))
     d_soft = 4.0 * soft * sigmoid(tau * (1.0 - ratio))  # d (4 / tau) soft / d r
-    loss = -times(4.0 * soft / tau, advantage)
-    return loss, -times(ratio, d_soft * advantage), full_like(loss, 0.0)
+    loss = -times_or_zero(4.0 * soft / tau, advantage)
+    return loss, -times_or_zero(ratio, d_soft * advantage), full_like(loss, 0.0)
 
 
 def vespo(log_weight, advantage, logp, k_pos, lambda_pos, k_neg, lambda_neg):
     """``-phi(w) A logp``, phi a constant, w the sequence's (https://arxiv.org/abs/2602.10693)."""
     weight = -phi(log_weight, advantage, k_pos, lambda_pos, k_neg, lambda_neg) * advantage
-    return times(logp, weight), full_like(weight, 0.0), weight
+    return times_or_zero(logp, weight), full_like(weight, 0.0), weight
 
 
 def phi(log_weight, advantage, k_pos, lambda_pos, k_neg, lambda_neg):
@@ -73,7 +73,7 @@ def phi(log_weight, advantage, k_pos, lambda_pos, k_neg, lambda_neg):
 
 def unclipped(log_ratio, advantage, logp):
     """``-r A``; of a mean log-ratio that was clipped beforehand GMPO (https://arxiv.org/abs/2507.20673)."""
-    loss = -times(exp(log_ratio), advantage)
+    loss = -times_or_zero(exp(log_ratio), advantage)
     return loss, loss, full_like(loss, 0.0)
 
 
@@ -100,12 +100,12 @@ def k3(logp, ref):
     return expm1(d) - d, -expm1(d), -d
 
 
-def times(x, factor):
+def times_or_zero(x, factor):
     """``x * factor``, where a factor of exactly 0 gives 0, also where x is inf; NaN stays."""
     return where((factor == 0.0) & (x == x), 0.0, x * factor)
 
 
-HELPERS = (times, phi)  # functions that the formulas call; the callee first
+HELPERS = (times_or_zero, phi)  # functions that the formulas call; the callee first
 SURROGATES: dict[str, Formula] = {f.__name__: f for f in (clipped, cispo, sapo, vespo, unclipped)}
 # a weight, which is a constant, times logp: the derivative in the log-ratio is 0
 LINEAR = ("cispo", "vespo")

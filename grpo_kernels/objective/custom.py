@@ -197,7 +197,7 @@ class CustomLoss:
         if not _declared(self.function, "uses_entropies", True):
             return False
         nothing = torch.zeros_like(self.tokens.advantages)
-        return self.of_logps(nothing, nothing).coefficients.d_entropy is not None
+        return self.evaluate_logps(nothing, nothing).coefficients.d_entropy is not None
 
     @property
     def one_coefficient(self) -> bool:
@@ -209,7 +209,7 @@ class CustomLoss:
         """Compute the coefficients of the tokens at `index` (m,) from these tokens alone."""
         chosen = index if self._chosen is None else self._chosen[index]
         some = CustomLoss(self.function, self.tokens.at(index), self.of_config.at(index), chosen)
-        return some.of_logps(logps, cast(Tensor, entropies)).coefficients
+        return some.evaluate_logps(logps, cast(Tensor, entropies)).coefficients
 
     def check_chunks(self, of_chunks: Coefficients, of_all: Coefficients) -> None:
         """Raise if the gradient from chunks of tokens differs from that of all tokens.
@@ -237,9 +237,9 @@ class CustomLoss:
 
     def evaluate(self, stats: RowStats) -> Evaluation:
         """Compute the loss and its gradient from the statistics of all tokens."""
-        return self.of_logps(stats.logps, cast(Tensor, stats.entropies))
+        return self.evaluate_logps(stats.logps, cast(Tensor, stats.entropies))
 
-    def of_logps(self, logps: Tensor, entropies: Tensor) -> Evaluation:
+    def evaluate_logps(self, logps: Tensor, entropies: Tensor) -> Evaluation:
         """Compute the loss and its gradient, by autograd, from numbers of all tokens, (n,).
 
         Raises:

@@ -59,7 +59,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import TOPK_LOGPS, Coefficients, FusedLoss, RowStats
-from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times
+from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times_or_zero
 from grpo_kernels.base.tensors import bounded, is_nonzero, quantile, scored_difference
 from grpo_kernels.objective.config import (
     LossConfig,
@@ -197,7 +197,7 @@ class PolicyLoss:
             only_policy = replace(config, beta=0.0, entropy_coef=0.0)
         nothing = torch.zeros_like(self.tokens.advantages)
         tokens = replace(self.tokens, sampling_topk_logps=None)
-        return PolicyLoss(only_policy, tokens, self.token_weights).of_logps(nothing, nothing)
+        return PolicyLoss(only_policy, tokens, self.token_weights).evaluate_logps(nothing, nothing)
 
     @property
     def one_coefficient(self) -> bool:
@@ -296,7 +296,9 @@ class PolicyLoss:
         terms = stats.loss_terms
         if not terms:
             divergences = None if stats.divergence is None else stats.divergence.value
-            return self.of_logps(stats.logps, entropies, divergences, stats.extras.get(TOPK_LOGPS))
+            return self.evaluate_logps(
+                stats.logps, entropies, divergences, stats.extras.get(TOPK_LOGPS)
+            )
         # a row kernel has computed `fused_loss`; no mask depends on entropies
         policy_loss = terms["loss"].sum()
         ratio, difference = self._sampling_terms(None)
@@ -318,7 +320,7 @@ class PolicyLoss:
         d_logp = Coefficients(terms["d_logp"])
         return self._with_entropies(policy_loss, d_logp, entropies, None, metric_inputs)
 
-    def of_logps(
+    def evaluate_logps(
         self,
         logps: Tensor,
         entropies: Tensor,
@@ -353,7 +355,7 @@ class PolicyLoss:
             mask = torch.ones_like(entropies) if entropy_mask is None else entropy_mask
             counts = mask.to(entropies.dtype)
             shares = self.config.entropy_coef * counts / counts.sum().clamp(min=1.0)
-            loss, d_entropy = policy_loss - times(entropies, shares).sum(), -shares
+            loss, d_entropy = policy_loss - times_or_zero(entropies, shares).sum(), -shares
         coefficients = coefficients._replace(
             d_entropy=d_entropy,
             d_divergence=self._d_divergence(),  # beta w, known beforehand
@@ -396,9 +398,9 @@ class PolicyLoss:
             rows = slice(start, start + CENTERED_ROWS)
             logp = topk_logps[rows].double()
             c = _centering_weights(self.config, logp, sampled[rows].double())
-            value[rows], d_topk[rows] = times(logp, c).sum(dim=1), c
+            value[rows], d_topk[rows] = times_or_zero(logp, c).sum(dim=1), c
         weights = (self.token_weights * factor)[:, None]
-        return times(value, factor), times(d_topk, weights)
+        return times_or_zero(value, factor), times_or_zero(d_topk, weights)
 
     def _per_token(
         self, logps: Tensor, entropy_mask: Tensor | None, divergences: Tensor | None
@@ -430,7 +432,9 @@ class PolicyLoss:
         off_policy_mask = _off_policy_mask(config, tokens, logps)
         gate = self._gate(off_policy_mask, entropy_mask)
         if gate is not None:
-            loss, d_log_ratio, d_logps = (times(x, gate) for x in (loss, d_log_ratio, d_logps))
+            loss, d_log_ratio, d_logps = (
+                times_or_zero(x, gate) for x in (loss, d_log_ratio, d_logps)
+            )
         if old is None:
             # NaN if logps are not finite; the gradient stays as it is
             loss = loss + (logps - logps)
@@ -487,7 +491,7 @@ class PolicyLoss:
         if not self.corrects_kl:
             return kl, weights * d_kl
         ratio = torch.exp(log_ratio.value)
-        kl, a = times(ratio, kl), weights * times(ratio, d_corrected)
+        kl, a = times_or_zero(ratio, kl), weights * times_or_zero(ratio, d_corrected)
         if log_ratio.is_shared:  # then the ratio moves with every logp of the sequence
             a = a + (log_ratio.to_logps(weights * kl) - weights * kl)
         return kl, a

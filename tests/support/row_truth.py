@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import FusedLoss, LogitTransform, RowStats
-from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times
+from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times_or_zero
 from tests.support import reference
 from tests.support.row_cases import tensors_of
 
@@ -114,11 +114,11 @@ def loss_terms(
     logps, log_ratio, slopes, weights = (x.double() for x in given)
     ratio = log_ratio.exp()
     if loss.old is None:
-        policy, a = times(logps, slopes) if loss.is_linear else 0 * logps, slopes
+        policy, a = times_or_zero(logps, slopes) if loss.is_linear else 0 * logps, slopes
     else:
         gate = torch.ones_like(weights) if loss.gate is None else loss.gate.double()
         found = SURROGATES[loss.surrogate](log_ratio, slopes, logps, *loss.constants)
-        policy, d_ratio, d_logp = (times(x, gate) for x in found)
+        policy, d_ratio, d_logp = (times_or_zero(x, gate) for x in found)
         policy, a = weights * policy, weights * (d_ratio + d_logp)
         if loss.surrogate == "sapo":
             ratio = ratio * (1 + ratio)

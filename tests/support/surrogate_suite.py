@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_kernels import LossConfig
 from grpo_kernels.backends import Chunk, FusedLoss, FusedRowBackend, RowStats
-from grpo_kernels.backends.formulas import SURROGATES, times
+from grpo_kernels.backends.formulas import SURROGATES, times_or_zero
 from grpo_kernels.objective.losses import LOSSES
 from tests.support.row_cases import DEVICE, PLAIN, same
 from tests.support.row_truth import U, check
@@ -139,6 +139,6 @@ class SurrogateSuite:
             given = {"is_linear": is_linear, "d_policy": a, "weights": torch.full_like(a, 7.0)}
             found = self.fused(logps, **given)
             assert not found.loss_terms["log_ratio"].any()
-            loss = times(found.logps, a) if is_linear else torch.zeros_like(a)
+            loss = times_or_zero(found.logps, a) if is_linear else torch.zeros_like(a)
             assert same(found.loss_terms["loss"], loss + (found.logps - found.logps))
             assert same(found.loss_terms["d_logp"], a)

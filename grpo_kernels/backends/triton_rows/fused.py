@@ -24,7 +24,7 @@ from grpo_kernels.backends.triton_rows.grad import (
     target_gradient,
     write_tile,
 )
-from grpo_kernels.backends.triton_rows.mathfn import ESTIMATORS, SURROGATES, exp, times
+from grpo_kernels.backends.triton_rows.mathfn import ESTIMATORS, SURROGATES, exp, times_or_zero
 from grpo_kernels.backends.triton_rows.reduce import finish, reduce_rows, target_logp
 from grpo_kernels.backends.triton_rows.transform import (
     PER_ROW,
@@ -106,7 +106,7 @@ def fused_kernel(
         d_logp = tl.load(d_policy_ptr + rows)
         loss = logp - logp  # NaN without a finite log-probability: nothing else makes it NaN
         if IS_LINEAR:
-            loss += times(logp, d_logp)
+            loss += times_or_zero(logp, d_logp)
     else:
         log_ratio = logp - tl.load(old_ptr + rows)
         loss, d_log_ratio, d_logp = SURROGATE(
@@ -114,17 +114,17 @@ def fused_kernel(
         )
         if gate_ptr is not None:
             gate = tl.load(gate_ptr + rows)
-            loss = times(loss, gate)
-            d_log_ratio = times(d_log_ratio, gate)
-            d_logp = times(d_logp, gate)
+            loss = times_or_zero(loss, gate)
+            d_log_ratio = times_or_zero(d_log_ratio, gate)
+            d_logp = times_or_zero(d_logp, gate)
         loss = weight * loss
         d_logp = weight * d_log_ratio + weight * d_logp
     if ref_ptr is not None:
         kl, d_kl, d_corrected = ESTIMATOR(logp, tl.load(ref_ptr + rows))
         if CORRECTS_KL:
             ratio = exp(log_ratio)
-            kl = times(ratio, kl)
-            d_kl = times(ratio, d_corrected)
+            kl = times_or_zero(ratio, kl)
+            d_kl = times_or_zero(ratio, d_corrected)
         loss += beta * weight * kl
         d_logp += beta * weight * d_kl
         tl.store(kl_ptr + rows, kl, mask=is_row)

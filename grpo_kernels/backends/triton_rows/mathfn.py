@@ -176,7 +176,7 @@ def compiled(formula: Any, names: dict[str, Any] = _GLOBALS) -> Any:
 
 for _helper in formulas.HELPERS:
     compiled(_helper)
-times = _GLOBALS["times"]
+times_or_zero = _GLOBALS["times_or_zero"]
 SURROGATES: dict[str | None, Any] = {
     None: None,
     **{name: compiled(f) for name, f in formulas.SURROGATES.items()},
