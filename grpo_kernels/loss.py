@@ -323,13 +323,10 @@ def grpo_loss(
         return replace(out, metrics=out.metrics.joined(of_sets))
 
     # the loop over the rows; in one_pass and frozen it computes d hidden and d weight too
-    keeps = objective is not None and hidden.device.type == "cpu"  # to check its declaration
-    first = first_pass(job, head_tensors, reference_tensors, row_loss, keeps_coefficients=keeps)
+    first = first_pass(job, head_tensors, reference_tensors, row_loss)
     with torch.no_grad():
         # the loss
         evaluation = row_loss.evaluate(first.stats)
-        if isinstance(row_loss, CustomLoss) and first.coefficients is not None:
-            row_loss.check_chunks(first.coefficients, evaluation.coefficients)
         if job.when == "unit":
             scale_frozen_(first, evaluation.d_logp)
         results = first.stats.logps, cast(Tensor, first.stats.entropies)

@@ -259,7 +259,7 @@ def run_scores(
     has_ids: bool = True,
 ) -> Scores:
     """Run one forward; return the results in the shape of the positions."""
-    first = first_pass(job, tensors, reference, row_loss, keeps_coefficients=True)
+    first = first_pass(job, tensors, reference, row_loss)
     logps, entropies, divergence, *extras = LinearScores.apply(job, first, reference, *tensors)
     results = {
         "logps": logps if has_ids else None,

@@ -2,12 +2,12 @@
 
 For each chunk of rows: project, and do the row work. For each group of chunks, whose d logits share
 one product: add up the gradients. Besides the weight and its gradient, only the logits of a chunk
-have a vocabulary dimension. d logits, the gradient in the raw logits, may overwrite them. Two
+have a vocabulary dimension. d logits, the gradient in the raw logits, may overwrite them. Three
 functions make the row work of a chunk::
 
-    stats_work     the statistics of each row; if no token depends on others, the same kernel may
-                   compute loss and d logits, too
+    stats_work     the statistics of each row
     gradient_work  d logits from coefficients and statistics, new ones or a first pass's
+    fused_work     statistics, loss and d logits by one kernel, if no token depends on others
 
 A call makes one or two passes over its rows. The first (`first_pass`) computes each row's
 statistics and, in the engines one_pass and frozen, the gradient on the same logits. The second is
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from grpo_kernels.backends import (
     Coefficients,
     DivergenceStats,
     FusedLoss,
+    FusedRowBackend,
     RowStats,
     statistic_dtype,
 )
@@ -54,7 +55,7 @@ class FirstPass(NamedTuple):
 
     `grads` is the gradient from the rows `live_rows` (m,), in the accumulator's dtype: of the loss
     in one_pass, and of the sum of the rows' results in frozen. It is None if it is computed later.
-    `coefficients` (n,), if asked for, are those of the gradient in one_pass.
+    `coefficients` (n,) are those of the gradient in one_pass, if the caller only expects it.
     """
 
     stats: RowStats
@@ -64,17 +65,11 @@ class FirstPass(NamedTuple):
 
 
 def first_pass(
-    job: Job,
-    tensors: HeadTensors,
-    reference: HeadTensors | None,
-    row_loss: RowLoss,
-    *,
-    keeps_coefficients: bool = False,
+    job: Job, tensors: HeadTensors, reference: HeadTensors | None, row_loss: RowLoss
 ) -> FirstPass:
     """Compute the statistics of all rows and, if due now, the gradient of the live rows.
 
-    Waits for the device once, to count the live rows, unless all rows are live. With
-    `keeps_coefficients`, the result has the coefficients that one_pass used.
+    Waits for the device once, to count the live rows, unless all rows are live.
     """
     with torch.no_grad():
         tensors, reference = job.converted(tensors, reference)
@@ -86,49 +81,50 @@ def first_pass(
         # an empty batch needs no kernel: its loss is 0
         fuses = n > 0 and job.when == "now" and job.fuses
         fused_loss = row_loss.fused_loss() if fuses else None
-        noted: dict[str, Tensor] = {}
-
-        def from_loss(index: Tensor, stats: RowStats) -> Coefficients:
-            read = stats.logps, stats.entropies, stats.extras.get(TOPK_LOGPS)
-            return row_loss.coefficients_at(index, *read)
+        used: dict[str, Tensor] = {}  # expected coefficients, (n,) each, by name
 
         def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
             if job.when == "unit":
                 return job.with_d_result(torch.ones_like(stats.logps))
-            coefficients = from_loss(live_rows[at], stats)
-            if keeps_coefficients:  # a user's function may answer differently later
-                for name, x in coefficients._asdict().items():
+            index, topk_logps = live_rows[at], stats.extras.get(TOPK_LOGPS)
+            found = row_loss.coefficients_at(index, stats.logps, stats.entropies, topk_logps)
+            if row_loss.is_expected:  # a user's function may answer differently later
+                for name, x in found._asdict().items():
                     if x is not None:
-                        if name not in noted:
-                            noted[name] = x.new_zeros(n, *x.shape[1:])
-                        noted[name][live_rows[at]] = x
-            return coefficients
+                        if name not in used:
+                            used[name] = x.new_zeros(n)
+                        used[name][index] = x
+            return found
 
-        # the rows with gradient; in fp16, d logits need a factor that depends on all coefficients
-        # of a chunk, so the kernel computes only statistics and loss
-        is_part = live_rows.shape[0] < n
-        part = job.at(live_rows) if is_part else job
-        work = stats_work(part, take(fused_loss, live_rows) if is_part else fused_loss)
-        if fused_loss is None or job.products(tensors.weight).scales_gradient:
-            work = gradient_work(part, tensors, coefficients_of, work)
-        stats, grads = sweep(part, tensors, reference, work, with_gradient=True)
-
-        if is_part:  # the rows without
-            assert live is not None
-            others = indices_of(~live, n - live_rows.shape[0])
-            part = job.at(others)
-            work = stats_work(part, take(fused_loss, others))
-            parts = [stats] if len(live_rows) else []
-            stats = RowStats.concatenate([*parts, sweep(part, tensors, reference, work)[0]])
-            stats = take(stats, torch.cat([live_rows, others]).argsort())
-        if not keeps_coefficients or job.when == "unit":
-            return FirstPass(stats, grads, live_rows)
+        # the rows with gradient
+        all_live = live_rows.shape[0] == n
+        live_job = job if all_live else job.at(live_rows)
         if fused_loss is None:
-            coefficients = Coefficients(**noted)
+            work = gradient_work(live_job, tensors, coefficients_of, stats_work(live_job))
         else:
-            coefficients = from_loss(every, stats)
-        if job.d_result(coefficients) is None:
-            coefficients = job.with_d_result(torch.zeros_like(stats.logps), coefficients)
+            work = fused_work(live_job, fused_loss if all_live else take(fused_loss, live_rows))
+            # fp16 d logits need a factor that depends on all coefficients of a chunk, so the kernel
+            # computes only statistics and loss
+            if job.products(tensors.weight).scales_gradient:
+                work = gradient_work(live_job, tensors, coefficients_of, work)
+        stats, grads = sweep(live_job, tensors, reference, work, with_gradient=True)
+
+        # the rows without
+        if live is not None and not all_live:
+            others = indices_of(~live, n - live_rows.shape[0])
+            rest = job.at(others)
+            of_rest = stats_work(rest)
+            if fused_loss is not None:
+                of_rest = fused_work(rest, take(fused_loss, others))
+            parts = [stats] if len(live_rows) else []
+            stats = RowStats.concatenate([*parts, sweep(rest, tensors, reference, of_rest)[0]])
+            stats = take(stats, torch.cat([live_rows, others]).argsort())
+
+        if not row_loss.is_expected or job.when == "unit":
+            return FirstPass(stats, grads, live_rows)
+        coefficients = job.with_d_result(torch.zeros_like(stats.logps))._replace(**used)
+        if fused_loss is not None:  # a kernel does not ask for them
+            coefficients = row_loss.coefficients_at(every, stats.logps, stats.entropies, None)
         return FirstPass(stats, grads, live_rows, coefficients)
 
 
@@ -150,18 +146,18 @@ def indices_of(chosen: Tensor, count: int | None = None) -> Tensor:
     return chosen.nonzero()[:, 0]
 
 
-def stats_work(job: Job, fused_loss: FusedLoss | None = None) -> RowWork:
-    """Row work: the statistics of the rows.
+def stats_work(job: Job) -> RowWork:
+    """Row work: the statistics of the rows."""
+    return lambda chunk, rows, at, out: (statistics(job, chunk, rows), None)
 
-    With `fused_loss`, one kernel also computes the loss, and d logits if it gets memory for them.
-    """
-    backend: Any = job.backend
+
+def fused_work(job: Job, fused_loss: FusedLoss) -> RowWork:
+    """Row work: statistics, loss and, given memory for them, d logits, by one kernel."""
+    backend = cast(FusedRowBackend, job.backend)
 
     def work(
         chunk: Chunk, rows: Rows, at: Index, out: Tensor | None
     ) -> tuple[RowStats, Tensor | None]:
-        if fused_loss is None:
-            return statistics(job, chunk, rows), None
         if rows.invalid is not None:  # -1 makes the row's results NaN
             chunk = replace(chunk, ids=chunk.ids.masked_fill(rows.invalid, -1))
         return backend.fused(chunk, take(fused_loss, at), out), None

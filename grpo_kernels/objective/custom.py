@@ -184,6 +184,8 @@ class CustomLoss:
         """
         self.function, self.tokens, self.of_config = function, tokens, of_config
         self._chosen, self.has_entropies = chosen, has_entropies
+        # what chunks of tokens gave, (n,) each, by name; on a CPU alone
+        self._of_chunks: dict[str, Tensor] = {}
         self.known: Literal["own_row", "all_rows"] = "all_rows"
         if _declared(function, "token_level", False):
             self.known = "own_row"
@@ -209,21 +211,27 @@ class CustomLoss:
         """Compute the coefficients of the tokens at `index` (m,) from these tokens alone."""
         chosen = index if self._chosen is None else self._chosen[index]
         some = CustomLoss(self.function, self.tokens.at(index), self.of_config.at(index), chosen)
-        return some.evaluate_logps(logps, cast(Tensor, entropies)).coefficients
+        coefficients = some.evaluate_logps(logps, cast(Tensor, entropies)).coefficients
+        if logps.device.type == "cpu":  # elsewhere, `_check_chunks` would wait for the device
+            for name, x in coefficients._asdict().items():
+                if x is not None:
+                    if name not in self._of_chunks:
+                        self._of_chunks[name] = torch.zeros_like(self.tokens.advantages)
+                    self._of_chunks[name][index] = x
+        return coefficients
 
-    def check_chunks(self, of_chunks: Coefficients, of_all: Coefficients) -> None:
+    def _check_chunks(self, of_all: Coefficients) -> None:
         """Raise if the gradient from chunks of tokens differs from that of all tokens.
-
-        Use it on a CPU alone: elsewhere it would wait for the device.
 
         Raises:
             ValueError: the function is not what `token_level` declares.
         """
         rounding = 1e-6 * self.of_config.token_weights.sum()
-        for used, whole in zip(of_chunks, of_all, strict=True):
-            if used is None or whole is None:
+        for name, of_chunks in self._of_chunks.items():
+            whole = getattr(of_all, name)
+            if whole is None:
                 continue
-            error = (used - whole).abs().sum()
+            error = (of_chunks - whole).abs().sum()
             if bool(error > 1e-3 * whole.abs().sum() + rounding):
                 raise ValueError(
                     "objective: expected a loss of each token alone, since it is declared "
@@ -236,8 +244,14 @@ class CustomLoss:
         return None
 
     def evaluate(self, stats: RowStats) -> Evaluation:
-        """Compute the loss and its gradient from the statistics of all tokens."""
-        return self.evaluate_logps(stats.logps, cast(Tensor, stats.entropies))
+        """Compute the loss and its gradient from the statistics of all tokens.
+
+        Raises:
+            ValueError: on a CPU, if chunks of tokens got another gradient.
+        """
+        evaluation = self.evaluate_logps(stats.logps, cast(Tensor, stats.entropies))
+        self._check_chunks(evaluation.coefficients)
+        return evaluation
 
     def evaluate_logps(self, logps: Tensor, entropies: Tensor) -> Evaluation:
         """Compute the loss and its gradient, by autograd, from numbers of all tokens, (n,).
