@@ -318,7 +318,7 @@ def divides_by_length(config: LossConfig) -> bool:
 
 def masks_off_policy(config: LossConfig) -> bool:
     """True if off-policy sequences are dropped."""
-    return config.off_policy_mask_threshold is not None and loss_type_of(config).masks
+    return config.off_policy_mask_threshold is not None and loss_type_of(config).applies_masks
 
 
 def sampling_ratio_is_per_sequence(config: LossConfig) -> bool:
@@ -669,7 +669,7 @@ def _unread(config: LossConfig) -> tuple[str, ...]:
     high = "epsilon" if config.epsilon_high is None else "epsilon_high"
     read = {high if name == "clip_high" else name for name in loss_type_of(config).reads}
     of_others = {"epsilon_high", *(name for x in LOSSES.values() for name in x.reads)} - read
-    if not loss_type_of(config).masks:
+    if not loss_type_of(config).applies_masks:
         of_others.add("off_policy_mask_threshold")
     if loss_type_of(config).sampling_ratio is None:
         of_others.add("vllm_importance_sampling_correction")

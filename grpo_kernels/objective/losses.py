@@ -154,8 +154,8 @@ class LossType:
     argument: Callable[[Tokens, Tensor], Tensor] | None = None
     # how the importance sampling ratio enters: a factor on the policy term, a part of `argument`
     sampling_ratio: Literal["factor", "argument"] | None = "factor"
-    masks: bool = True  # the off-policy and the top-entropy mask are factors on the policy term
-    corrects_kl: bool = True  # the KL estimate may be multiplied by the ratio
+    applies_masks: bool = True  # off-policy and top-entropy mask are factors on the policy term
+    may_correct_kl: bool = True  # the KL estimate may be multiplied by the ratio
 
     # for metrics: the tokens that are clipped (below a range, above it), and the capped ones
     clipped_tokens: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -256,8 +256,8 @@ LOSSES = {
         ),
         LossType(  # `log_ratio` has the range, and the surrogate no constants
             "gmpo", "unclipped", ("epsilon", "clip_high"), "sequence_mean", lambda *_: (),
-            ratio_per="sequence", log_ratio=clipped_mean, sampling_ratio=None, masks=False,
-            corrects_kl=False, clipped_tokens=outside_log_range,
+            ratio_per="sequence", log_ratio=clipped_mean, sampling_ratio=None, applies_masks=False,
+            may_correct_kl=False, clipped_tokens=outside_log_range,
         ),
     )
 }  # fmt: skip

@@ -172,7 +172,7 @@ class PolicyLoss:
         self.ratio_couples_tokens = self.shares_ratio or self.loss_type.argument is not None
         # True if the KL estimate is multiplied by the ratio
         self.corrects_kl = (
-            config.estimates_kl and config.use_bias_correction_kl and self.loss_type.corrects_kl
+            config.estimates_kl and config.use_bias_correction_kl and self.loss_type.may_correct_kl
         )
         self.has_entropy_gradient = config.entropy_coef != 0.0
 
@@ -478,7 +478,7 @@ class PolicyLoss:
         if self.loss_type.sampling_ratio == "factor":
             gate = tokens.importance_sampling_ratio
         for mask in (off_policy_mask, entropy_mask):
-            if mask is not None and self.loss_type.masks:
+            if mask is not None and self.loss_type.applies_masks:
                 gate = torch.ones_like(tokens.advantages) if gate is None else gate
                 gate = torch.where(mask, gate, 0.0)
         return gate
