@@ -197,17 +197,16 @@ def _clipped(
     config: LossConfig, logps: Tensor, counted: Tensor, advantages: Tensor, old: Tensor | None
 ) -> Tensor:
     """Share of counted tokens whose ratio is clipped, without regard to `delta`."""
-    loss_type = loss_type_of(config)
-    values = loss_type.values(replace(config, delta=None))
+    loss_type, config = loss_type_of(config), replace(config, delta=None)
     log_ratio = torch.zeros_like(logps) if old is None else logps - old.to(logps)
     if config.importance_sampling_level == "sequence":
         log_ratio = sequence_means(log_ratio, counted)
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]
     clipped = torch.zeros_like(counted)
     if loss_type.capped_tokens is not None:
-        clipped = loss_type.capped_tokens(log_ratio.exp(), advantages, *values)
+        clipped = loss_type.capped_tokens(log_ratio.exp(), log_ratio, advantages, config)
     elif loss_type.clipped_tokens is not None:
-        below, above = loss_type.clipped_tokens(log_ratio.exp(), log_ratio, advantages, *values)
+        below, above = loss_type.clipped_tokens(log_ratio.exp(), log_ratio, advantages, config)
         clipped = below | above
     return (clipped & counted).sum().to(logps.dtype) / counted.sum().clamp(min=1)
 

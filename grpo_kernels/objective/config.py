@@ -665,10 +665,10 @@ _UNUSED = "not used by loss_type = {!r}; leave it out"
 @functools.cache
 def _unread(config: LossConfig) -> tuple[str, ...]:
     """The fields that are set and that only other loss types read."""
-    # `clip_high` is one of them
-    high = "epsilon" if config.epsilon_high is None else "epsilon_high"
-    read = {high if name == "clip_high" else name for name in loss_type_of(config).reads}
-    of_others = {"epsilon_high", *(name for x in LOSSES.values() for name in x.reads)} - read
+    read = {*loss_type_of(config).reads}
+    if "epsilon_high" in read and config.epsilon_high is None:
+        read.add("epsilon")
+    of_others = {name for x in LOSSES.values() for name in x.reads} - read
     if not loss_type_of(config).applies_masks:
         of_others.add("off_policy_mask_threshold")
     if loss_type_of(config).sampling_ratio is None:

@@ -28,6 +28,7 @@ from grpo_kernels.backends.formulas import LINEAR, phi
 from grpo_kernels.base.choices import ImportanceSamplingLevel, LossTypeName
 from grpo_kernels.tokens import Layout, Tokens
 
+LossConfig = Any  # the class of config.py, which imports this file
 _LOWEST_LOG_WEIGHT, _HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # VESPO's range, as in TRL
 
 
@@ -71,14 +72,13 @@ def clipped_mean(
     tokens: Tokens,
     token_log_ratio: Tensor,
     entropy_mask: Tensor | None,
-    epsilon: float,
-    clip_high: float,
+    config: LossConfig,
 ) -> LogRatio:
     """GMPO's R: the mean of the sequence's log-ratios in `entropy_mask`, each clipped first.
 
     A log-ratio is clipped from above if A > 0, else from below.
     """
-    up, low, high = tokens.advantages > 0, -epsilon, clip_high
+    up, low, high = tokens.advantages > 0, -config.epsilon, config.clip_high
     bounded = torch.where(up, token_log_ratio.clamp(max=high), token_log_ratio.clamp(min=low))
     passes = torch.where(up, token_log_ratio <= high, token_log_ratio >= low)
     if entropy_mask is not None:
@@ -86,7 +86,7 @@ def clipped_mean(
     return LogRatio(tokens, bounded, passes, entropy_mask)
 
 
-def sequence_log_weight(tokens: Tokens, token_log_ratio: Tensor) -> Tensor:
+def sequence_log_weight(tokens: Tokens, token_log_ratio: Tensor, config: LossConfig) -> Tensor:
     """(n,) VESPO's log w of each token's sequence.
 
     It is the sum of clamped log-ratios and clamped log sampling ratios.
@@ -101,30 +101,24 @@ def sequence_log_weight(tokens: Tokens, token_log_ratio: Tensor) -> Tensor:
     return log_weight.clamp(low, high)[tokens.layout.sequence]
 
 
-# Tokens that a loss type clips, as metrics count them: (below, above), (n,) bool each, from ratios,
-# the tokens' log-ratios, advantages and the values of `LossType.reads`
+# Tokens that a loss type clips, as metrics count them: (below, above), (n,) bool each
 
 
 def outside_range(
-    ratio: Tensor,
-    token_log_ratio: Tensor,
-    advantages: Tensor,
-    epsilon: float,
-    clip_high: float,
-    delta: float | None,
+    ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
     """Ratio < 1 - epsilon and A < 0; ratio > 1 + epsilon_high and A > 0."""
-    if delta is not None:  # as in TRL, after the upper bound
-        ratio = ratio.clamp(max=delta)
-    below, above = ratio < 1 - epsilon, ratio > 1 + clip_high
+    if config.delta is not None:  # as in TRL, after the upper bound
+        ratio = ratio.clamp(max=config.delta)
+    below, above = ratio < 1 - config.epsilon, ratio > 1 + config.clip_high
     return below & (advantages < 0), above & (advantages > 0)
 
 
 def outside_log_range(
-    ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor, epsilon: float, clip_high: float
+    ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
     """Log-ratio < -epsilon and A < 0; log-ratio > epsilon_high and A > 0."""
-    below, above = token_log_ratio < -epsilon, token_log_ratio > clip_high
+    below, above = token_log_ratio < -config.epsilon, token_log_ratio > config.clip_high
     return below & (advantages < 0), above & (advantages > 0)
 
 
@@ -132,44 +126,38 @@ def outside_log_range(
 class LossType:
     """Definition of a loss type, without the parts that all types share.
 
-    Those parts are the KL term, the entropy bonus, the masks and the engines. `log_ratio`,
-    `clipped_tokens` and `capped_tokens` get the values of `reads` as their last arguments.
+    Those parts are the KL term, the entropy bonus, the masks and the engines. Each function gets
+    the `LossConfig` as its last argument.
     """
 
     name: LossTypeName
     # a name in `formulas.SURROGATES`: a function of the log-ratio, or one of `formulas.LINEAR`. So
     # its derivative at R = 0, on-policy, does not depend on logp.
     surrogate: str
-    # attributes of `LossConfig` that shape the policy term, all of them
+    # fields of `LossConfig` that shape the policy term, all of them; "epsilon_high" includes
+    # "epsilon" where the former is None
     reads: tuple[str, ...]
     normalizer: Literal["sequence_mean", "token_mean", "num_items", "max_length", "sequence_sum"]
-    # the surrogate's constants, in its order, from the values of `reads`
-    to_constants: Callable[..., tuple[float, ...]] = lambda *values: values
+    # the surrogate's constants, in its order: config
+    constants: Callable[[LossConfig], tuple[float, ...]]
     # what has one R: as `importance_sampling_level` says, always a token, always a sequence
     ratio_per: Literal["level", "token", "sequence"] = "level"
     # R in place of the log-ratio or its mean: tokens, token log-ratios (n,), entropy mask (n,) or
-    # None
-    log_ratio: Callable[..., LogRatio] | None = None
-    # the surrogate's argument in place of R: tokens, token log-ratios -> (n,)
-    argument: Callable[[Tokens, Tensor], Tensor] | None = None
+    # None, config
+    log_ratio: Callable[[Tokens, Tensor, Tensor | None, LossConfig], LogRatio] | None = None
+    # the surrogate's argument (n,) in place of R: tokens, token log-ratios, config
+    argument: Callable[[Tokens, Tensor, LossConfig], Tensor] | None = None
     # how the importance sampling ratio enters: a factor on the policy term, a part of `argument`
     sampling_ratio: Literal["factor", "argument"] | None = "factor"
     applies_masks: bool = True  # off-policy and top-entropy mask are factors on the policy term
     may_correct_kl: bool = True  # the KL estimate may be multiplied by the ratio
 
-    # for metrics: the tokens that are clipped (below a range, above it), and the capped ones
+    # for metrics: the tokens that are clipped (below a range, above it), and the capped ones, from
+    # ratios, token log-ratios, advantages, config
     clipped_tokens: Callable[..., tuple[Tensor, Tensor]] | None = None
     capped_tokens: Callable[..., Tensor] | None = None
-    # more metrics, (n,) each: the surrogate's argument, advantages, constants -> by name
-    more_metrics: Callable[..., dict[str, Tensor]] = lambda *_: {}
-
-    def values(self, config: object) -> tuple[Any, ...]:
-        """The values of `reads` in a `LossConfig`."""
-        return tuple(getattr(config, name) for name in self.reads)
-
-    def constants(self, config: object) -> tuple[float, ...]:
-        """The surrogate's constants, in its order."""
-        return self.to_constants(*self.values(config))
+    # more metrics by name, (n,) each: the surrogate's argument, advantages, config
+    more_metrics: Callable[[Tensor, Tensor, LossConfig], dict[str, Tensor]] = lambda *_: {}
 
     @property
     def is_linear(self) -> bool:
@@ -218,20 +206,20 @@ class LossType:
         return "tokens" if self.normalizer in ("num_items", "token_mean") else "sequences"
 
 
-def clip_range(epsilon: float, clip_high: float, delta: float | None) -> tuple[float, ...]:
+def clip_range(config: LossConfig) -> tuple[float, ...]:
     """PPO's bounds of the ratio, and the upper bound of the unclipped one."""
-    return 1 - epsilon, 1 + clip_high, math.inf if delta is None else delta
+    delta = math.inf if config.delta is None else config.delta
+    return 1 - config.epsilon, 1 + config.clip_high, delta
 
 
-def vespo_shape(
-    k_pos: float, lambda_pos: float, k_neg: float, lambda_neg: float
-) -> tuple[float, ...]:
+def vespo_shape(config: LossConfig) -> tuple[float, ...]:
     """(k, lambda) for positive and for negative advantages; lambda is at least 1e-4, as in TRL."""
-    return k_pos, max(lambda_pos, 1e-4), k_neg, max(lambda_neg, 1e-4)
+    lambda_pos, lambda_neg = max(config.vespo_lambda_pos, 1e-4), max(config.vespo_lambda_neg, 1e-4)
+    return config.vespo_k_pos, lambda_pos, config.vespo_k_neg, lambda_neg
 
 
 def _clipped(name: LossTypeName, normalizer: Any) -> LossType:
-    reads = "epsilon", "clip_high", "delta"
+    reads = "epsilon", "epsilon_high", "delta"
     return LossType(name, "clipped", reads, normalizer, clip_range, clipped_tokens=outside_range)
 
 
@@ -243,19 +231,26 @@ LOSSES = {
         _clipped("dr_grpo", "max_length"),
         _clipped("dapo", "num_items"),
         LossType(
-            "cispo", "cispo", ("clip_high",), "num_items",
-            capped_tokens=lambda ratio, advantages, cap: (ratio > cap) & (advantages > 0),
+            "cispo", "cispo", ("epsilon_high",), "num_items", lambda config: (config.clip_high,),
+            capped_tokens=lambda ratio, _, advantages, config: (
+                (ratio > config.clip_high) & (advantages > 0)
+            ),
         ),
-        LossType("sapo", "sapo", ("sapo_temperature_pos", "sapo_temperature_neg"), "sequence_mean"),
+        LossType(
+            "sapo", "sapo", ("sapo_temperature_pos", "sapo_temperature_neg"), "sequence_mean",
+            lambda config: (config.sapo_temperature_pos, config.sapo_temperature_neg),
+        ),
         _clipped("luspo", "sequence_sum"),
         LossType(
             "vespo", "vespo",
             ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "num_items",
             vespo_shape, argument=sequence_log_weight, sampling_ratio="argument",
-            more_metrics=lambda *of_surrogate: {"vespo/phi_seq_mean": phi(*of_surrogate)},
+            more_metrics=lambda log_weight, advantages, config: {
+                "vespo/phi_seq_mean": phi(log_weight, advantages, *vespo_shape(config))
+            },
         ),
         LossType(  # `log_ratio` has the range, and the surrogate no constants
-            "gmpo", "unclipped", ("epsilon", "clip_high"), "sequence_mean", lambda *_: (),
+            "gmpo", "unclipped", ("epsilon", "epsilon_high"), "sequence_mean", lambda _: (),
             ratio_per="sequence", log_ratio=clipped_mean, sampling_ratio=None, applies_masks=False,
             may_correct_kl=False, clipped_tokens=outside_log_range,
         ),

@@ -103,7 +103,6 @@ def loss_metrics(
 
     if inputs is not None:
         loss_type, ratios = loss_type_of(config), torch.exp(inputs.log_ratio)
-        values = loss_type.values(config)
         per_sequence = loss_type.shares_ratio(config.importance_sampling_level)
         mean_of("ratio", ratios, per_sequence, empty=1.0)
         # with one ratio and one advantage per sequence, TRL counts clipped sequences, else tokens
@@ -111,12 +110,12 @@ def loss_metrics(
         counts_sequences = follows_level and per_sequence and tokens.advantages_per_sequence
         for name, x in inputs.of_loss_type.items():
             mean_of(name, x, tokens.advantages_per_sequence, empty=1.0)
+        clip_inputs = ratios, inputs.token_log_ratio, tokens.advantages, config
         if loss_type.capped_tokens is not None:
-            capped = loss_type.capped_tokens(ratios, tokens.advantages, *values)
+            capped = loss_type.capped_tokens(*clip_inputs)
             mean_of(f"{loss_type.name}_clip_ratio", capped, counts_sequences)
         if loss_type.clipped_tokens is not None:
-            both = ratios, inputs.token_log_ratio
-            low, high = loss_type.clipped_tokens(*both, tokens.advantages, *values)
+            low, high = loss_type.clipped_tokens(*clip_inputs)
             mean_of("clip_ratio/low_mean", low, counts_sequences)
             mean_of("clip_ratio/high_mean", high, counts_sequences)
             mean_of("clip_ratio/region_mean", low | high, counts_sequences)

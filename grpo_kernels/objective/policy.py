@@ -419,13 +419,12 @@ class PolicyLoss:
             torch.where(torch.isnan(logps), logps, 0.0) if old is None else logps - old
         )
         if loss_type.log_ratio is not None:
-            values = loss_type.values(config)
-            log_ratio = loss_type.log_ratio(tokens, token_log_ratio, entropy_mask, *values)
+            log_ratio = loss_type.log_ratio(tokens, token_log_ratio, entropy_mask, config)
         else:
             log_ratio = LogRatio(tokens if self.shares_ratio else None, token_log_ratio)
         argument, advantages = log_ratio.value, tokens.advantages
         if loss_type.argument is not None:
-            argument = loss_type.argument(tokens, token_log_ratio)
+            argument = loss_type.argument(tokens, token_log_ratio, config)
         surrogate = SURROGATES[loss_type.surrogate]
         loss, d_log_ratio, d_logps = surrogate(argument, advantages, logps, *constants)
 
@@ -451,7 +450,7 @@ class PolicyLoss:
             log_ratio=log_ratio.value,
             token_log_ratio=token_log_ratio,
             kl=kl,
-            of_loss_type=loss_type.more_metrics(argument, advantages, *constants),
+            of_loss_type=loss_type.more_metrics(argument, advantages, config),
             off_policy_mask=off_policy_mask,
             importance_sampling_ratio=ratio,
             sampling_difference=difference,
