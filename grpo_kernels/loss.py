@@ -319,7 +319,7 @@ def grpo_loss(
             others={name: arguments[name] for name in LOGPS},
         )  # fmt: skip
         results = scores.logps, scores.entropies
-        out = _loss_of_logps(config, row_loss, tokens, *results, num_items_in_batch, "kept_sets")
+        out = _loss_of_logps(row_loss, *results, "kept_sets")
         return replace(out, metrics=out.metrics.joined(of_sets))
 
     # the loop over the rows; in one_pass and frozen it computes d hidden and d weight too
@@ -335,7 +335,7 @@ def grpo_loss(
         count = rows.ids.new_full((), 0 if live is None else len(live))
         if job.when == "later":
             count = evaluation.has_gradient.sum()
-        metrics = loss_metrics(config, tokens, *results, evaluation, count, num_items_in_batch)
+        metrics = loss_metrics(row_loss, *results, evaluation, count)
         logps, entropies = map(tokens.layout.scatter, results)
     # a backward reads the coefficients only if `first` does not have their gradient
     loss = LossWithGradient.apply(
@@ -537,9 +537,8 @@ def policy_loss_from_logps(
     dtype = accumulator_of(logps.dtype)
     tokens = _tokens(logps, completion_mask, advantages, dtype, arguments)
     check_logps("logps", logps.detach().reshape(-1)[tokens.layout.index])
-    items = num_items_in_batch
-    row_loss = _row_loss(config, objective, tokens, items, has_entropies=has_entropies)
-    out = _loss_of_logps(config, row_loss, tokens, logps, entropies, items, "given")
+    row_loss = _row_loss(config, objective, tokens, num_items_in_batch, has_entropies=has_entropies)
+    out = _loss_of_logps(row_loss, logps, entropies, "given")
     if has_entropies:
         return out
     absent: Any = None
@@ -635,37 +634,27 @@ def _row_loss(
     w = loss_type_of(config).token_weights(
         tokens.layout, num_items_in_batch, config.max_completion_length, tokens.advantages.dtype
     )
-    of_config = PolicyLoss(config, tokens, w)
+    of_config = PolicyLoss(config, tokens, w, has_num_items=num_items_in_batch is not None)
     if objective is None:
         return of_config
     return CustomLoss(objective, tokens, of_config, has_entropies=has_entropies)
 
 
 def _loss_of_logps(
-    config: LossConfig,
-    row_loss: PolicyLoss | CustomLoss,
-    tokens: Tokens,
-    logps: Tensor,
-    entropies: Tensor,
-    num_items_in_batch: float | Tensor | None,
-    engine: str,
+    row_loss: PolicyLoss | CustomLoss, logps: Tensor, entropies: Tensor, engine: str
 ) -> LossOutput:
     """The loss, differentiable in `logps` and `entropies`, both (B, T) or (N,)."""
-    layout, dtype = tokens.layout, tokens.advantages.dtype
-    results = (logps, entropies)
-    logps, entropies = (x.detach().reshape(-1)[layout.index].to(dtype) for x in results)
-    evaluation = row_loss.evaluate_logps(logps, entropies)
-    reads_entropies = evaluation.coefficients.d_entropy is not None and torch.is_grad_enabled()
-    given_logps, given_entropies = results
-    if reads_entropies and given_logps.requires_grad and not given_entropies.requires_grad:
+    layout, dtype = row_loss.tokens.layout, row_loss.tokens.advantages.dtype
+    counted = [x.detach().reshape(-1)[layout.index].to(dtype) for x in (logps, entropies)]
+    evaluation = row_loss.evaluate_logps(*counted)
+    d_logp, d_entropy = evaluation.d_logp, evaluation.coefficients.d_entropy
+    reads_entropies = d_entropy is not None and torch.is_grad_enabled()
+    if reads_entropies and logps.requires_grad and not entropies.requires_grad:
         warn_once(
             "entropies: the loss has a gradient in them, but they have no graph, so this gradient "
             "is lost; do not detach them, and compute them with gradient, as linear_logps does"
         )
-    d_entropy = evaluation.coefficients.d_entropy
-    loss = LossFromLogps.apply(*results, evaluation.loss, evaluation.d_logp, d_entropy, layout)
-    count = evaluation.has_gradient.sum()
-    numbers = logps, entropies
-    metrics = loss_metrics(config, tokens, *numbers, evaluation, count, num_items_in_batch)
-    logps, entropies = for_reading(loss, *map(layout.scatter, (logps, entropies)))
-    return LossOutput(loss, logps, entropies, metrics, engine, "torch")
+    loss = LossFromLogps.apply(logps, entropies, evaluation.loss, d_logp, d_entropy, layout)
+    metrics = loss_metrics(row_loss, *counted, evaluation, evaluation.has_gradient.sum())
+    results = for_reading(loss, *map(layout.scatter, counted))
+    return LossOutput(loss, *results, metrics, engine, "torch")

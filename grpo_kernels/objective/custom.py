@@ -183,6 +183,7 @@ class CustomLoss:
         call `has_entropies`, the function gets None.
         """
         self.function, self.tokens, self.of_config = function, tokens, of_config
+        self.config, self.averaged_over = of_config.config, of_config.averaged_over
         self._chosen, self.has_entropies = chosen, has_entropies
         # what chunks of tokens gave, (n,) each, by name; on a CPU alone
         self._of_chunks: dict[str, Tensor] = {}
@@ -344,10 +345,10 @@ class CustomLoss:
                 f"{tuple(inputs.logps.shape)}, got {got}"
             )
         if not read:
-            check_loss_is_read(self.of_config.config)
+            check_loss_is_read(self.config)
             return rows(per_token), None
         if self._chosen is None:
-            warn_of_loss(self.of_config.config, tokens)
+            warn_of_loss(self.config, tokens)
         return rows(per_token), read[0]
 
 

@@ -14,24 +14,18 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import warn_of_ratio
 from grpo_kernels.base.tensors import extreme
-from grpo_kernels.objective.config import (
-    LossConfig,
-    loss_type_of,
-    sampling_ratio_is_per_sequence,
-)
-from grpo_kernels.objective.policy import Evaluation
+from grpo_kernels.objective.config import loss_type_of, sampling_ratio_is_per_sequence
+from grpo_kernels.objective.custom import CustomLoss
+from grpo_kernels.objective.policy import Evaluation, PolicyLoss
 from grpo_kernels.results import Metrics
-from grpo_kernels.tokens import Tokens
 
 
 def loss_metrics(
-    config: LossConfig,
-    tokens: Tokens,
+    row_loss: PolicyLoss | CustomLoss,
     logps: Tensor,
     entropies: Tensor,
     evaluation: Evaluation,
     gradient_count: Tensor,
-    num_items_in_batch: float | Tensor | None,
 ) -> Metrics:
     """Compute the metrics of one loss, whose backward has products for `gradient_count` () tokens.
 
@@ -39,7 +33,8 @@ def loss_metrics(
     there is one value per sequence. A sequence without a counted token has ratio 1. Sums over the
     tokens are computed together at the end: one sum for all numbers, one for all flags.
     """
-    layout, inputs, n = tokens.layout, evaluation.metric_inputs, len(tokens)
+    config, tokens, inputs = row_loss.config, row_loss.tokens, evaluation.metric_inputs
+    layout, n = tokens.layout, len(tokens)
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     summed: dict[str, Tensor] = {}  # (n,) each
     extremes: dict[str, Tensor] = {}
@@ -133,5 +128,4 @@ def loss_metrics(
         if summands:
             sums = torch.stack([*summands.values()]).sum(dim=1, dtype=entropies.dtype)
             pairs |= {k: (x, pairs[k][1]) for k, x in zip(summands, sums.unbind(), strict=True)}
-    loss_over = loss_type_of(config).averaged_over(num_items=num_items_in_batch is not None)
-    return Metrics(pairs, extremes, sequences=layout.batch, loss_over=loss_over)
+    return Metrics(pairs, extremes, sequences=layout.batch, loss_over=row_loss.averaged_over)

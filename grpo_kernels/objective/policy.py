@@ -153,11 +153,19 @@ class PolicyLoss:
         known: when a token's gradient is known: with the token's own numbers, or before
             (``"own_row"``), or only with other tokens' numbers (``"all_rows"``).
         has_entropy_gradient: True if the loss depends on the entropies.
+        averaged_over: see `LossType.averaged_over`.
     """
 
     is_expected = False
 
-    def __init__(self, config: LossConfig, tokens: Tokens, token_weights: Tensor) -> None:
+    def __init__(
+        self,
+        config: LossConfig,
+        tokens: Tokens,
+        token_weights: Tensor,
+        *,
+        has_num_items: bool = False,
+    ) -> None:
         old = tokens.old_per_token_logps
         self.on_policy = old is None
         lacks_ratio = config.corrects_sampling and tokens.importance_sampling_ratio is None
@@ -166,6 +174,7 @@ class PolicyLoss:
         self.lacks_sampling_ratio = lacks_ratio
         self.config, self.tokens, self.token_weights = config, tokens, token_weights
         self.loss_type = loss_type_of(config)
+        self.averaged_over = self.loss_type.averaged_over(num_items=has_num_items)
         self.is_centered = tokens.sampling_topk_logps is not None
         self.shares_ratio = self.loss_type.shares_ratio(config.importance_sampling_level)
         # True if the ratio couples the tokens of a sequence in the policy term
