@@ -25,6 +25,7 @@ from grpo_kernels.base.checks import (
     hints_names,
     is_dtensor,
     listed,
+    outside_graphs,
 )
 from grpo_kernels.base.choices import LogitsDtype, choices
 from grpo_kernels.base.distributed import check_group
@@ -214,21 +215,6 @@ HeadLike = Head | Tensor | nn.Module
 
 # hidden states and head of a second model: a KL term's reference, or a teacher
 Reference = tuple[Tensor, Head]
-
-
-def outside_graphs(function: F) -> F:
-    """Decorate a public call: torch.compile breaks its graph there, and it runs eagerly."""
-    function = hints_names(function)
-
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            return function(*args, **options)
-        from grpo_kernels.base.eagerly import eagerly
-
-        return eagerly(function, *args, **options)
-
-    return cast(Any, call)
 
 
 def takes_heads(within_module: Callable[..., Any]) -> Callable[[F], F]:

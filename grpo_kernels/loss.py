@@ -22,7 +22,7 @@ and its forward and backward are::
         dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)            backends: `grad`
         d_logits = dz / temperature                                       the same
         d_hidden = d_logits @ weight                                      engine/gemm.py
-        d_weight += d_logits.T @ hidden                                   engine/sweep.py
+        d_weight += d_logits.T @ hidden                                   engine/gemm.py
     loss = the sum above; metrics = means over the tokens                 objective/
     LossWithGradient attaches d_hidden and d_weight to the loss           engine/autograd.py
 
@@ -81,6 +81,7 @@ from grpo_kernels.base.checks import (
     check_tensor,
     did_you_mean,
     hints_names,
+    outside_graphs,
     warn_once,
 )
 from grpo_kernels.base.choices import OnMissingSet
@@ -99,7 +100,6 @@ from grpo_kernels.engine.sweep import first_pass, scale_frozen_
 from grpo_kernels.engine.topk import TopKLogps, check_topk
 from grpo_kernels.head import (
     HeadLike,
-    outside_graphs,
     read_heads,
     read_reference,
     takes_heads,
@@ -295,7 +295,7 @@ def grpo_loss(
 
         # the tokens that count, and their loss
         dtype, memory = dtype_and_memory(hidden, head, run, reference)
-        tokens = _tokens(completion_ids, completion_mask, advantages, dtype, arguments)
+        tokens = _tokens(completion_ids, dtype, arguments)
         positions = tokens.layout.index
         ids = completion_ids.reshape(-1)[positions].long()
         rows = Rows(positions, ids, 1.0 / config.temperature)
@@ -535,7 +535,7 @@ def policy_loss_from_logps(
         entropies = torch.zeros_like(logps)  # which nothing reads
     check_tensor("entropies", entropies, ("logps.shape", logps.shape), like=logps, floating=True)
     dtype = accumulator_of(logps.dtype)
-    tokens = _tokens(logps, completion_mask, advantages, dtype, arguments)
+    tokens = _tokens(logps, dtype, arguments)
     check_logps("logps", logps.detach().reshape(-1)[tokens.layout.index])
     row_loss = _row_loss(config, objective, tokens, num_items_in_batch, has_entropies=has_entropies)
     out = _loss_of_logps(row_loss, logps, entropies, "given")
@@ -597,16 +597,11 @@ _TOKEN_INPUTS = (*LOGPS, "importance_sampling_ratio", "sampling_topk_logps", "cu
 # In the helpers below, `arguments` are the arguments of a public call by name, as passed.
 
 
-def _tokens(
-    like: Tensor,
-    completion_mask: Tensor | None,
-    advantages: Tensor,
-    dtype: torch.dtype,
-    arguments: Mapping[str, Any],
-) -> Tokens:
+def _tokens(like: Tensor, dtype: torch.dtype, arguments: Mapping[str, Any]) -> Tokens:
     """Check and select the tokens that count; warn of inputs that nothing reads."""
     inputs = {name: arguments[name] for name in _TOKEN_INPUTS if name in arguments}
-    tokens = read_tokens(like, completion_mask, advantages, dtype, **inputs)
+    mask, advantages = arguments["completion_mask"], arguments["advantages"]
+    tokens = read_tokens(like, mask, advantages, dtype, **inputs)
     for name in LOGPS:
         check_logps(name, getattr(tokens, name))
     check_finite("advantages", tokens.advantages)
@@ -645,8 +640,12 @@ def _loss_of_logps(
 ) -> LossOutput:
     """The loss, differentiable in `logps` and `entropies`, both (B, T) or (N,)."""
     layout, dtype = row_loss.tokens.layout, row_loss.tokens.advantages.dtype
-    counted = [x.detach().reshape(-1)[layout.index].to(dtype) for x in (logps, entropies)]
-    evaluation = row_loss.evaluate_logps(*counted)
+
+    def of_tokens(x: Tensor) -> Tensor:
+        return x.detach().reshape(-1)[layout.index].to(dtype)
+
+    numbers = of_tokens(logps), of_tokens(entropies)
+    evaluation = row_loss.evaluate_logps(*numbers)
     d_logp, d_entropy = evaluation.d_logp, evaluation.coefficients.d_entropy
     reads_entropies = d_entropy is not None and torch.is_grad_enabled()
     if reads_entropies and logps.requires_grad and not entropies.requires_grad:
@@ -655,6 +654,6 @@ def _loss_of_logps(
             "is lost; do not detach them, and compute them with gradient, as linear_logps does"
         )
     loss = LossFromLogps.apply(logps, entropies, evaluation.loss, d_logp, d_entropy, layout)
-    metrics = loss_metrics(row_loss, *counted, evaluation, evaluation.has_gradient.sum())
-    results = for_reading(loss, *map(layout.scatter, counted))
+    metrics = loss_metrics(row_loss, *numbers, evaluation, evaluation.has_gradient.sum())
+    results = for_reading(loss, *map(layout.scatter, numbers))
     return LossOutput(loss, *results, metrics, engine, "torch")

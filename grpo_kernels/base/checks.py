@@ -228,6 +228,21 @@ def hints_names(function: F, name: str = "") -> F:
     return cast(F, call)
 
 
+def outside_graphs(function: F) -> F:
+    """Decorate a public call: torch.compile breaks its graph there, and it runs eagerly."""
+    function = hints_names(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return function(*args, **options)
+        from grpo_kernels.base.eagerly import eagerly
+
+        return eagerly(function, *args, **options)
+
+    return cast(F, call)
+
+
 def no_attribute(of: Any, name: str, names: Iterable[str], hint: str = "") -> AttributeError:
     """Make the error for a missing attribute, with `hint` or else the nearest of `names`."""
     names = [*names]
