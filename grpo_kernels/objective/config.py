@@ -132,13 +132,13 @@ class LossConfig:
             ``"k2"`` is d^2 / 2, and ``"k1"`` is -d. ``"full"`` is the exact KL instead of an
             estimate: sum_v p_v log(p_v / q_v) over the vocabulary, with q from `reference`.
         temperature: divisor of the logits.
-        top_entropy_quantile: share of the tokens that carry the policy loss; these are the tokens
+        top_entropy_quantile: share of the tokens that carry the policy term; these are the tokens
             with the highest entropy. 1 means all tokens; 0 keeps only the tokens that have the
             highest entropy, as in TRL.
         entropy_coef: weight of the entropy bonus, which is subtracted from the loss. The bonus is
             the mean entropy of the tokens that `top_entropy_quantile` keeps. As in TRL, the weight
             may be negative: the loss then lowers the entropy.
-        off_policy_mask_threshold: the policy loss drops a sequence's tokens with a negative
+        off_policy_mask_threshold: the policy term drops a sequence's tokens with a negative
             advantage if the sequence's mean of (sampling logp - logp) is above this threshold.
             Without sampling log-probabilities, the mean of (old logp - logp) decides.
         vllm_importance_sampling_correction: compute the importance sampling ratio in the loss, from

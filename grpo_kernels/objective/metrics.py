@@ -65,7 +65,7 @@ def loss_metrics(
         warn_of_ratio(inputs.token_log_ratio)
     if tokens.ref_per_token_logps is not None and config.estimates_kl:
         warn_of_ratio(logps - tokens.ref_per_token_logps, "ref_per_token_logps")
-    pairs["policy_loss"] = (evaluation.policy_loss, number(1))
+    pairs["policy_loss"] = (evaluation.loss_without_entropy, number(1))
     over_tokens("entropy", entropies)
     over_tokens("advantages/mean", tokens.advantages)
     over_tokens("advantages/zero", tokens.advantages == 0)

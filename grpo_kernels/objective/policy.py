@@ -94,7 +94,7 @@ class Evaluation:
 
     loss: Tensor  # ()
     coefficients: Coefficients  # (n,) each; None: the loss does not depend on that number
-    policy_loss: Tensor  # () the loss without the entropy bonus
+    loss_without_entropy: Tensor  # () the policy and the KL term
     # None for a custom objective that does not read the config's loss
     metric_inputs: MetricInputs | None = None
 
@@ -309,7 +309,7 @@ class PolicyLoss:
                 stats.logps, entropies, divergences, stats.extras.get(TOPK_LOGPS)
             )
         # a row kernel has computed `fused_loss`; no mask depends on entropies
-        policy_loss = terms["loss"].sum()
+        loss_without_entropy = terms["loss"].sum()
         ratio, difference = self._sampling_terms(None)
         metric_inputs = MetricInputs(
             log_ratio=terms["log_ratio"],
@@ -321,13 +321,13 @@ class PolicyLoss:
         if self.on_policy:
             at_one = self._at_ratio_one
             if not self.loss_type.is_linear:
-                policy_loss = policy_loss + at_one.policy_loss
+                loss_without_entropy = loss_without_entropy + at_one.loss_without_entropy
             read = cast(MetricInputs, at_one.metric_inputs)
             metric_inputs = replace(
                 metric_inputs, of_loss_type=read.of_loss_type, off_policy_mask=read.off_policy_mask
             )
         d_logp = Coefficients(terms["d_logp"])
-        return self._with_entropies(policy_loss, d_logp, entropies, None, metric_inputs)
+        return self._with_entropies(loss_without_entropy, d_logp, entropies, None, metric_inputs)
 
     def evaluate_logps(
         self,
@@ -345,31 +345,35 @@ class PolicyLoss:
         if topk_logps is not None:
             centering, d_topk = self._centering(topk_logps, logps, entropy_mask)
             per_token = per_token + centering
-        policy_loss = (self.token_weights * per_token).sum()
+        loss_without_entropy = (self.token_weights * per_token).sum()
         return self._with_entropies(
-            policy_loss, Coefficients(d_logp, d_topk=d_topk), entropies, entropy_mask, metric_inputs
+            loss_without_entropy,
+            Coefficients(d_logp, d_topk=d_topk),
+            entropies,
+            entropy_mask,
+            metric_inputs,
         )
 
     def _with_entropies(
         self,
-        policy_loss: Tensor,
+        loss_without_entropy: Tensor,
         coefficients: Coefficients,
         entropies: Tensor,
         entropy_mask: Tensor | None,
         metric_inputs: MetricInputs,
     ) -> Evaluation:
         """Add the entropy bonus, and the coefficient of a divergence."""
-        loss, d_entropy = policy_loss, None
+        loss, d_entropy = loss_without_entropy, None
         if self.has_entropy_gradient:  # the bonus is the mean entropy of the tokens in the mask
             mask = torch.ones_like(entropies) if entropy_mask is None else entropy_mask
             counts = mask.to(entropies.dtype)
             shares = self.config.entropy_coef * counts / counts.sum().clamp(min=1.0)
-            loss, d_entropy = policy_loss - times_or_zero(entropies, shares).sum(), -shares
+            loss, d_entropy = loss_without_entropy - times_or_zero(entropies, shares).sum(), -shares
         coefficients = coefficients._replace(
             d_entropy=d_entropy,
             d_divergence=self._d_divergence(),  # beta w, known beforehand
         )
-        return Evaluation(loss, coefficients, policy_loss, metric_inputs)
+        return Evaluation(loss, coefficients, loss_without_entropy, metric_inputs)
 
     def per_token_loss(
         self, logps: Tensor, entropies: Tensor, *, alone: bool
