@@ -403,7 +403,7 @@ def topk_divergence(
         ids, logps = (
             x.detach().flatten(0, -2)[rows.positions] for x in (teacher_ids, teacher_logps)
         )
-        gradient = ExpectedGradient(coefficients=Coefficients(d_divergence=weights))
+        gradient = ExpectedGradient(known_coefficients=Coefficients(d_divergence=weights))
         topk = TopKTeacher.of(ids, logps, measure)
         check_masses("teacher_logps", topk.logps)
         mass = topk.logps.exp().sum(dim=1)

@@ -87,7 +87,7 @@ class ExpectedGradient:
             to coefficients. None: a row alone does not determine them.
         live: (n,) bool, rows that may have a coefficient other than 0; None means all rows.
         one_coefficient: True if each row has a single coefficient.
-        coefficients: (n,), if known before the forward.
+        known_coefficients: (n,), if known before the forward.
     """
 
     is_expected = True
@@ -98,12 +98,12 @@ class ExpectedGradient:
         live: Tensor | None = None,
         *,
         one_coefficient: bool = True,
-        coefficients: Coefficients | None = None,
+        known_coefficients: Coefficients | None = None,
     ) -> None:
-        if coefficients is not None:
-            compute = lambda index, *_: take(coefficients, index)  # noqa: E731
+        if known_coefficients is not None:
+            compute = lambda index, *_: take(known_coefficients, index)  # noqa: E731
         self.compute, self.live, self.one_coefficient = compute, live, one_coefficient
-        self.coefficients = coefficients
+        self.known_coefficients = known_coefficients
         self.known: Literal["own_row", "all_rows", "backward"] = "own_row"
         if compute is None:
             self.known = "backward" if live is None else "all_rows"
@@ -116,9 +116,10 @@ class ExpectedGradient:
 
     def fused_loss(self) -> FusedLoss | None:
         """The gradient of divergences from a second head, as a loss."""
-        if self.coefficients is None or self.coefficients.d_divergence is None:
+        known = self.known_coefficients
+        if known is None or known.d_divergence is None:
             return None
-        weights, d_logp = self.coefficients.d_divergence, self.coefficients.d_logp
+        weights, d_logp = known.d_divergence, known.d_logp
         d_policy = torch.zeros_like(weights) if d_logp is None else d_logp
         return FusedLoss(weights, kl="full", beta=1.0, d_policy=d_policy)
 
@@ -167,7 +168,7 @@ def expected_divergence(
     ]
     coefficients = Coefficients(None if len(weights) == 1 else weights[1], None, weights[0])
     one_coefficient = len(weights) == 1
-    return ExpectedGradient(coefficients=coefficients, one_coefficient=one_coefficient)
+    return ExpectedGradient(known_coefficients=coefficients, one_coefficient=one_coefficient)
 
 
 def read_expected(
@@ -209,7 +210,7 @@ def read_expected(
         b = None if b is None else _usable(rows("expected[1]", b), dtype)
         nonzero = (a != 0) if b is None else (a != 0) | (b != 0)
         return ExpectedGradient(
-            live=nonzero, one_coefficient=b is None, coefficients=Coefficients(a, b)
+            live=nonzero, one_coefficient=b is None, known_coefficients=Coefficients(a, b)
         )
 
     live, function = expected.live, expected.coefficients
