@@ -66,9 +66,9 @@ def run(rank: int, store: str) -> None:
     scores = linear_logps(hidden, head, ids, completion_mask=mask)
     out = policy_loss_from_logps(
         gathered(scores.logps),
-        gathered(scores.entropies),
         given["completion_mask"],  # the rest is small and whole on every rank: (B, T) and (B,)
         given["advantages"],
+        entropies=gathered(scores.entropies),
         old_per_token_logps=given["old_per_token_logps"],
         config=presets.GSPO,
     )

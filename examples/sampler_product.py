@@ -70,11 +70,11 @@ def main() -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         hidden = torch.randn(sequences * length, width).to(dtype).requires_grad_()
         weight = torch.randn(vocab, width).to(dtype)
-        logps, entropies = sampler_logprobs(hidden, weight, ids.flatten(), temperature=temperature)
+        logps, _ = sampler_logprobs(hidden, weight, ids.flatten(), temperature=temperature)
         sampled = torch.log_softmax((hidden.detach() @ weight.t()).float() / temperature, -1)
         equal += (logps == sampled.gather(1, ids.reshape(-1, 1))[:, 0]).sum().item()
-        logps, entropies = logps.view_as(ids), entropies.view_as(ids)
-        policy_loss_from_logps(logps, entropies, mask, advantages, loss_type="grpo").loss.backward()
+        out = policy_loss_from_logps(logps.view_as(ids), mask, advantages, loss_type="grpo")
+        out.loss.backward()
         print(f"{dtype}: norm of d hidden {hidden.grad.norm().item():.4f}")
     print(f"tokens with the sampler's bits: {equal} of {3 * ids.numel()}")
 

@@ -74,6 +74,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import (
+    check_entropies,
     check_finite,
     check_ids,
     check_logps,
@@ -475,10 +476,10 @@ class GRPOLoss(nn.Module):
 @outside_graphs
 def policy_loss_from_logps(
     logps: Tensor,  # (B, T), or packed (N,)
-    entropies: Tensor | None,  # (B, T) or (N,)
     completion_mask: Tensor | None,  # (B, T) or (N,)
     advantages: Tensor,  # (B,) or (B, T) or (N,)
     *,
+    entropies: Tensor | None = None,  # (B, T) or (N,)
     old_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
     ref_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
     sampling_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
@@ -498,9 +499,9 @@ def policy_loss_from_logps(
     Args:
         logps, entropies: (B, T), or packed (N,), floating: the policy's log-probabilities and
             entropies, attached to the graph. Values at masked positions are never read. The loss is
-            computed in fp32 (fp64 if `logps` is fp64). `entropies` may be None if nothing reads
-            them, neither the config (`entropy_coef`, `top_entropy_quantile`) nor an objective; the
-            result then lacks its `entropies` and the metric of this name.
+            computed in fp32 (fp64 if `logps` is fp64). `entropies` are required if the config
+            (`entropy_coef`, `top_entropy_quantile`) or an objective reads them. Without them, the
+            result lacks its `entropies` and the metric ``entropy``.
         completion_mask, advantages: as in `grpo_loss`.
         old_per_token_logps, ref_per_token_logps, sampling_per_token_logps: as in `grpo_loss`.
             Compute them in the same way as `logps`, and over the same kept sets.
@@ -537,6 +538,7 @@ def policy_loss_from_logps(
     dtype = accumulator_of(logps.dtype)
     tokens = _tokens(logps, dtype, arguments)
     check_logps("logps", logps.detach().reshape(-1)[tokens.layout.index])
+    check_entropies("entropies", entropies.detach().reshape(-1)[tokens.layout.index])
     row_loss = _row_loss(config, objective, tokens, num_items_in_batch, has_entropies=has_entropies)
     out = _loss_of_logps(row_loss, logps, entropies, "given")
     if has_entropies:

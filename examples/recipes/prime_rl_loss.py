@@ -3,7 +3,6 @@
 The loss is a sum, because prime-rl divides by the number of tokens itself.
 """
 
-import torch
 from prime_rl.trainer.rl.loss import LossOutputs
 
 from grpo_kernels import LossConfig, policy_loss_from_logps
@@ -13,7 +12,7 @@ def my_loss(inputs, **fields):
     logps = inputs.trainer_logprobs[None]  # (1, T): one sample at a time
     mask, advantages = inputs.loss_mask[None], inputs.advantages[None]
     out = policy_loss_from_logps(
-        logps, torch.zeros_like(logps), mask, advantages, num_items_in_batch=1,
+        logps, mask, advantages, num_items_in_batch=1,
         old_per_token_logps=inputs.inference_logprobs[None],
         config=LossConfig(loss_type="dapo", **fields),
     )  # fmt: skip

@@ -22,6 +22,7 @@ from torch import Tensor
 F = TypeVar("F", bound=Callable[..., Any])
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HIGHEST_LOGP = 1e-3  # rounding may lift a log-probability above 0
+LOWEST_ENTROPY = -0.5  # rounding may push an entropy from 16-bit logits below 0
 HIGHEST_MASS = 1.05  # a sum of 16-bit probabilities may be a little above 1
 HIGHEST_MEAN_LOG_RATIO = math.log(20)  # of the mean over a batch's tokens
 
@@ -480,6 +481,13 @@ def check_logps(name: str, rows: Tensor | None) -> None:
             f"and {highest:.4g}: take the logarithm of probabilities, or negate a negative "
             "log-likelihood (cross entropy)"
         )
+
+
+def check_entropies(name: str, rows: Tensor) -> None:
+    """Require values (n,) that look like entropies, on a CPU. NaN passes; it makes the loss NaN."""
+    if rows.device.type == "cpu":
+        way_out = ": negate a sum of p log p; are these log-probabilities?"
+        _require(~(rows < LOWEST_ENTROPY), name, rows, "entropies, >= 0", way_out)
 
 
 def check_ratios(name: str, rows: Tensor | None) -> None:

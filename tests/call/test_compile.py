@@ -68,7 +68,7 @@ def over_sets(p: Policy, hidden: Tensor, ids: Tensor) -> Tensor:
 
 def from_logps(p: Policy, hidden: Tensor, ids: Tensor) -> Tensor:
     logps = (hidden @ p.lm_head.weight.T).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    return policy_loss_from_logps(logps, -logps, MASK, **GIVEN).loss
+    return policy_loss_from_logps(logps, MASK, entropies=-logps, **GIVEN).loss
 
 
 STEPS: dict[str, Step] = {

@@ -168,6 +168,6 @@ def test_a_loss_says_what_reference_it_takes(reference: Any, config: Any, match:
     logps = torch.zeros(3, 7) if config is not FULL else None
     with pytest.raises((TypeError, ValueError), match=match):
         grpo_loss(*given, **config, ref_per_token_logps=logps, reference=reference)
-    given = torch.zeros(3, 7), torch.zeros(3, 7), torch.ones(3, 7), torch.ones(3)
+    given = torch.zeros(3, 7), torch.ones(3, 7), torch.ones(3)
     with pytest.raises(ValueError, match=r"reference: expected \(hidden, head\), which grpo_loss"):
         policy_loss_from_logps(*given, **FULL)

@@ -109,8 +109,12 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "completion_mask: ... got (2, 9); take the columns of these tokens"),
     (lambda: grpo_loss(HIDDEN, WEIGHT, IDS, None), TypeError,  # type: ignore[call-arg]
      "advantages: expected by grpo_loss, got none; it requires hidden, head, completion_ids"),
-    (lambda: policy_loss_from_logps(LOGPS, IDS, LOGPS[:, 0]), TypeError,  # type: ignore[call-arg]
-     "advantages: ...; it requires logps, entropies, completion_mask, advantages, got 3 by posit"),
+    (lambda: policy_loss_from_logps(LOGPS, IDS), TypeError,  # type: ignore[call-arg]
+     "advantages: ...; it requires logps, completion_mask, advantages, got 2 by position"),
+    (lambda: policy_loss_from_logps(LOGPS, LOGPS, IDS, LOGPS[:, 0]), TypeError,  # type: ignore
+     "policy_loss_from_logps: expected at most logps, completion_mask, advantages by position"),
+    (lambda: given_loss(entropies=LOGPS), ValueError,
+     "entropies: expected entropies, >= 0 ..., got -1 for 10 of 10 tokens...log-probabilities?"),
     *((lambda name=name, x=x: given_loss(entropies=None, **{name: x}), ValueError,
        f"entropies: expected a tensor, since {name} = {x} reads them, got None")
       for name, x in (("entropy_coef", 0.1), ("top_entropy_quantile", 0.5))),
@@ -425,6 +429,6 @@ def test_a_wrong_argument_names_the_right_one(name: str) -> None:
     message = f"^{wrong}: .* has no such (argument|field).*; did you mean {wrong[:-1]}"
     if name in ("grpo_kernels.grpo_loss", "grpo_kernels.policy_loss_from_logps"):
         given = (torch.ones(1, 2, 3), torch.ones(4, 3), *torch.ones(3, 1, 2))
-        given = given if "from" not in name else given[-4:]
+        given = given if "from" not in name else given[-3:]
     with pytest.raises(TypeError, match=message):
         call(*given, **{wrong: None})

@@ -102,7 +102,7 @@ def test_what_is_likely_not_meant_is_warned_of_once(options, config, message):
         for _ in range(2):
             grpo_loss(head=weight, **given)
         scores = linear_logps(given.pop("hidden"), weight, given.pop("completion_ids"))
-        policy_loss_from_logps(scores.logps, scores.entropies, **given)
+        policy_loss_from_logps(scores.logps, entropies=scores.entropies, **given)
     ours = [x for x in caught if "grpo_kernels: " in str(x.message)]
     lines = [x.lineno for x in ours]
     assert (message is None) == (not lines)

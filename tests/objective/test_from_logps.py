@@ -37,7 +37,7 @@ def by_two_steps(case: Case, *, is_packed: bool) -> tuple[Any, dict[str, Tensor 
     del call["reference"]
     head |= {"completion_mask": call["completion_mask"], "temperature": config.temperature}
     scores = flat(linear_logps)(**head)
-    out = policy_loss_from_logps(scores.logps, scores.entropies, **call, config=config)
+    out = policy_loss_from_logps(scores.logps, entropies=scores.entropies, **call, config=config)
     assert out.engine == "given"
     if out.loss.requires_grad:
         out.loss.backward()
@@ -71,7 +71,7 @@ def test_dtypes_masked_positions_and_a_second_derivative() -> None:
     rows = ([[-1.5, torch.nan]], [[2.0, torch.nan]])
     given = [torch.tensor(x, dtype=torch.bfloat16).requires_grad_() for x in rows]
     mask, advantages = torch.tensor([[1, 0]]), torch.tensor([2.0])
-    out = policy_loss_from_logps(*given, mask, advantages, entropy_coef=0.5)
+    out = policy_loss_from_logps(given[0], mask, advantages, entropies=given[1], entropy_coef=0.5)
     assert out.loss.dtype == torch.float32
     d_logps, d_entropies = torch.autograd.grad(3 * out.loss, given, create_graph=True)
     assert d_logps.dtype == torch.bfloat16
@@ -89,17 +89,18 @@ def test_dtypes_masked_positions_and_a_second_derivative() -> None:
     "bonus", [{"entropy_coef": 0.1}, {"objective": lambda x: -x.logps - x.entropies}]
 )
 def test_entropies_without_a_graph_are_warned_of(bonus: Any) -> None:
-    logps, entropies = torch.full((1, 2), -1.0, requires_grad=True), torch.ones(1, 2)
+    logps = torch.full((1, 2), -1.0, requires_grad=True)
     given: Any = (torch.ones(1, 2), torch.ones(1))
+    alone, attached = ({"entropies": torch.ones(1, 2, requires_grad=x)} for x in (False, True))
     with pytest.warns(UserWarning, match="entropies: the loss has a gradient in them"):
-        policy_loss_from_logps(logps, entropies, *given, **bonus)
+        policy_loss_from_logps(logps, *given, **alone, **bonus)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        policy_loss_from_logps(logps, entropies, *given)
-        policy_loss_from_logps(logps.detach(), entropies, *given, **bonus)
+        policy_loss_from_logps(logps, *given, **alone)
+        policy_loss_from_logps(logps.detach(), *given, **alone, **bonus)
         with torch.no_grad():
-            policy_loss_from_logps(logps, entropies, *given, **bonus)
-        policy_loss_from_logps(logps, entropies.requires_grad_(), *given, **bonus)
+            policy_loss_from_logps(logps, *given, **alone, **bonus)
+        policy_loss_from_logps(logps, *given, **attached, **bonus)
 
 
 WRONG: list[tuple[str, Any, str]] = [
@@ -159,7 +160,7 @@ def test_loss_and_gradient_are_those_of_the_plain_version(loss_type: str, option
         loss = plain(config, mask, logps, entropies, column, old, ref, ratio)
         expected = torch.autograd.grad(loss, (logps, entropies), materialize_grads=True)
         out = policy_loss_from_logps(
-            logps, entropies, mask, advantages, old_per_token_logps=old,
+            logps, mask, advantages, entropies=entropies, old_per_token_logps=old,
             ref_per_token_logps=ref if config.beta else None, importance_sampling_ratio=ratio,
             config=config,
         )  # fmt: skip

@@ -86,7 +86,7 @@ def ours(given: Given, **how: Any) -> tuple[Tensor, Tensor]:
     """Value of the loss and its gradient at the counted tokens; the entropies get none."""
     logps = torch.where(given["mask"], given["logps"], torch.nan).requires_grad_()
     leaves = logps, torch.zeros_like(logps).requires_grad_()
-    out = policy_loss_from_logps(*leaves, **arguments(given), **how)
+    out = policy_loss_from_logps(leaves[0], entropies=leaves[1], **arguments(given), **how)
     gradient, of_entropies = torch.autograd.grad(out.loss, leaves, materialize_grads=True)
     assert not of_entropies.any()
     assert not gradient[~given["mask"]].any()
@@ -339,9 +339,9 @@ def test_scores_of_topr_are_by_position() -> None:
     objective = partial(objectives.topr, scores=scores)
     agree(ours(given, objective=objective), wanted)
     rows = {name: x.flatten() for name, x in arguments(given).items()}
-    zeros, bounds = torch.zeros(B * T, dtype=FLOAT), torch.arange(0, B * T + 1, T)
+    bounds = torch.arange(0, B * T + 1, T)
     out = policy_loss_from_logps(
-        given["logps"].flatten(), zeros, **rows, objective=objective, cu_seqlens=bounds
+        given["logps"].flatten(), **rows, objective=objective, cu_seqlens=bounds
     )
     torch.testing.assert_close(out.loss, wanted[0])
 
@@ -420,7 +420,7 @@ def test_published_estimators_on_policy() -> None:
     advantages = torch.tensor([1.5, -0.7], dtype=FLOAT)
     logps = torch.linspace(-3, -1, 10, dtype=FLOAT).view(2, 5).requires_grad_()
     for config, divisor in ((presets.REINFORCE, 10), (presets.RLOO, 2)):
-        given = torch.zeros(2, 5, dtype=FLOAT), torch.ones(2, 5), advantages
+        given = torch.ones(2, 5), advantages
         (found,) = torch.autograd.grad(
             policy_loss_from_logps(logps, *given, config=config).loss, logps
         )

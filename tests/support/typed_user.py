@@ -70,7 +70,7 @@ grpo_loss(*loss_args, engine="lean")  # wrong
 grpo_loss(*loss_args, run="lean")  # wrong
 grpo_loss(*loss_args, reference=x)  # wrong
 grpo_loss(*loss_args, epsilon_hi=1)  # wrong
-assert_type(policy_loss_from_logps(ids, ids, mask, rewards, config=config), LossOutput)
+assert_type(policy_loss_from_logps(ids, mask, rewards, entropies=ids, config=config), LossOutput)
 
 scores = linear_logps(x, whole, ids, completion_mask=mask, temperature=0.9, extras=("is_top1", "mean_logits"), run=run)
 assert_type(scores, Scores)
