@@ -714,9 +714,8 @@ class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
         )
         trainer.train()
 
-    The trainer also logs ``sequences/gradient``, ``tokens/computed`` and ``rows/gradient``, which
-    show that the fused loss is active. It does not affect other trainers in the process. To speed
-    up those, use `patch_trl`.
+    The trainer also logs ``tokens/computed`` and ``rows/projected``, which show that it is active,
+    and more metrics. Other trainers in the process are unaffected; `patch_trl` speeds them up.
 
     Args:
         fused_sampling_correction: whether to skip the forward with which TRL scores a batch before
