@@ -83,7 +83,7 @@ def group_advantages(
         scale_rewards: ``"group"`` or ``"batch"``: divide by the std of the group or of the batch.
             ``"none"``: only subtract the mean. ``"mean"``: divide by the group's mean instead of a
             std, as in MaxRL, for rewards of at least 0; a group gets advantages of 0 unless its
-            mean is above 0. Pass ``eps=0`` for prime-rl's variant.
+            mean is above 0. prime-rl uses ``eps=0``.
         std: ``"sample"`` divides by n - 1, ``"population"`` by n.
         multi_objective_aggregation: ``"sum_then_normalize"``: r = sum_f w_f r_f.
             ``"normalize_then_sum"``: each reward becomes a z-score within its group, and the

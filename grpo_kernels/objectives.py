@@ -279,9 +279,9 @@ def dppo_kl(
 ) -> Tensor:
     """Like `dppo_tv`, but a token is kept if KL((old, 1 - old) || (p, 1 - p)) is in bounds.
 
-    The bound is `clip_ratio_high` if A > 0, else `clip_ratio_low`. It applies only to a token whose
-    probability has moved in the direction that its advantage demands. 1 - p is computed without
-    cancellation, plus verl's 1e-8.
+    The bound is `clip_ratio_high` if A > 0, else `clip_ratio_low`. A token is dropped only if its
+    probability moved in its advantage's direction, up if A > 0. 1 - p is computed by expm1, and
+    verl's 1e-8 is added.
     Source: https://arxiv.org/abs/2602.04879.
     """
     logps, old = tokens.logps.detach(), tokens.old_per_token_logps

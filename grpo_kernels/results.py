@@ -31,8 +31,8 @@ class Metrics(Mapping[str, Tensor]):
     Attributes:
         pairs: name -> (sum, count), each a 0-d tensor. Minima and maxima have no pair:
             ``clip_ratio/low_min`` and ``clip_ratio/high_max`` (over the sequences), and
-            ``sampling/.../min`` and ``max``. The pair of ``policy_loss`` is (loss, 1), so summing
-            pairs weights all calls equally. `merge` weights each call as the loss does.
+            ``sampling/.../min`` and ``max``. The pair of ``policy_loss`` is (loss, 1): if you sum
+            pairs, every call has equal weight. `merge` weights each call as the loss does.
         sequences: number of sequences.
         loss_over: ``"sequences"`` or ``"tokens"`` if the loss is a mean over the call's sequences
             or tokens; ``"nothing"`` if the normalizer comes from outside the call. The loss of a

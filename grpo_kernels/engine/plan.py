@@ -116,8 +116,8 @@ class Run:
             if the engine that you named cannot compute the gradient.
         backend: ``"auto"``, ``"triton"``, ``"cpp"`` or ``"torch"``.
         workspace_bytes: upper bound on temporary memory, in bytes; it does not depend on the number
-            of tokens. None: on a CPU 512 MiB; on a GPU up to 3 GiB, by head size and free memory;
-            with `kept_ids` 64 MiB.
+            of tokens. None: 512 MiB on a CPU; up to 3 GiB on a GPU, depending on the head's size
+            and on free memory; 64 MiB with `kept_ids`.
         gather: function that returns a context manager in which the whole weight is available.
             DeepSpeed ZeRO-3 needs this for a backward that reads the weight again.
 
