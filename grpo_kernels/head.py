@@ -316,7 +316,7 @@ def read_heads(
                 f"head.vocab_size: expected at most the {head.weight.shape[0]} rows of weight, got "
                 f"{size}"
             )
-        head, reference = first_ids(head, reference, size, prefix)
+        head, reference = cut_heads(head, reference, size, prefix)
     _check_head(hidden, head, dim=dim)
     if head.lora is not None:
         _check_lora(head.lora, hidden, head.weight)
@@ -326,7 +326,7 @@ def read_heads(
     return hidden, head, reference
 
 
-def first_ids(
+def cut_heads(
     head: Head, reference: Reference | None, count: int, prefix: str
 ) -> tuple[Head, Reference | None]:
     """Cut both heads to their first `count` ids."""

@@ -304,30 +304,30 @@ def linear_divergence(
     two passes.
     """
     arguments, jsd_beta = {**locals()}, _beta_of(divergence, beta)
-    second: Any = whole_reference(teacher, hidden, head, "teacher.")
+    reference: Any = whole_reference(teacher, hidden, head, "teacher.")
     head = with_its_group(hidden, head)
     if head.process_group is None:
-        head, second = _over_common_ids(head, second)
+        head, reference = _over_common_ids(head, reference)
     with checked_on_all_ranks("linear_divergence", head.process_group, arguments) as ranks:
         if teacher is None:
             raise TypeError("teacher: expected (hidden, head), got NoneType")
         if not isinstance(entropy, bool):
             raise TypeError(f"entropy: expected a bool, got {entropy!r}")
-        hidden, head, second = read_heads(hidden, head, second, prefix="teacher.")
+        hidden, head, reference = read_heads(hidden, head, reference, prefix="teacher.")
         if completion_ids is not None:
             check_ids("completion_ids", completion_ids, hidden)
-        dtype, memory = dtype_and_memory(hidden, head, run, second)
+        dtype, memory = dtype_and_memory(hidden, head, run, reference)
         ids = _no_ids(hidden) if completion_ids is None else completion_ids
         rows = _read_rows(dtype, ids, completion_mask, temperature)
         gradient = expected_divergence(
             expected, hidden, completion_ids, rows.positions, dtype, entropy=entropy
         )
-        job, tensors, reference = plan(
+        job, tensors, reference_tensors = plan(
             hidden, head, rows, run, memory, ranks, gradient,
-            reference=second, prefix="teacher.", jsd_beta=jsd_beta, entropy=entropy,
+            reference=reference, prefix="teacher.", jsd_beta=jsd_beta, entropy=entropy,
         )  # fmt: skip
     has_ids = completion_ids is not None
-    return run_scores(job, tensors, reference, gradient, hidden.shape[:-1], has_ids=has_ids)
+    return run_scores(job, tensors, reference_tensors, gradient, hidden.shape[:-1], has_ids=has_ids)
 
 
 @takes_heads(within_module)

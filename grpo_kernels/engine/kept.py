@@ -160,8 +160,8 @@ def survey_sets(
     step = max(1, job.workspace_bytes // ENTRY_BYTES)
     for start in range(0, kept_ids.ids.shape[0], step):
         some = kept_ids.ids[start : start + step]
-        place = torch.arange(start, start + some.shape[0], device=some.device)
-        owner = torch.searchsorted(kept_ids.offsets, place, right=True) - 1
+        entry = torch.arange(start, start + some.shape[0], device=some.device)
+        owner = torch.searchsorted(kept_ids.offsets, entry, right=True) - 1
         exists = (some >= 0) & (some < vocab)
         flags = (
             exists,
@@ -309,7 +309,7 @@ class KeptSetLogprob(torch.autograd.Function):
             upstream = [x for x in (d_logps, d_entropies) if x is not None]
             if not upstream:
                 return None, *(None for _ in tensors)
-            sums, factors = _GradientSums(tensors, planned), _factors(tensors, planned)
+            sums, factors = _KeptGradientSums(tensors, planned), _factors(tensors, planned)
             for (rows, *_), block in zip(planned.spans, blocks, strict=True):
                 at = planned.order[rows]
                 positions = planned.job.rows.positions[at]
@@ -347,11 +347,11 @@ def _in_order(planned: KeptSets, at: Tensor, span: Span, vocab: int) -> tuple[Te
     reach the gradient of an id outside its set.
     """
     positions, (_, width, longest) = planned.job.rows.positions[at], span
-    place = planned.kept_ids.offsets[positions][:, None] + torch.arange(
+    entry = planned.kept_ids.offsets[positions][:, None] + torch.arange(
         longest, device=positions.device
     )
-    inside = place < planned.kept_ids.offsets[positions + 1][:, None]
-    kept = planned.kept_ids.ids[torch.where(inside, place, 0)].long() - planned.job.shard_start
+    inside = entry < planned.kept_ids.offsets[positions + 1][:, None]
+    kept = planned.kept_ids.ids[torch.where(inside, entry, 0)].long() - planned.job.shard_start
     kept = torch.where(inside & (kept >= 0) & (kept < vocab), kept, -1).to(torch.int32)
     kept = kept.sort(dim=1, descending=True).values[:, :width]
     padding = kept < 0
@@ -403,7 +403,7 @@ def _d_logits(
     return logits.masked_fill_(_padding(kept), 0.0)
 
 
-class _GradientSums:
+class _KeptGradientSums:
     """The gradients of the head's tensors, summed over blocks."""
 
     def __init__(self, tensors: HeadTensors, planned: KeptSets) -> None:

@@ -66,7 +66,7 @@ from grpo_kernels.head import (
     Head,
     HeadTensors,
     Reference,
-    first_ids,
+    cut_heads,
     needs_grad_of,
     operand_dtype_of,
     tensors_of,
@@ -433,7 +433,7 @@ def plan(
             "backend that serves": choose_backend(run.backend, hidden.device, dtype)[0].name,
         }
         shard, memory = ranks.agree(values, head, memory)
-        head, reference = first_ids(head, reference, shard.sizes[shard.rank], prefix)
+        head, reference = cut_heads(head, reference, shard.sizes[shard.rank], prefix)
         if len(shard.sizes) == 1:
             shard = None
     workspace_bytes = run.workspace_bytes

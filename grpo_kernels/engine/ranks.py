@@ -102,15 +102,15 @@ class Shard:
         here = torch.stack(  # (R, n): the rank that has the id
             [(ids >= x) & (ids < x + size) for x, size in zip(first, self.sizes, strict=True)]
         )
-        most, log_sum, logps = parts[:3]
-        nothing = most == -torch.inf  # a bias of -inf bans all ids of the rank: its sum is 0
+        maxima, log_sum, logps = parts[:3]
+        nothing = maxima == -torch.inf  # a bias of -inf bans all ids of the rank: its sum is 0
         log_sum, logps = (x.masked_fill(nothing, 0.0) for x in (log_sum, logps))
-        max_logit, top = most.max(dim=0, keepdim=True)  # the first of equal logits
-        top = torch.zeros_like(most, dtype=torch.bool).scatter_(0, top, True)
-        share = most - max_logit + log_sum
-        rest = torch.exp(share).masked_fill(top, 0.0).sum(dim=0)
-        top_sum = log_sum.masked_fill(~top, 0.0).sum(dim=0)
-        whole_sum = torch.log1p(torch.expm1(top_sum) + rest)
+        max_logit, rank = maxima.max(dim=0, keepdim=True)  # the first of equal logits
+        has_max = torch.zeros_like(maxima, dtype=torch.bool).scatter_(0, rank, True)
+        share = maxima - max_logit + log_sum
+        rest = torch.exp(share).masked_fill(has_max, 0.0).sum(dim=0)
+        sum_at_max = log_sum.masked_fill(~has_max, 0.0).sum(dim=0)
+        whole_sum = torch.log1p(torch.expm1(sum_at_max) + rest)
         log_weights = share - whole_sum
         weights = torch.exp(log_weights)
 
@@ -123,7 +123,7 @@ class Shard:
         # log of a rank's sum divided by the target's term; on the target's rank the sum leaves out
         # that term, so the quotient is exp(-logp) - 1
         excess = torch.where(
-            here, torch.log(-torch.expm1(logps)), (most - at_target(most)) + log_sum
+            here, torch.log(-torch.expm1(logps)), (maxima - at_target(maxima)) + log_sum
         )
         excess = excess - torch.where(here, 0.0, at_target(log_sum)) - at_target(logps)
         # the difference adds 0, or NaN if no logit is finite or one is +inf
@@ -144,8 +144,8 @@ class Shard:
             ]
             whole["mean_logits"] = torch.stack(totals).sum(dim=0) / self.vocab
         if "is_top1" in more:
-            of_top = more["is_top1"].masked_fill(~top | nothing, 0.0)
-            whole["is_top1"] = at_target(of_top) != 0
+            is_top1 = more["is_top1"].masked_fill(~has_max | nothing, 0.0)
+            whole["is_top1"] = at_target(is_top1) != 0
         assert whole.keys() == more.keys(), "each statistic is joined above"
         return RowStats(
             logps=-torch.logaddexp(torch.zeros_like(margin), margin),

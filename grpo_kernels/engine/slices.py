@@ -56,8 +56,8 @@ def sweep_slices(
     n, vocab = len(rows), tensors.weight.shape[0]
     rows_at_once, columns_at_once, _ = plan_slices(job, tensors, reference)
     blocks = [
-        (place, count, *take((rows, stats, coefficients), index))
-        for place, count, index in _blocks(rows, rows_at_once)
+        (span, count, *take((rows, stats, coefficients), index))
+        for span, count, index in _blocks(rows, rows_at_once)
     ]
     m = blocks[-1][0].stop if blocks else 0
     d_rows, d_matrices, d_bias = new_sums(job, tensors, m, rounds=True)
@@ -68,7 +68,7 @@ def sweep_slices(
         parts: list[Tensor | None],
         block: tuple[slice, int, Rows, RowStats, Coefficients],
     ) -> None:
-        place, count, rows, stats, coefficients = block
+        span, count, rows, stats, coefficients = block
         operands = projection.operands(rows.positions)
         every, out = slice(0, len(rows)), projection.new_logits(len(rows))
         chunk, rows = projection.project(operands, every, rows, every, out)
@@ -78,9 +78,9 @@ def sweep_slices(
         products = zip(projection.products, operands[0], d_rows, parts, strict=True)
         for product, x, d_x, part in products:
             if d_x is not None:
-                product.d_hidden(d_logits, d_x[place], add=columns.start > 0)
+                product.d_hidden(d_logits, d_x[span], add=columns.start > 0)
             if part is not None:
-                product.d_weight(d_logits, x, part, add=place.start > 0)
+                product.d_weight(d_logits, x, part, add=span.start > 0)
         if d_bias is not None:
             d_bias[columns] += d_logits.sum(dim=0, dtype=d_bias.dtype)
 
@@ -114,15 +114,15 @@ def sweep_slices(
     return HeadTensors.of_factors(d_rows, d_matrices, d_bias)
 
 
-def _blocks(rows: Rows, most: int) -> Iterator[tuple[slice, int, Index]]:
-    """Yield blocks of about equal size, at most `most` rows; all but the last are whole tiles.
+def _blocks(rows: Rows, rows_at_once: int) -> Iterator[tuple[slice, int, Index]]:
+    """Yield blocks of at most `rows_at_once` rows. All but the last are equal, in whole tiles.
 
     A block is a slice of all rows, including the last block's padding; the number of its rows
     without padding; and the index of its rows.
     """
     n, device = len(rows), device_of(rows.positions.device)
     tile = device.fewest_rows
-    step = -(-n // max(1, -(-n // most) * tile)) * tile
+    step = -(-n // max(1, -(-n // rows_at_once) * tile)) * tile
     for start in range(0, n, max(1, step)):
         count = min(step, n - start)
         m = device.padded_rows(count)

@@ -244,8 +244,8 @@ def sweep(
     projection = Projection(job, tensors, reference)
     sums = _GradientSums(job, tensors, groups) if with_gradient else None
     with torch.autocast(tensors.hidden.device.type, enabled=False), torch.no_grad():
-        most = max((group.chunk_rows for group in groups), default=0)
-        logits, reference_logits = projection.new_logits(most)
+        chunk_rows = max((group.chunk_rows for group in groups), default=0)
+        logits, reference_logits = projection.new_logits(chunk_rows)
         d_logits = logits if projection.in_place else None
         for group in groups:
             index = padded_index(group.start, group.n, group.padded_rows, rows.positions.device)

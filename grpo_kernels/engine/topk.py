@@ -111,16 +111,16 @@ class TopKLogps(TopK):
     """Log-probabilities of K ids, including the row's own id, for a loss that depends on them.
 
     Attributes:
-        place: (n, K' + 1) int32, columns in `ids`: of each of the K' ids that the caller gave, in
-            the caller's order, with repetitions; and of the row's own id.
+        index_in_ids: (n, K' + 1) int32, columns in `ids`: of each of the K' ids that the caller
+            gave, in the caller's order, with repetitions; and of the row's own id.
     """
 
-    place: Tensor
+    index_in_ids: Tensor
 
     @property
     def given(self) -> int:
         """K', the number of ids that the caller gave for each row."""
-        return self.place.shape[1] - 1
+        return self.index_in_ids.shape[1] - 1
 
     @staticmethod
     def of(given: Tensor, own: Tensor) -> tuple[TopKLogps, Tensor]:
@@ -131,15 +131,15 @@ class TopKLogps(TopK):
         ids, order, repeats = _sorted(torch.cat([given, own[:, None]], dim=1))
         columns = torch.arange(ids.shape[1], device=ids.device, dtype=torch.int32)
         first = torch.where(repeats, 0, columns).cummax(dim=1).values  # of equal ids
-        place = torch.empty_like(first).scatter_(1, order, first)
+        index_in_ids = torch.empty_like(first).scatter_(1, order, first)
         padding = repeats | (ids == -1)
         of_given = torch.empty_like(padding).scatter_(1, order, padding)[:, :-1]
-        return TopKLogps(ids, padding, place), of_given
+        return TopKLogps(ids, padding, index_in_ids), of_given
 
     def completed(self, stats: RowStats, shard: Shard | None) -> RowStats:
         """Add to `stats` the log-probabilities of the given ids, (n, K'), -inf at padding."""
-        place = self.place[:, :-1].long()
-        logps = self._logps(stats, shard).gather(1, place).to(stats.logps.dtype)
+        index_in_ids = self.index_in_ids[:, :-1].long()
+        logps = self._logps(stats, shard).gather(1, index_in_ids).to(stats.logps.dtype)
         logps = torch.where(stats.logps.isnan()[:, None], torch.nan, logps)
         return replace(stats, extras={**stats.extras, TOPK_LOGPS: logps})
 
@@ -150,7 +150,7 @@ class TopKLogps(TopK):
         if d_topk is None:
             d_topk = d_logp.new_zeros(len(d_logp), self.given)
         arrives = torch.cat([d_topk, d_logp[:, None]], dim=1).double()
-        g = torch.zeros_like(arrives).scatter_add_(1, self.place.long(), arrives)
+        g = torch.zeros_like(arrives).scatter_add_(1, self.index_in_ids.long(), arrives)
         g = g.masked_fill_(self.padding, 0.0)
         logp, total = self._logps(stats), g.sum(dim=1)
         p = logp.exp()
@@ -206,9 +206,9 @@ class TopKTeacher(TopK):
         else:
             value, sum_k = _with_tail(logp, logq, self.least_tail, self.reverse)
         if self.loss_max_clamp is not None:
-            most = self.loss_max_clamp
-            sum_k = torch.where(value.abs() >= most, 0.0, sum_k)
-            value = value.clamp(min=-most, max=most)
+            bound = self.loss_max_clamp
+            sum_k = torch.where(value.abs() >= bound, 0.0, sum_k)
+            value = value.clamp(min=-bound, max=bound)
         value, sum_k, mass = value.to(dtype), sum_k.to(dtype), logp.exp().sum(dim=1).to(dtype)
         none = torch.zeros_like(value)  # the teacher's logits have no statistics
         extras = {**stats.extras, STUDENT_MASS: mass}
@@ -279,9 +279,9 @@ def _with_tail(logp: Tensor, logq: Tensor, least: float, reversed_: bool) -> tup
 
 def _tail(logps: Tensor) -> Tensor:
     # 1 - sum exp(logps) of each row: expm1 subtracts the largest first, without cancellation
-    most, at = logps.max(dim=1, keepdim=True)
+    largest, at = logps.max(dim=1, keepdim=True)
     others = logps.exp().scatter(1, at, 0.0).sum(dim=1)
-    return -torch.expm1(most[:, 0]) - others
+    return -torch.expm1(largest[:, 0]) - others
 
 
 def _overwrite(out: Tensor, columns: Tensor, here: Tensor, values: Tensor) -> None:
