@@ -44,6 +44,7 @@ BACKENDS = choices(BackendName)  # valid values of `backend=`
 TOPK_LOGPS, STUDENT_MASS = "topk_logps", "student_mass"
 # per-token results of a fused kernel, besides the statistics
 LOSS_TERMS = ("loss", "d_logp", "log_ratio", "kl")
+ROUNDED_ROWS = 16  # rows at a time when torch rounds logits
 
 
 def statistic_dtype(name: str, accumulator: torch.dtype) -> torch.dtype:
@@ -76,6 +77,20 @@ class LogitTransform:
         if self.softcap is None:
             return float(self.scale * shared), 1.0
         return float(self.scale / self.softcap), float(self.softcap * shared)
+
+    def apply_(self, x: Tensor) -> None:
+        """Turn raw logits (n, K) into scaled logits, in place."""
+        cap, inv_t = self.softcap, self.inv_temperature
+        if self.bias is not None:
+            x.add_(self.bias)
+        if self.rounded_to is not None:
+            for block in x.split(ROUNDED_ROWS):
+                block.copy_(block.to(self.rounded_to))
+        factor = self.scale * (inv_t if cap is None else 1.0 / cap)
+        if isinstance(factor, Tensor) or factor != 1.0:
+            x.mul_(factor)
+        if cap is not None:
+            x.tanh_().mul_(cap * inv_t)
 
     def slope(self, z: Tensor) -> Tensor | float:
         """d z / d (raw logits) of scaled logits z (n, K)."""

@@ -40,7 +40,6 @@ from grpo_kernels.base.tensors import take
 BLOCK_ELEMENTS = 2**21  # small enough to stay in the caches, large enough to keep threads busy
 FEW_ELEMENTS = 2**12  # a block is not made smaller than this
 LEAST_BLOCK_ROWS = 3
-ROUNDED_ROWS = 16  # rows at a time when logits are rounded
 # block-sized temporaries that the terms of a divergence need
 DIVERGENCE_TEMPORARIES = 16
 LOWEST = -1e4  # exp(LOWEST) is 0 in every dtype, and so is 0 * LOWEST, unlike 0 * -inf
@@ -65,17 +64,7 @@ class TorchRows(RowBackend):
         return max(2 * _block_rows(n, vocab), of_divergence)
 
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
-        cap, inv_t = transform.softcap, transform.inv_temperature
-        if transform.bias is not None:
-            logits.add_(transform.bias)
-        if transform.rounded_to is not None:
-            for block in logits.split(ROUNDED_ROWS):
-                block.copy_(block.to(transform.rounded_to))
-        factor = transform.scale * (inv_t if cap is None else 1.0 / cap)
-        if isinstance(factor, Tensor) or factor != 1.0:
-            logits.mul_(factor)
-        if cap is not None:
-            logits.tanh_().mul_(cap * inv_t)
+        transform.apply_(logits)
 
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
         logits = chunk.logits

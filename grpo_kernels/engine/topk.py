@@ -44,7 +44,6 @@ from grpo_kernels.backends import (
     RowStats,
 )
 from grpo_kernels.backends.divergence import forward, reverse
-from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.checks import check_shape, check_signed_ids, check_tensor
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class TopK:
         columns, here = self._columns(raw.shape[1], first_id)
         z = raw.gather(1, columns)
         bias = None if transform.bias is None else transform.bias[columns]
-        TorchRows().prepare_(z, replace(transform, bias=bias))
+        replace(transform, bias=bias).apply_(z)
         return replace(self, z=z.masked_fill_(~here, 0.0))
 
     def _columns(self, width: int, first_id: int) -> tuple[Tensor, Tensor]:
