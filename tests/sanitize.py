@@ -50,7 +50,6 @@ ARGUMENTS = ("-q", "-p", "no:cacheprovider", "--capture=sys", "--no-header", "-r
 BUILDING = ("test_cpp_build.py", "test_cpp_exp.py")  # what they try they build themselves
 SOME = ("-k", "TestCpp or Double or not_exist or refus or random")
 OTHERS = ("-k", "not every_instruction_set")  # which ends with the best one
-RANDOM = "tests/backends/cpp/test_random_rows.py"
 FACTOR, SECONDS = 10, 3600
 
 
@@ -132,9 +131,9 @@ def suites(best: str, *, quick: bool) -> list[tuple[str, list[str]]]:
     of_rows = [x for x in files if x.match("test_cpp_*") and x.name not in BUILDING]
     rows = [str(x.relative_to(ROOT)) for x in of_rows]
     if quick:
-        return [("auto", [*rows, RANDOM, *SOME])]
-    others = [(isa, [*rows, RANDOM, *OTHERS]) for isa in ISAS[: ISAS.index(best)]]
-    return [("auto", [*rows, RANDOM]), *others, ("auto", [*engine, "-k", "cpp"])]
+        return [("auto", [*rows, *SOME])]
+    others = [(isa, [*rows, *OTHERS]) for isa in ISAS[: ISAS.index(best)]]
+    return [("auto", rows), *others, ("auto", [*engine, "-k", "cpp"])]
 
 
 def main(arguments: list[str] | None = None) -> int:
