@@ -15,40 +15,25 @@ import transformers
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-_NAMES = {
-    97: "vocab_size vocab_size_per_layer_input unpadded_vocab_size shape_vocab_size "
-    "pronunciation_vocab_size encoder_hash_byte_group_vocab",
-    16: "hidden_size d_model n_embd emb_dim embedding_dim embedding_size input_embedding_size "
-    "output_embedding_size word_embed_proj_dim lru_width moe_intermediate_size "
-    "shared_expert_intermediate_size index_n_heads shared_experts_intermediate_size "
-    "moe_shared_expert_intermediate_size expert_ffn_hidden_size hidden_size_per_layer_input "
-    "router_hidden_size pronunciation_embed_dim shape_embed_dim",
-    32: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size dim_ff dff "
-    "d_inner shared_intermediate_size intermediate_size_mlp feed_forward_size "
-    "dense_intermediate_size mamba_d_ssm",
-    4: "num_attention_heads n_head num_heads n_heads attention_heads decoder_attention_heads "
-    "encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads "
-    "swa_num_attention_heads linear_num_key_heads linear_num_value_heads linear_num_heads "
-    "mamba_n_heads mamba_num_heads n_mamba_heads head_dim dim_head attention_head_size d_head "
-    "swa_head_dim kv_channels linear_key_head_dim linear_value_head_dim linear_head_dim "
-    "qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim num_experts num_local_experts "
-    "n_routed_experts moe_num_experts",
-    2: "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads num_experts_per_tok "
-    "num_experts_per_token moe_topk moe_k mamba_dt_rank time_step_rank num_codebooks "
-    "index_topk_blocks laurel_rank",
-    1: "n_group num_expert_group topk_group n_shared_experts num_shared_experts "
-    "moe_num_shared_experts mamba_n_groups n_groups index_local_blocks first_k_dense_replace "
-    "n_layers_per_attn_res_block",
-    8: "kv_lora_rank q_lora_rank qk_head_dim index_head_dim mamba_d_head mamba_headdim "
-    "mamba_head_dim mamba_d_state ssm_state_size state_size mamba_chunk_size chunk_size "
-    "block_size index_block_size",
-    12: "sliding_window window_size attention_chunk_size sliding_window_size "
-    "attention_window_size local_attention keep_window_size local_attention_window_len "
-    "index_topk rel_extent floor_scale log_scaling_n_floor",
-    256: "max_position_embeddings n_positions max_seq_len n_ctx context_length model_max_length "
-    "max_target_positions",
-}  # fmt: skip
-_SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
+# Size of a field by the ending of its name; of several endings the longest decides.
+_ENDINGS = {
+    97: "vocab_size vocab_size_per_layer_input hash_byte_group_vocab",
+    16: "hidden_size hidden_size_per_layer_input d_model n_embd emb_dim embed_dim embedding_size "
+    "moe_intermediate_size expert_intermediate_size experts_intermediate_size "
+    "expert_ffn_hidden_size index_n_heads",
+    32: "intermediate_size intermediate_size_mlp feed_forward_size ffn_dim ffn_hidden_size dim_ff "
+    "dff d_inner d_ssm attention_hidden_size",
+    4: "heads n_head head_dim dim_head head_size kv_channels rotary_dim experts",
+    2: "key_value_heads kv_heads experts_per_tok experts_per_token moe_topk moe_k dt_rank "
+    "step_rank num_codebooks topk_blocks laurel_rank type_vocab_size",
+    1: "group n_groups shared_experts first_k_dense_replace n_layers_per_attn_res_block",
+    8: "lora_rank index_head_dim qk_head_dim mamba_head_dim d_state state_size chunk_size "
+    "block_size attention_head_dim",
+    12: "window window_size window_len attention_chunk_size local_attention index_topk rel_extent "
+    "floor_scale n_floor",
+    256: "positions position_embeddings seq_len n_ctx context_length max_length",
+}
+_SIZES = {ending: size for size, endings in _ENDINGS.items() for ending in endings.split()}
 _MAY_BE_NONE = ("head_dim", "num_key_value_heads", "sliding_window", "n_shared_experts",
 "n_routed_experts",
                 "num_experts_per_tok")  # fmt: skip
@@ -163,13 +148,19 @@ def config_of(kind: str, **fields: Any) -> Any:
     return cls(**{**_small(cls), **_FIELDS.get(kind, {}), **fields})
 
 
+def _size_of(name: str) -> int | None:
+    endings = [x for x in _SIZES if f"_{name}".endswith(f"_{x}")]
+    return _SIZES[max(endings, key=len)] if endings else None
+
+
 def _small(cls: type[PretrainedConfig]) -> dict[str, Any]:
     default = {name: x for name, x in vars(cls()).items() if not name.startswith("_")}
     found = {name: x for name, x in _FIXED.items() if name in default}
     for name, x in default.items():
         is_number = isinstance(x, int) and not isinstance(x, bool)
-        if name in _SIZES and (is_number or (x is None and name in _MAY_BE_NONE)):
-            found[name] = _SIZES[name]
+        size = _size_of(name)
+        if size is not None and (is_number or (x is None and name in _MAY_BE_NONE)):
+            found[name] = size
         elif isinstance(x, float) and ("drop" in name or "noise" in name):
             found[name] = 0.0
         elif name == "rope_parameters" and x and "original_max_position_embeddings" in x:
