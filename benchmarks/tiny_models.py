@@ -23,6 +23,7 @@ _SHAPE: dict[str, Any] = {
     "bos_token_id": None, "eos_token_id": 1,
 }  # fmt: skip
 _GROUPED: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 # kind -> (config class, model class, fields): one kind for every property of a head that the
 # integration must carry.
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -34,6 +35,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         ("logit_scale", "Cohere", {"num_key_value_heads": 2, "logit_scale": 0.25}),
         ("logits_scaling", "Granite", {"num_key_value_heads": 2, "logits_scaling": 2.0}),
         ("bias", "Phi", {"num_key_value_heads": 4}),
+        ("experts", "Qwen3Moe", {**_GROUPED, **_EXPERTS, "tie_word_embeddings": False}),
     )
 }
 
