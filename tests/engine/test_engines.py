@@ -165,13 +165,13 @@ MIB = 2**20
 KINDS = ({}, {"divergence": "forward_kl"}, {"divergence": "jsd", "beta": 0.3})
 
 
-def two_heads(head: str, n: int = N, v: int = V, h: int = H) -> tuple[torch.Tensor, ...]:
-    """Hidden states and weights of student and teacher, of the same width."""
+def two_heads(head: str, n: int = N, v: int = V, h: int = H) -> tuple[Any, ...]:
+    """Hidden states, weight, and the teacher's two, of the same width."""
     g = torch.Generator().manual_seed(1)
     made = [torch.randn(shape, generator=g) for shape in ((n, h), (v, h), (n, h), (v, h))]
     made[0].requires_grad_(head != "no grad")
     made[1].requires_grad_(head == "trainable")
-    return tuple(made)
+    return made[0], made[1], (made[2], made[3])
 
 
 def divergence_nvh(head: str, gradient: Any = None, **options: Any) -> float:
@@ -179,7 +179,7 @@ def divergence_nvh(head: str, gradient: Any = None, **options: Any) -> float:
     given, upstream = two_heads(head), torch.full((N,), 0.3) if gradient is None else gradient
 
     def run() -> None:
-        found = flat(linear_divergence)(*paired(given), **options).divergence
+        found = flat(linear_divergence)(*given, **options).divergence
         if found.requires_grad:
             found.backward(upstream)
 
@@ -204,15 +204,9 @@ def test_an_expectation_that_does_not_come_true_costs_a_second_pass_of_the_rows_
     assert divergence_nvh("frozen", half) == 6
 
 
-def paired(given: Any) -> tuple[Any, ...]:
-    """Both heads' tensors as `linear_divergence` takes them."""
-    hidden, weight, *teacher = given
-    return hidden, weight, tuple(teacher)
-
-
 def with_exact_kl(given: Any, **options: Any) -> torch.Tensor:
     """A loss whose KL term is the divergence from a reference, of on-policy tokens."""
-    hidden, weight, other, other_weight = given
+    hidden, weight, (other, other_weight) = given
     shape = (8, N // 8)
     config = LossConfig(beta=0.1, kl_estimator="full", **options.pop("config", {}))
     return grpo_loss(
@@ -247,7 +241,7 @@ def test_the_workspace_holds_both_logits(engine: str) -> None:
     given = two_heads("trainable", n, v, h)
     run = Run(engine=engine, workspace_bytes=workspace)
     with AllocationWatcher() as watch:
-        linear_divergence(*paired(given), run=run).divergence.sum().backward()
+        linear_divergence(*given, run=run).divergence.sum().backward()
     gradients = 2 * 4 * (n * h + v * h)  # in the accumulator, and as they are returned
     assert watch.peak <= workspace + gradients + 60 * n * 4
     assert watch.largest < n * v / 8

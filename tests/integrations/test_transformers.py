@@ -438,9 +438,10 @@ def test_a_module_may_return_what_the_loss_returned() -> None:
 # Two models: `causal_lm_divergence` and the exact KL term of `causal_lm_loss`
 
 
-def models(student: str, teacher: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Two models of different weights; ``"adapter"`` is a LoRA on body and head of the student. The
-    ``"shared"`` head of both trains, and the teacher's use of it is a constant."""
+def two_models(student: str, teacher: str, dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
+    """Two models of different weights, and a batch as `scene` has it; ``"adapter"`` is a LoRA on
+    body and head of the student. The ``"shared"`` head of both trains, and the teacher's use of it
+    is a constant."""
     own = tiny.text_model("llama" if student in ("adapter", "shared") else student, dtype)
     if student == "adapter":
         own = peft_model(own, target_modules=["q_proj", "lm_head"]).to(dtype)
@@ -450,7 +451,8 @@ def models(student: str, teacher: str, dtype: torch.dtype) -> tuple[Any, Any]:
             x.mul_(1.1).add_(0.02 * torch.randn_like(x))
     if student == "shared":
         other.lm_head = own.lm_head
-    return own, other
+    ids, attention_mask = text_batch()
+    return own, other, ids, attention_mask, last_columns(attention_mask)
 
 
 def plain(student: Any, teacher: Any, count: int, divergence: str, **inputs: Tensor) -> Tensor:
@@ -480,10 +482,8 @@ def plain(student: Any, teacher: Any, count: int, divergence: str, **inputs: Ten
 )
 @pytest.mark.parametrize("layout", ["tree", "trim", "padded"])
 def test_divergences(student: str, teacher: str, divergence: Any, layout: Any) -> None:
-    own, other = models(student, teacher, torch.float64)
-    ids, attention_mask = text_batch()
+    own, other, ids, attention_mask, mask = two_models(student, teacher)
     ids[2, :6] = ids[1, :6]  # a shared prefix
-    mask = last_columns(attention_mask)
     inputs = {"input_ids": ids, "attention_mask": attention_mask}
     want = plain(own, other, mask.shape[1], divergence, **inputs)
     parameters = [x for x in own.parameters() if x.requires_grad]
@@ -506,9 +506,7 @@ def test_divergences(student: str, teacher: str, divergence: Any, layout: Any) -
 @pytest.mark.usefixtures("forget_warnings")
 def test_the_exact_kl_term_of_a_loss() -> None:
     """Without advantages, the loss is beta times the mean KL; the reference gets no gradient."""
-    own, other = models("llama", "gemma3_text", torch.float64)
-    ids, attention_mask = text_batch()
-    mask = last_columns(attention_mask)
+    own, other, ids, attention_mask, mask = two_models("llama", "gemma3_text")
     inputs = {"input_ids": ids, "attention_mask": attention_mask}
     of_token = plain(own, other, mask.shape[1], "reverse_kl", **inputs)
     want, parameters = of_token[mask.bool()].mean(), [*own.parameters()]
@@ -529,10 +527,8 @@ def test_the_exact_kl_term_of_a_loss() -> None:
 
 def test_a_larger_vocabulary_and_options() -> None:
     """Both distributions are over the ids that both heads have."""
-    own, other = models("llama", "llama", torch.float64)
+    own, other, ids, attention_mask, mask = two_models("llama", "llama")
     other.resize_token_embeddings(tiny.VOCAB + 6)
-    ids, attention_mask = text_batch()
-    mask = last_columns(attention_mask)
     scores = causal_lm_divergence(
         own, other, ids, attention_mask, mask,
         divergence="jsd", beta=0.0, temperature=2.0, entropy=True,
@@ -551,9 +547,7 @@ def test_a_larger_vocabulary_and_options() -> None:
 
 @pytest.mark.usefixtures("forget_warnings")
 def test_a_teacher_with_dropout_is_warned_of_in_train_mode() -> None:
-    own, other = models("llama", "llama", torch.float32)
-    ids, attention_mask = text_batch()
-    inputs = ids, attention_mask, last_columns(attention_mask)
+    own, other, *inputs = two_models("llama", "llama", torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         causal_lm_divergence(own, other.train(), *inputs)
@@ -565,9 +559,7 @@ def test_a_teacher_with_dropout_is_warned_of_in_train_mode() -> None:
 
 
 def test_mistakes_with_two_models() -> None:
-    own, other = models("llama", "llama", torch.float32)
-    ids, attention_mask = text_batch()
-    inputs: tuple[Any, ...] = (ids, attention_mask, last_columns(attention_mask))
+    own, other, *inputs = two_models("llama", "llama", torch.float32)
     wrong: Any
     for wrong, kind, message in (
         ({"divergence": "kl"}, ValueError, "divergence: expected one of reverse_kl"),

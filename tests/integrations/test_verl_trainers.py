@@ -31,6 +31,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 pytest.importorskip("verl")
 pytest.importorskip("ray")
+from omegaconf import OmegaConf
 
 from benchmarks.verl_step import Products
 from grpo_kernels.verl import patch_verl, trainers, unpatch_verl
@@ -75,16 +76,12 @@ def module_of_trainers(name: str) -> ModuleType:
 
 @functools.cache
 def _of_verl() -> Any:
-    from omegaconf import OmegaConf
-
     package = Path(importlib.import_module("verl").__file__ or "").parent
     return OmegaConf.load(package / "trainer" / "config" / "_generated_ppo_trainer.yaml")
 
 
 def config(**changes: Any) -> Any:
     """verl's configuration, with one optimizer step a batch; `changes` by path, __ for a point."""
-    from omegaconf import OmegaConf
-
     made = copy.deepcopy(_of_verl())
     actor = "actor_rollout_ref.actor."
     given = {
@@ -241,8 +238,6 @@ def bare_trainer(settings: Any, workers: Any, *, v1: bool) -> Any:
 
 
 def _fit(trainer: Any, data: list[dict[str, Tensor]]) -> tuple[list[Any], list[Any]]:
-    import numpy as np
-
     protocol = verl_module("protocol")
     batches, logged = iter(data), []
 
