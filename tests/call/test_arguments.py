@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from grpo_kernels import Expectation, LossConfig, grpo_loss, linear_logps, policy_expectation
 from tests.support.flat import flat
 from tests.support.ranks import one_rank
+from tests.support.row_cases import same
 from tests.support.small_batch import OPTIONAL, small_batch
 
 B, T, H, V = 3, 5, 8, 11
@@ -174,11 +175,6 @@ def tensors(given: dict[str, Any]) -> dict[str, Tensor]:
     return {name: x for name, x in plain.items() if x.layout is torch.strided}
 
 
-def bits(x: Tensor) -> Tensor:
-    """The bytes of a tensor, whatever its strides: NaN equals NaN, 0 is not -0."""
-    return x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-
-
 def refuse(call, argument, given, error, got):
     """`given` raises `error`, which names the argument; nothing was done."""
     before = {name: x.detach().clone() for name, x in tensors(given).items()}
@@ -200,7 +196,7 @@ def refuse(call, argument, given, error, got):
         assert repr(value) in came or type(value).__name__ in came, message
     assert counter.get_total_flops() == 0
     for name, x in tensors(given).items():
-        assert torch.equal(bits(x), bits(before[name])), name
+        assert same(x.detach(), before[name]), name
         assert not x.is_leaf or x.grad is None, name
 
 
