@@ -4,17 +4,36 @@ where it is installed and can launch nothing, which is said once, and the torch 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-
-pytestmark = pytest.mark.unit
+import torch
 
 pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+from grpo_kernels.backends import (
+    Chunk,
+    Coefficients,
+    DivergenceStats,
+    FusedLoss,
+    LogitTransform,
+)
+from grpo_kernels.backends.triton_rows.device import row_config
+from grpo_kernels.backends.triton_rows.divergence import diverge_kernel, launch_diverge
+from grpo_kernels.backends.triton_rows.fused import fused_kernel, launch_fused
+from grpo_kernels.backends.triton_rows.grad import grad_kernel, launch_grad
+from grpo_kernels.backends.triton_rows.reduce import launch_stats, stats_kernel
+
+pytestmark = pytest.mark.unit
 
 ACCESSES = """
 import json, re, sys
@@ -46,10 +65,58 @@ def printed(*arguments: str, **changes: str) -> str:
     return done.stdout
 
 
+V = 1024
+KERNELS = (stats_kernel, grad_kernel, fused_kernel, diverge_kernel)
+
+
+def launch_all(n: int, at: int, swept: float) -> None:
+    """Every kernel on `n` rows; numbers of rows lie `at` places off; `swept` is all else."""
+    x, ids = torch.zeros(n, V), torch.zeros(n + at, dtype=torch.int64)[at:]
+    ones = torch.ones(n + at)[at:]
+    transform = LogitTransform(scale=1 + swept, softcap=30 + swept, inv_temperature=1 / (1 + swept))
+    loss = FusedLoss(
+        surrogate="clipped", kl="k3", corrects_kl=True, advantages=ones, d_policy=None,
+        weights=ones, old=ones, ref=ones, gate=ones, beta=swept, d_entropy=0.1 + swept,
+        constants=(1 - swept, 1 + swept, math.inf if swept else 2.0),
+    )  # fmt: skip
+    config = {kernel: row_config(kernel, V, "sm_90") for kernel in ("stats", "grad", "fused")}
+    stats = launch_stats(Chunk(x, ids, transform), config["stats"], entropy=True, extras=())
+    known, both = replace(stats, logps=ones), Coefficients(ones, ones)
+    launch_grad(Chunk(x, ids, transform, at), known, both, x, config["grad"])
+    on_policy = {"surrogate": None, "is_linear": True, "constants": (), "old": None, "gate": None}
+    on_policy |= {"advantages": None, "d_policy": ones}
+    for each in (loss, replace(loss, **on_policy)):
+        launch_fused(Chunk(x, ids, transform), each, x, config["fused"])
+    pair = Chunk(x, ids, transform, at, Chunk(x, ids, transform), (0.5 + swept) / 2)
+    launch_diverge(pair, stats, stats, config["stats"])
+    diverged = replace(stats, logps=ones, divergence=DivergenceStats(ones, ones, ones, ones))
+    launch_grad(pair, diverged, Coefficients(ones, ones, ones), x, config["grad"])
+
+
+def variants() -> dict[str, int]:
+    return {k.fn.__name__: len(k.device_caches[0][0]) for k in KERNELS}
+
+
+def print_variants() -> None:
+    """What `launch_all` compiles; run as a module, without Triton's interpreter."""
+    hopper = GPUTarget("cuda", 90, 32)
+    asked = {"get_current_target": lambda: hopper, "get_current_device": lambda: 0}
+    driver.set_active(SimpleNamespace(**asked, get_current_stream=lambda device=None: 0))
+    run = jit.JITFunction.run
+    jit.JITFunction.run = lambda self, *args, grid, warmup, **kwargs: run(
+        self, *args, grid=grid, warmup=True, **kwargs
+    )
+    found = []
+    for n, at, swept in ((64, 0, 0.0), (1, 1, 0.2), (17, 2, 1.0)):
+        launch_all(n, at, swept)
+        found.append(variants())
+    print(json.dumps(found))
+
+
 @pytest.mark.slow
 def test_only_one_variant_however_many_rows_and_whatever_the_numbers() -> None:
     """Rows, alignment of a row's numbers, temperature, clip range, beta: one compilation."""
-    for counts in json.loads(printed("-m", "tests.support.kernel_variants")):
+    for counts in json.loads(printed("-m", __name__)):
         assert counts == {
             "stats_kernel": 1,
             "grad_kernel": 2,
@@ -155,3 +222,7 @@ def test_where_it_starts_it_serves(tmp_path: Path) -> None:
     assert auto == "triton | cuda tensors and Triton is installed"
     assert warned == "0 |"
     assert named == "triton"
+
+
+if __name__ == "__main__":
+    print_variants()
