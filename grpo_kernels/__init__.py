@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_kernels import advantages, objectives, presets, rewards, rollouts
 from grpo_kernels import typing as typing  # not in __all__: import * would hide Python's
 from grpo_kernels.base import VERSION
-from grpo_kernels.base.checks import no_name
+from grpo_kernels.base.checks import did_you_mean, no_name
 from grpo_kernels.engine.plan import Run
 from grpo_kernels.head import Head, LoRA
 from grpo_kernels.kept_ids import KeptIds
@@ -95,16 +95,16 @@ else:
         if name in _TRAINERS:
             return importlib.import_module(f"{__name__}.{name}")
         ours = (advantages, presets, rewards, rollouts)
-        homes = [x.__name__ for x in ours if name in x.__all__]
-        homes += [f"{__name__}.{x}" for x, names in _OF_TRAINERS.items() if name in names]
-        if not homes:
-            elsewhere = (x for names in _OF_TRAINERS.values() for x in names)
-            names = [*__all__, *_TRAINERS, *elsewhere]
-            raise no_name(__name__, name, names, preset_hint(name))
+        homes = {y: x.__name__ for x in ours for y in x.__all__}
+        homes |= {y: f"{__name__}.{x}" for x, names in _OF_TRAINERS.items() for y in names}
+        if name not in homes:
+            hint = preset_hint(name) or did_you_mean(name, [*__all__, *_TRAINERS, *homes])
+            home = next((f" It is in {homes[x]}" for x in homes if f"mean {x}?" in hint), "")
+            raise no_name(__name__, name, __all__, hint + home)
         # `from grpo_kernels import ...` asks first, and would hide an AttributeError
         imports = sys._getframe(1).f_code.co_name == "_handle_fromlist"
         error = ImportError if imports else AttributeError
-        raise error(f"{__name__} has no {name}; it is in {homes[0]}")
+        raise error(f"{__name__} has no {name}; it is in {homes[name]}")
 
 
 def __dir__() -> list[str]:

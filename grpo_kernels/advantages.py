@@ -323,6 +323,9 @@ def gae(
         expected = f"expected shape (B, T) = {tuple(mask.shape)}, got {tuple(values.shape)}"
         raise ValueError(f"values: {expected}; pass V after a row's last token as last_value=")
     v = _counted_values("values", values, mask)
+    if values.eq(values != 0).all() and not completion_mask.eq(mask).all():
+        expected = "expected the values, then the mask; the values are all 0 or 1"
+        raise ValueError(f"values, completion_mask: {expected} and the mask is not: swapped?")
     next_v = _over_counted(lambda x: pad(x, (0, 1))[:, 1:], v, mask)
     if last_value is not None:
         next_v = next_v + _at_last("last_value", last_value, mask)

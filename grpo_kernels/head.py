@@ -26,6 +26,7 @@ from grpo_kernels.base.checks import (
     is_dtensor,
     listed,
     outside_graphs,
+    warn_of_graph,
 )
 from grpo_kernels.base.choices import LogitsDtype, choices
 from grpo_kernels.base.distributed import check_group
@@ -323,6 +324,7 @@ def read_heads(
     if reference is not None:
         states, other = reference
         _check_head(states, other, prefix, first=(hidden, head.weight))
+        warn_of_graph(f"{prefix}hidden", states, ", or swap the two models if this one trains")
     return hidden, head, reference
 
 

@@ -83,6 +83,7 @@ from grpo_kernels.base.checks import (
     did_you_mean,
     hints_names,
     outside_graphs,
+    warn_of_graph,
     warn_once,
 )
 from grpo_kernels.base.choices import OnMissingSet
@@ -274,7 +275,9 @@ def grpo_loss(
     Raises:
         TypeError, ValueError: a wrong argument. The message names the argument, the expected value
             and the actual value. The call raises before it does any work or changes anything. Only
-            the inputs and the output of an `objective` are checked later, when it runs.
+            the inputs and the output of an `objective` are checked later, when it runs. On a GPU,
+            the values of ids and numbers are not checked: an id outside [0, V) or a NaN at a
+            counted position makes the loss NaN.
     """
     arguments = {**locals()}  # by name, as passed, for the helpers below and for other ranks
     arguments["config"] = config = config_with(config, fields, _CALL_ARGUMENTS, "grpo_loss")
@@ -609,12 +612,8 @@ def _tokens(like: Tensor, dtype: torch.dtype, arguments: Mapping[str, Any]) -> T
     check_finite("advantages", tokens.advantages)
     check_ratios("importance_sampling_ratio", tokens.importance_sampling_ratio)
     for name in ("advantages", *LOGPS, "importance_sampling_ratio"):
-        x = arguments[name]
-        if x is not None and x.requires_grad and torch.is_grad_enabled():
-            why = ", and train a value function by its own loss" if name == "advantages" else ""
-            warn_once(
-                f"{name}: counted as constants, so they get no gradient; pass {name}.detach(){why}"
-            )
+        more = ", and train a value function by its own loss" if name == "advantages" else ""
+        warn_of_graph(name, arguments[name], more)
     warn_of_inputs(tokens, arguments)
     return tokens
 

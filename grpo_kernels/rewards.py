@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.base.checks import only_public
+from grpo_kernels.base.checks import hints_names, only_public
 from grpo_kernels.base.modes import evaluating
 
 __all__ = ["compute_rewards", "reward_names"]
@@ -32,6 +32,7 @@ RewardFunc = Callable[..., Any]  # includes nn.Module
 _NO_COLUMNS = ("trainer_state", "log_extra", "log_metric")  # TRL passes these besides columns
 
 
+@hints_names
 def compute_rewards(
     reward_funcs: RewardFunc | Sequence[RewardFunc],
     prompts: Sequence[Any],  # B strings or lists of messages
@@ -119,7 +120,7 @@ def compute_rewards(
             f"every reward function returned None for {'rows' if rows[1:] else 'row'} "
             f"{', '.join(map(str, rows))}; row {rows[0]}: prompt {prompts[rows[0]]!r:.80}, "
             f"completion {completions[rows[0]]!r:.80}",
-            stacklevel=2,
+            stacklevel=3,  # `hints_names` is between
         )
     return rewards.to(device)
 

@@ -64,6 +64,7 @@ from grpo_kernels.base.checks import (
     check_number,
     check_tensor,
     is_dtensor,
+    warn_of_graph,
     warn_once,
 )
 from grpo_kernels.base.choices import (
@@ -396,6 +397,7 @@ def topk_divergence(
     with checked_on_all_ranks("topk_divergence", head.process_group, arguments) as ranks:
         hidden, head, _ = read_heads(hidden, head)
         check_topk("teacher_ids", teacher_ids, hidden, teacher_logps)
+        warn_of_graph("teacher_logps", teacher_logps)
         dtype, memory = dtype_and_memory(hidden, head, run)
         rows = _read_rows(dtype, _no_ids(hidden), completion_mask, temperature)
         weights = divergence_weights("expected", expected, hidden, rows.positions, dtype)

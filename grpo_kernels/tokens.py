@@ -18,6 +18,7 @@ from grpo_kernels.base.checks import (
     check_mask,
     check_mask_values,
     check_masses,
+    check_not_swapped,
     check_shape,
     check_tensor,
 )
@@ -138,13 +139,7 @@ def counted_positions(mask: Tensor | None, ids: Tensor) -> Tensor:
     positions = (torch.cat([counts, odd[None]]) | odd).nonzero()[:, 0]
     if positions.shape[0] <= mask.shape[0]:
         return positions
-    if mask.device.type == "cpu" and not (mask.is_floating_point() or ids.is_floating_point()):
-        most, highest, lowest = int(mask.max()), int(ids.max()), int(ids.min())
-        if most > highest == 1 and lowest >= 0:
-            raise ValueError(
-                "completion_ids, completion_mask: expected the ids, then their mask; the ids are "
-                f"all 0 or 1 and the mask goes up to {most}: are they swapped?"
-            )
+    check_not_swapped("completion_ids", ids, "completion_mask", mask)
     check_mask_values(mask)
     return counts.nonzero()[:, 0]
 

@@ -30,8 +30,10 @@ HIGHEST_MEAN_LOG_RATIO = math.log(20)  # of the mean over a batch's tokens
 WARNED: set[tuple[str, str, int]] = set()  # (message, file, line of the user's call)
 
 
-def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
+def warn_once(message: str, category: type[Warning] = UserWarning, key: str = "") -> None:
     """Warn of a likely mistake, once for each line of user code that makes it.
+
+    A message that holds numbers of a batch needs a `key`, which counts as the message.
 
     A RuntimeWarning is about the machine and is issued once per process. If a filter turns the
     warning into an error, every call raises.
@@ -44,9 +46,9 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inner):
         level, frame = level + 1, frame.f_back
-    place = message, frame.f_code.co_filename, frame.f_lineno
+    place = key or message, frame.f_code.co_filename, frame.f_lineno
     if category is RuntimeWarning:
-        place = message, "", 0
+        place = key or message, "", 0
     if place not in WARNED:
         warnings.warn(f"grpo_kernels: {message}", category, stacklevel=level)
         WARNED.add(place)
@@ -66,7 +68,8 @@ _SYNONYMS = {
     "mask": "completion_mask", "reduction": "loss_type",
     "target": "completion_ids", "input_ids": "completion_ids", "attention_mask": "completion_mask",
     "chunk_size": "workspace_bytes run", "num_chunks": "workspace_bytes run",
-    "without_set": "on_missing_set", "per_token_logps": "logps", "kind": "divergence",
+    "without_set": "on_missing_set", "process_rewards": "process_advantages",
+    "per_token_logps": "logps", "kind": "divergence",
     "loss_fn": "objective config", "engine": "run", "backend": "run", "workspace_bytes": "run",
     "clip_range": "epsilon", "temp": "temperature", "memory": "workspace_bytes run",
     "old_logp": "old_per_token_logps", "ref_logp": "ref_per_token_logps",
@@ -400,6 +403,28 @@ def check_mask(name: str, mask: Any, ids: Tensor) -> None:
     check_shape(name, mask, ("of the tokens", shape), hint=hint)
 
 
+def check_not_swapped(first: str, ids: Tensor, second: str, mask: Tensor) -> None:
+    """Raise if only the mask has values above 1, on a CPU; floating-point tensors pass."""
+    if {ids.device.type, mask.device.type} != {"cpu"} or ids.numel() == 0 or mask.numel() == 0:
+        return
+    if mask.is_floating_point() or ids.is_floating_point():
+        return
+    most, highest, lowest = int(mask.max()), int(ids.max()), int(ids.min())
+    if most > highest == 1 and lowest >= 0:
+        raise ValueError(
+            f"{first}, {second}: expected the ids, then their mask; the ids are "
+            f"all 0 or 1 and the mask goes up to {most}: are they swapped?"
+        )
+
+
+def warn_of_graph(name: str, x: Any, more: str = "") -> None:
+    """Warn once of a tensor with a gradient that the call would not give it."""
+    if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+        warn_once(
+            f"{name}: counted as constants, so they get no gradient; pass {name}.detach(){more}"
+        )
+
+
 def read_mask(mask: Tensor) -> Tensor:
     """Mark the positions that a completion mask counts, as bool, and check the mask's values.
 
@@ -465,13 +490,20 @@ def check_logps(name: str, rows: Tensor | None) -> None:
 
     If any value is below 0, others may be above: rounding can lift a token of probability 1. NaN
     passes from a sampler, which could not score the token, and in the policy's own `logps`, where
-    it makes the loss NaN.
+    it makes the loss NaN. An infinite one passes there, too: a sampler's -inf makes the ratio
+    infinite, so that a bound truncates it or drops the token, and warns.
     """
     if rows is None or rows.device.type != "cpu" or rows.numel() == 0:
         return
     if not name.startswith("sampling") and name != "logps":
-        way_out = "; mask them, or look for NaN in the model that scored them"
-        _require(~rows.isnan(), name, rows, "numbers", way_out)
+        way_out = "; mask them, or look for NaN or -inf in the model that scored them"
+        _require(rows.isfinite(), name, rows, "finite numbers", way_out)
+    if name.startswith("sampling") and bool((never := rows == -math.inf).any()):
+        warn_once(
+            f"{name}: -inf for {int(never.sum())} of {len(rows)} tokens, so their ratio to the "
+            "sampler is infinite; pass NaN for a token that the sampler could not score",
+            key=f"{name}: -inf",
+        )
     if bool((rows < 0).any()):
         return
     highest = rows.nan_to_num(nan=0.0).amax().item()
@@ -517,13 +549,15 @@ def warn_of_ratio(log_ratio: Tensor | None, name: str = "old_per_token_logps") -
     """Warn once if the mean of log-ratios (n,) is too large for policies of one run, on a CPU."""
     if log_ratio is None or log_ratio.device.type != "cpu" or log_ratio.numel() == 0:
         return
-    if abs(log_ratio.mean().item()) > HIGHEST_MEAN_LOG_RATIO:
+    mean = log_ratio.mean()
+    if abs(mean.item()) > HIGHEST_MEAN_LOG_RATIO:
         policy = "policy that sampled" if name == "old_per_token_logps" else "policy's reference"
         warn_once(
-            f"{name}: the mean ratio to them is outside [1/20, 20], so they are "
-            f"unlikely to come from the {policy}. Common causes: a different "
-            "temperature, unshifted ids, a different model, sums over the sequence. "
-            "completion_logps(..., loss_fn=loss_fn) computes them correctly"
+            f"{name}: the geometric mean of the ratios to them is {mean.exp().item():.3g}, outside "
+            f"[1/20, 20], so they are unlikely to come from the {policy}. Common causes: a "
+            "different temperature, unshifted ids, a different model, sums over the sequence. "
+            "completion_logps(..., loss_fn=loss_fn) computes them correctly",
+            key=f"{name}: ratios",
         )
 
 

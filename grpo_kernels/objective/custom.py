@@ -22,6 +22,7 @@ that is shaped like the ids.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -59,7 +60,8 @@ class TokenInputs:
         index: int64, the token's index in the caller's flattened batch, which has B * T positions
             (packed: N). ``extra.flatten()[tokens.index]`` reads a tensor shaped like the ids.
         sequence: int64, the index of the token's sequence, in [0, B): ``bonus[tokens.sequence]``
-            reads a tensor (B,).
+            reads a tensor (B,). Always index it: ``tokens.logps + bonus`` raises an error, but
+            not if B happens to equal the number of columns or tokens.
         position: int64, the token's index in its sequence, which is the column in a padded batch:
             ``bonus[tokens.position]`` reads a tensor (T,).
         loss: the config's own loss of each token, with its KL term, masks and importance sampling
@@ -112,6 +114,10 @@ class TokenInputs:
         return f"TokenInputs({', '.join(given)})"
 
 
+_INDEX = (
+    "; index your own tensors with extra.flatten()[tokens.index], (B,)[tokens.sequence] or "
+    "(T,)[tokens.position]"
+)
 INPUTS = tuple(x.name for x in fields(TokenInputs) if x.init)
 PerTokenLoss = Callable[[TokenInputs], Tensor]
 
@@ -329,20 +335,21 @@ class CustomLoss:
                 raise
             raise type(error)(f"{error}; the call was given no {absent}") from error
         except (RuntimeError, IndexError) as error:
-            if couples:
+            if couples and not re.search("size of tensor|shape|broadcast", str(error)):
                 raise
+            expected = f"a function of tokens.logps of shape {tuple(visible.shape)}"
+            if not couples:
+                expected = f"a function of {len(logps)} tokens, since it is declared token_level "
+                expected += "and gets some of the counted tokens, (n,), at a time"
             raise ValueError(
-                f"objective: expected a function of {len(logps)} tokens, since it is declared "
-                "token_level and gets some of the counted tokens, (n,), at a time; index your own "
-                "tensors with extra.flatten()[tokens.index], (B,)[tokens.sequence] or "
-                f"(T,)[tokens.position]; got an error: {error}"
+                f"objective: expected {expected}{_INDEX}; got an error: {error}"
             ) from error
         if not isinstance(per_token, Tensor) or per_token.shape != inputs.logps.shape:
             is_tensor = isinstance(per_token, Tensor)
             got = tuple(per_token.shape) if is_tensor else type(per_token).__name__
             raise ValueError(
                 "objective: expected a per-token loss of the shape of tokens.logps = "
-                f"{tuple(inputs.logps.shape)}, got {got}"
+                f"{tuple(inputs.logps.shape)}, got {got}{_INDEX if is_tensor else ''}"
             )
         if not read:
             check_loss_is_read(self.config)

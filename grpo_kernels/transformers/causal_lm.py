@@ -22,6 +22,7 @@ from transformers.utils import ModelOutput, TransformersKwargs
 
 from grpo_kernels.base.checks import (
     check_choice,
+    check_not_swapped,
     check_number,
     check_shape,
     check_tensor,
@@ -499,6 +500,7 @@ def run_scored(
         if attention_mask.dim() != 4:
             shape = "(B, L)", tuple(batch.input_ids.shape)
             check_shape("attention_mask", attention_mask, shape)
+            check_not_swapped("input_ids", batch.input_ids, "attention_mask", attention_mask)
     batch.check_ids(base, inputs)
     if takes(type(base).forward, "use_cache"):
         inputs.setdefault("use_cache", False)

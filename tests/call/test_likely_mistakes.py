@@ -34,6 +34,7 @@ from grpo_kernels import (
     objectives,
     policy_loss_from_logps,
     presets,
+    rewards,
     rollouts,
     testing,
     token_level,
@@ -45,6 +46,7 @@ from tests.support.small_batch import small_batch
 BATCH = small_batch()
 HIDDEN, WEIGHT, IDS = BATCH["hidden"], BATCH.pop("weight"), BATCH["completion_ids"]
 LOGITS, LOGPS = HIDDEN @ WEIGHT.T, -torch.ones(2, 5)
+NEVER = torch.where(torch.arange(5) + 5 * torch.arange(2)[:, None] == 3, -torch.inf, LOGPS)
 SHARED = {name: x for name, x in BATCH.items() if name not in ("hidden", "completion_ids")}
 HEAD = nn.Linear(*reversed(WEIGHT.shape), bias=False)
 
@@ -95,8 +97,22 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "advantages: expected numbers, got torch.bool"),
     (lambda: loss(objective=lambda tokens: tokens.ratio), HINT,
      "TokenInputs has no ratio: compute (tokens.logps - tokens.old_per_token_logps).exp"),
-    (lambda: loss(objective=lambda tokens: tokens.logps + torch.ones(99)), RuntimeError,
-     "The size of tensor a"),
+    *((lambda x=x: loss(objective=lambda tokens: tokens.logps + torch.ones(x)), ValueError,
+       "objective: ... of shape (2, 5); index ..., (B,)[tokens.sequence] ...; ...The size of")
+      for x in (2, 99)),
+    (lambda: loss(objective=lambda tokens: tokens.logps.sum(1)), ValueError,
+     "objective: ... tokens.logps = (2, 5), got (2,); index ..., (B,)[tokens.sequence]"),
+    *((lambda x=x: loss(beta=0.1, **{"ref_per_token_logps": LOGPS, **x}), ValueError,
+       "...: expected finite numbers where the mask counts, got -inf for 1 of 10 tokens; mask them")
+      for x in ({"old_per_token_logps": NEVER}, {"ref_per_token_logps": NEVER})),
+    (lambda: rewards.compute_rewards([len], ["a"]), TypeError,  # type: ignore[call-arg]
+     "completions: expected by compute_rewards, got none"),
+    (lambda: advantages.gae(LOGPS, torch.ones(2, 5), LOGPS / 3), ValueError,
+     "values, completion_mask: ...swapped?"),
+    *((lambda name=name: getattr(grpo_kernels, name), HINT, f"...mean {meant}? It is in {home}$")
+      for name, meant, home in (("FusedGRPOTrainr", "FusedGRPOTrainer", "grpo_kernels.trl"),
+                                ("group_advantage", "group_advantages", "...advantages"))),
+    (lambda: advantages.process_rewards, HINT, "...; did you mean process_advantages?"),
     (lambda: loss(objective=lambda tokens, scale: tokens.logps), TypeError,
      "objective: expected a function of one argument, TokenInputs, got (tokens, scale)"),
     (lambda: loss(objective=LossConfig()), TypeError,

@@ -16,6 +16,7 @@ from grpo_kernels import (
     linear_logps,
     policy_loss_from_logps,
     presets,
+    topk_divergence,
 )
 from grpo_kernels.liger import LigerFusedLinearGRPOLoss
 from tests.support.flat import flat
@@ -52,9 +53,11 @@ NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
         *(({"completion_mask": mask}, {}, "completion_mask: it holds values other than 0 and 1")
           for mask in ODD_MASKS),
         ({"old_per_token_logps": torch.full((2, 5), -25.0)}, {},
-         "old_per_token_logps: the mean ratio to them"),
+         "old_per_token_logps: the geometric mean of the ratios to them is "),
         ({"ref_per_token_logps": torch.full((2, 5), -25.0)}, {"loss_type": "grpo", "beta": 0.04},
-         "ref_per_token_logps: the mean ratio to them"),
+         "ref_per_token_logps: the geometric mean of the ratios to them is "),
+        ({"sampling_per_token_logps": NORMAL.masked_fill(NORMAL == -3.0, -torch.inf)}, presets.TIS,
+         "sampling_per_token_logps: -inf for 1 of 10 tokens"),
         ({}, {"loss_type": "cispo"}, "epsilon_high: in 'cispo' it is the cap on the ratio itself"),
         ({}, {"delta": 1.1}, "delta: 1.1 is below the clip range's bound, 1 + epsilon_high = 1.2"),
         ({}, {"delta": 1.5}, None),
@@ -144,6 +147,20 @@ def test_heads_of_two_sizes_are_warned_of_unless_that_is_stated() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         linear_divergence(hidden, Head(weight, vocab_size=len(weight) - 1), shorter)
+
+
+def test_a_second_model_with_a_graph_is_warned_of() -> None:
+    batch = small_batch()
+    hidden, weight, ids = batch["hidden"], batch["weight"], batch["completion_ids"]
+    attached, listed = hidden.clone().requires_grad_(), -torch.ones(2, 5, 1, requires_grad=True)
+    second = {"reference": (attached, weight), "beta": 0.1, "kl_estimator": "full"}
+    for name, call in (
+        ("teacher.hidden", lambda: linear_divergence(hidden, weight, (attached, weight))),
+        ("reference.hidden", lambda: flat(grpo_loss)(**small_batch(), **second)),
+        ("teacher_logps", lambda: topk_divergence(hidden, weight, ids[..., None], listed)),
+    ):
+        with pytest.warns(UserWarning, match=rf"{name}: counted as constants, .* {name}.detach"):
+            call()
 
 
 def test_a_workspace_of_a_few_bytes_warns_once() -> None:

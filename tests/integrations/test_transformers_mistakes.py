@@ -23,6 +23,7 @@ from tests.support.tiny_architectures import peft_model, scene
 pytestmark = pytest.mark.usefixtures("forget_warnings")
 
 IDS, ATTENTION, MASK = scene()[1:]  # the second sequence ends two columns before the last
+SWAPPED = {"input_ids": ATTENTION, "attention_mask": IDS}
 LOSS = {"loss_fn": GRPOLoss(), "advantages": torch.ones(3)}
 
 
@@ -57,6 +58,8 @@ WRONG: list[tuple[type[Exception], dict[str, Any], str]] = [
     (ValueError, {"completion_mask": MASK[:2]}, r"completion_mask: expected shape \(B, T\)"),
     (ValueError, {"completion_mask": torch.ones(3, 13)}, "completion_mask: expected shape"),
     (ValueError, {"input_ids": IDS[0]}, r"input_ids: expected shape \(B, L\)"),
+    (ValueError, SWAPPED, "input_ids, attention_mask: .*swapped"),
+    (ValueError, SWAPPED | LOSS, "input_ids, attention_mask: .*swapped"),
     (ValueError, {"labels": IDS}, "labels: expected none"),
     (ValueError, {"loss_fn": GRPOLoss(), "temperature": 1.0}, "temperature: expected None beside"),
     (ValueError, {**LOSS, "loss_fn": EXACT}, "reference: expected the reference model"),

@@ -67,8 +67,6 @@ def group_f_ratios() -> Iterator[Case]:
         yield extreme(f"overflow-delta-seq/{x}", -700.0, -1, delta=4.0, **loss(x, "sequence"))
     for x in ("dapo", "grpo"):
         yield extreme(f"overflow-unclipped/{x}", -300.0, -1, loss_type=x)
-    yield extreme("old-minus-inf", -math.inf, +1)
-    yield extreme("old-plus-inf", math.inf, -1)
     yield extreme("large-ratio", -60.0, -1, delta=None)
     masked = {"sampling": True, "off_policy_mask_threshold": 0.5, "every": 1}
     dropped = extreme("overflow-off-policy-masked", -300.0, -1, **masked)
