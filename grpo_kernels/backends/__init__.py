@@ -179,6 +179,14 @@ class Coefficients(NamedTuple):
     # d loss / d log-probability of K more ids, (n, K)
     d_topk: Tensor | None = None
 
+    def put(self, index: Tensor, into: dict[str, Tensor], n: int) -> None:
+        """Write each coefficient to rows `index` of its tensor (n, ...) in `into`, at first 0."""
+        for name, x in self._asdict().items():
+            if x is not None:
+                if name not in into:
+                    into[name] = x.new_zeros(n, *x.shape[1:])
+                into[name][index] = x
+
 
 @dataclass(frozen=True)
 class FusedLoss:

@@ -89,11 +89,7 @@ def first_pass(
             index, topk_logps = live_rows[at], stats.extras.get(TOPK_LOGPS)
             found = row_loss.coefficients_at(index, stats.logps, stats.entropies, topk_logps)
             if row_loss.is_expected:  # a user's function may answer differently later
-                for name, x in found._asdict().items():
-                    if x is not None:
-                        if name not in used:
-                            used[name] = x.new_zeros(n)
-                        used[name][index] = x
+                found.put(index, used, n)
             return found
 
         # the rows with gradient

@@ -220,11 +220,7 @@ class CustomLoss:
         some = CustomLoss(self.function, self.tokens.at(index), self.of_config.at(index), chosen)
         coefficients = some.evaluate_logps(logps, cast(Tensor, entropies)).coefficients
         if logps.device.type == "cpu":  # elsewhere, `_check_chunks` would wait for the device
-            for name, x in coefficients._asdict().items():
-                if x is not None:
-                    if name not in self._of_chunks:
-                        self._of_chunks[name] = torch.zeros_like(self.tokens.advantages)
-                    self._of_chunks[name][index] = x
+            coefficients.put(index, self._of_chunks, len(self.tokens))
         return coefficients
 
     def _check_chunks(self, of_all: Coefficients) -> None:
