@@ -20,6 +20,7 @@ from grpo_kernels import Expectation, LossConfig, grpo_loss, linear_logps, token
 from tests.support.case_builder import make_case, seeded
 from tests.support.flat import flat
 from tests.support.measure import count_flops
+from tests.support.on_device import same_bits
 from tests.support.run_case import run
 
 # 16 rows: a multiple of 4, as is every part of them below, so that no product is padded
@@ -66,11 +67,6 @@ def grads(given: dict[str, Tensor]) -> dict[str, Tensor | None]:
     for name in HEAD:
         given[name].grad = None
     return taken
-
-
-def same_bits(one: dict[str, Tensor | None], other: dict[str, Tensor | None]) -> bool:
-    pairs = [(one[name], other[name]) for name in HEAD]
-    return all(x is y or (x is not None and y is not None and torch.equal(x, y)) for x, y in pairs)
 
 
 def engine_options(engine: str) -> tuple[str, dict[str, Any]]:
