@@ -1,2 +1,1 @@
-"""The tests; a package, so that no other package of that name (verl installs one) takes its
-place."""
+"""The tests; a package, so that no other one of that name (verl installs one) takes its place."""

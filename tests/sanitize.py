@@ -113,8 +113,7 @@ def try_findings() -> None:
 
 
 def check_findings(library: Path, environment: dict[str, str]) -> str:
-    """Raise unless the sanitizers find what they should; the best instruction set of this
-    processor."""
+    """Raise unless the sanitizers find what they should, with the best instruction set here."""
     command = [sys.executable, "-c", TRY, str(library)]
     options = {"capture_output": True, "text": True, "timeout": SECONDS}
     done = subprocess.run(command, cwd=ROOT, env=environment, **options)

@@ -1,5 +1,4 @@
-"""After a call nothing of it is held: Python's cyclic collector is off, and tensors and graphs are
-counted."""
+"""After a call nothing of it is held: tensors and graphs are counted, without cyclic collector."""
 
 from __future__ import annotations
 

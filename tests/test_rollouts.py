@@ -27,8 +27,7 @@ VERLS_REJECTIONS = {
 
 
 def batch(seed: int = 0, rows: int = 24, length: int = 9) -> SimpleNamespace:
-    """Log-probabilities of two policies whose gap differs from row to row; NaN where masked, holes
-    included."""
+    """Log-probabilities of two policies with a gap that differs by row; NaN where masked."""
     gen = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(rows, length, 5, generator=gen, dtype=FLOAT)
     old = torch.log_softmax(logits, dim=-1)[..., 0] - 0.01
@@ -58,8 +57,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
 
 
 def check_verls(found: Any, weights: Any, mask: Tensor, metrics: dict[str, float]) -> None:
-    """Every metric of verl's, to 1e-6; it has no fraction below a bound for statistics that have
-    none."""
+    """Every metric of verl's, to 1e-6; it has no fraction below a bound that is not there."""
     if weights is not None:
         close(found.weights, weights, 1e-6)
     assert torch.equal(found.keep, mask)

@@ -53,8 +53,7 @@ def as_csr(kept: Tensor) -> KeptIds:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_kept_ids_are_the_padded_ids(dtype: torch.dtype) -> None:
-    """And with garbage in masked positions; without the entropy the log-probabilities are the
-    same."""
+    """And with garbage in masked positions; without the entropy, log-probabilities are the same."""
     case = scored("handed over", t=9, kept=14, dtype=dtype, **HEADS["all"])
     want, padded = run_scores(case), case.kept_ids
     garbage = padded.masked_fill((case.completion_mask == 0)[..., None], BIG)

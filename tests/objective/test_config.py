@@ -1,5 +1,4 @@
-"""The configuration: TRL's names and defaults, one place of checking, presets that are
-configurations."""
+"""The configuration: TRL's names and defaults, one place of checking; presets."""
 
 from __future__ import annotations
 

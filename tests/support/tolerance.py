@@ -90,24 +90,30 @@ class LogSoftmax(torch.autograd.Function):
     """log_softmax with an error in its result, which its derivative reads, and one in that."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, error: Tensor, relative: Tensor, least: float) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, error: Tensor, relative: Tensor, least: float, aligned: bool
+    ) -> Tensor:
         log_probs = logits.log_softmax(-1) + error
         ctx.save_for_backward(log_probs, relative)
-        ctx.least = least
+        ctx.least, ctx.aligned = least, aligned
         return log_probs
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None]:
         log_probs, relative = ctx.saved_tensors
         d_logits = g - log_probs.exp() * g.sum(-1, keepdim=True)
-        return d_logits * (1 + relative) + ctx.least * relative.sign(), None, None, None
+        rounding = (d_logits.abs() if ctx.aligned else d_logits) * relative
+        return d_logits + rounding + ctx.least * relative.sign(), None, None, None, None
 
 
 class Rounded(Exact):
-    """A head whose operations are off by as much as rounding may, up or down by `sign`."""
+    """A head whose operations are off by as much as rounding may, up or down by `sign`.
 
-    def __init__(self, case: Case, h: Head, sign: Callable[[Tensor], Tensor]):
-        self.case, self.sign, self.dtype = case, sign, computed_in(case)
+    `aligned`: all of a gradient's roundings go the same way, so that they add up in d bias.
+    """
+
+    def __init__(self, case: Case, h: Head, sign: Callable[[Tensor], Tensor], aligned: bool):
+        self.case, self.sign, self.dtype, self.aligned = case, sign, computed_in(case), aligned
         self.error, self.temperature = logit_error(case, h)[:, None], h.temperature
 
     def log_softmax(self, logits: Tensor, dim: int) -> Tensor:
@@ -115,7 +121,7 @@ class Rounded(Exact):
         short = kind.bits == 16
         relative = (kind.eps / 2 if short else term_of(self.case)) * self.sign(logits)
         least = kind.smallest_normal * kind.eps if short else 0.0
-        return LogSoftmax.apply(logits, self.error * sign, relative, least)
+        return LogSoftmax.apply(logits, self.error * sign, relative, least, self.aligned)
 
     def between(self, u: Tensor) -> Tensor:
         return u * (1 + 2 * between_products(self.case) * self.sign(u))
@@ -127,26 +133,26 @@ class Rounded(Exact):
         return super().softcap(raw, cap) + off * self.sign(raw) * (raw - raw.detach())
 
     def teacher(self, case: Case) -> Rounded:
-        return Rounded(case, head(case), lambda x: -self.sign(x))
+        return Rounded(case, head(case), lambda x: -self.sign(x), self.aligned)
 
 
 def rounded(case: Case, h: Head) -> Iterator[tuple[Case, Rounded]]:
-    """`case` and the operations of its head, all off by their rounding, in six patterns of signs:
-    all the same, alternating, or any."""
+    """`case` and the operations of its head, all off by their rounding, in eight patterns of signs:
+    all the same, alternating, any, or all the same and those of d logits aligned."""
     g = torch.Generator().manual_seed(7)
-    for number in range(6):
+    for number in range(8):
 
         def sign(x: Tensor, number: int = number) -> Tensor:
             odd = [torch.zeros(x.shape), torch.arange(x.shape[-1] if x.dim() else 1) % 2]
             odd.append(torch.randint(2, x.shape, generator=g))
-            return (1.0 - 2.0 * ((odd[number // 2] + number) % 2)).double().expand(x.shape)
+            return (1.0 - 2.0 * ((odd[number // 2 % 3] + number) % 2)).double().expand(x.shape)
 
         named = {name: getattr(case, name) for name in ("advantages", "importance_sampling_ratio")}
         moved = {
             name: x.double() * (1 + term_of(case) * sign(x))
             for name, x in named.items() if x is not None
         }  # fmt: skip
-        yield case.but(**moved), Rounded(case, h, sign)
+        yield case.but(**moved), Rounded(case, h, sign, number >= 6)
 
 
 def spread(want: Tensor, moved: list[Tensor]) -> Tensor:
