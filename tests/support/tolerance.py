@@ -137,22 +137,22 @@ class Rounded(Exact):
 
 
 def rounded(case: Case, h: Head) -> Iterator[tuple[Case, Rounded]]:
-    """`case` and the operations of its head, all off by their rounding, in eight patterns of signs:
-    all the same, alternating, any, or all the same and those of d logits aligned."""
+    """`case` and the operations of its head, all off by their rounding, in six patterns of signs:
+    all the same, those of d logits aligned; alternating; any."""
     g = torch.Generator().manual_seed(7)
-    for number in range(8):
+    for number in range(6):
 
         def sign(x: Tensor, number: int = number) -> Tensor:
             odd = [torch.zeros(x.shape), torch.arange(x.shape[-1] if x.dim() else 1) % 2]
             odd.append(torch.randint(2, x.shape, generator=g))
-            return (1.0 - 2.0 * ((odd[number // 2 % 3] + number) % 2)).double().expand(x.shape)
+            return (1.0 - 2.0 * ((odd[number // 2] + number) % 2)).double().expand(x.shape)
 
         named = {name: getattr(case, name) for name in ("advantages", "importance_sampling_ratio")}
         moved = {
             name: x.double() * (1 + term_of(case) * sign(x))
             for name, x in named.items() if x is not None
         }  # fmt: skip
-        yield case.but(**moved), Rounded(case, h, sign, number >= 6)
+        yield case.but(**moved), Rounded(case, h, sign, number < 2)
 
 
 def spread(want: Tensor, moved: list[Tensor]) -> Tensor:
