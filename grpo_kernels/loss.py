@@ -410,8 +410,9 @@ class GRPOLoss(nn.Module):
                     f"GRPOLoss: expected {name} to be changed in the config, which alone is read: "
                     f"loss_fn.config = dataclasses.replace(loss_fn.config, {name}=...)"
                 )
-            hint = did_you_mean(name, FIELDS) if type(self) is GRPOLoss else ""
-            if "did you mean" in hint and not hasattr(nn.Module(), name):
+            is_new = type(self) is GRPOLoss and not hasattr(self, name)
+            hint = did_you_mean(name, FIELDS) if is_new else ""
+            if "did you mean" in hint:
                 raise AttributeError(f"GRPOLoss has no {name}{hint} It is a field of its config")
             if name == "config":
                 check_config(value)

@@ -89,7 +89,6 @@ from grpo_kernels.head import (
 from grpo_kernels.kept_ids import KeptIds, read_kept_ids
 from grpo_kernels.module import whole_reference, within_module
 from grpo_kernels.objective.expected import (
-    NOTHING_EXPECTED,
     Expectation,
     Expected,
     ExpectedGradient,
@@ -220,7 +219,7 @@ def linear_logps(
             return read_expected(expected, completion_ids, positions, dtype, entropy=bool(entropy))
 
         # read even if few rows or none need it
-        gradient = NOTHING_EXPECTED if expected is None else expected_at(rows.positions)
+        gradient = expected_at(rows.positions)
         sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
         if topk_ids is not None:
             check_topk("topk_ids", topk_ids, hidden)
@@ -407,14 +406,8 @@ def topk_divergence(
         )
         gradient = ExpectedGradient(known_coefficients=Coefficients(d_divergence=weights))
         topk = TopKTeacher.of(ids, logps, measure)
-        check_masses("teacher_logps", topk.logps)
-        mass = topk.logps.exp().sum(dim=1)
-        is_cut = topk.least_tail is not None and ids.shape[1] < head.weight.shape[0]
-        if is_cut and mass.device.type == "cpu" and len(mass) and bool((mass > 1 - 1e-6).all()):
-            warn_once(
-                "teacher_logps: the K ids' probabilities add up to 1 at every position, so the "
-                "tail is empty; pass log-probabilities over the whole vocabulary"
-            )
+        has_tail = topk.least_tail is not None and ids.shape[1] < head.weight.shape[0]
+        check_masses("teacher_logps", topk.logps, has_tail=has_tail)
         rows = replace(rows, topk=topk)
         job, tensors, _ = plan(
             hidden, head, rows, run, memory, ranks, gradient,

@@ -269,13 +269,7 @@ class RowBackend(Protocol):
         ...
 
     @abstractmethod
-    def grad(
-        self,
-        chunk: Chunk,
-        stats: RowStats,
-        coefficients: Coefficients,
-        out: Tensor,
-    ) -> None:
+    def grad(self, chunk: Chunk, stats: RowStats, coefficients: Coefficients, out: Tensor) -> None:
         """``out = d loss / d (raw logits)``, from a row's coefficients.
 
         d_logp is not None; d_topk is not read (`engine.topk` adds its part).

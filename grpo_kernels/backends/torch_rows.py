@@ -98,13 +98,7 @@ class TorchRows(RowBackend):
         odd = _offset(stats, of_reference) * 0.0
         return value + odd, sum_k + odd
 
-    def grad(
-        self,
-        chunk: Chunk,
-        stats: RowStats,
-        coefficients: Coefficients,
-        out: Tensor,
-    ) -> None:
+    def grad(self, chunk: Chunk, stats: RowStats, coefficients: Coefficients, out: Tensor) -> None:
         if coefficients.d_divergence is not None:
             self._grad_with_reference(chunk, stats, coefficients, out)
             return

@@ -533,15 +533,24 @@ def check_ratios(name: str, rows: Tensor | None) -> None:
     _require(rows >= 0, name, rows, "ratios >= 0", ": take the exponential of a log-ratio")
 
 
-def check_masses(name: str, rows: Tensor) -> None:
-    """Require log-probabilities (n, K) whose probabilities sum to at most 1 per row, on a CPU."""
+def check_masses(name: str, rows: Tensor, *, has_tail: bool = False) -> None:
+    """Require log-probabilities (n, K) whose probabilities sum to at most 1 per row, on a CPU.
+
+    If `has_tail`, the ids are a part of the vocabulary, and a sum of 1 in every row warns once.
+    """
     if rows.device.type != "cpu" or rows.numel() == 0:
         return
-    most = rows.exp().sum(dim=1).nan_to_num(nan=0.0).amax().item()
+    masses = rows.exp().sum(dim=1).nan_to_num(nan=0.0)
+    most = masses.amax().item()
     if most > HIGHEST_MASS:
         raise ValueError(
             f"{name}: expected log-probabilities of one distribution where the mask counts, got "
             f"probabilities that add up to {most:.4g}"
+        )
+    if has_tail and bool((masses > 1 - 1e-6).all()):
+        warn_once(
+            f"{name}: the K ids' probabilities add up to 1 at every position, so the tail is "
+            "empty; pass log-probabilities over the whole vocabulary"
         )
 
 

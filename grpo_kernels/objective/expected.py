@@ -124,9 +124,6 @@ class ExpectedGradient:
         return FusedLoss(weights, kl="full", beta=1.0, d_policy=d_policy)
 
 
-NOTHING_EXPECTED = ExpectedGradient()
-
-
 def divergence_weights(
     name: str, expected: Tensor | None, hidden: Tensor, positions: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -192,7 +189,7 @@ def read_expected(
             f"expected: expected a tensor, {pair} or an Expectation, got a tuple of {len(expected)}"
         )
     if expected is None:
-        return NOTHING_EXPECTED
+        return ExpectedGradient()
 
     def rows(name: str, x: Any) -> Tensor:
         check_tensor(name, x, ("of the tokens", ids.shape), like=ids)

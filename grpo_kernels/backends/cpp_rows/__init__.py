@@ -86,13 +86,7 @@ class CppRows(FusedRowBackend):
         )  # fmt: skip
         return value, sum_k
 
-    def grad(
-        self,
-        chunk: Chunk,
-        stats: RowStats,
-        coefficients: Coefficients,
-        out: Tensor,
-    ) -> None:
+    def grad(self, chunk: Chunk, stats: RowStats, coefficients: Coefficients, out: Tensor) -> None:
         d_logp, d_entropy, d_divergence, _ = coefficients
         assert d_logp is not None
         divergence = None if d_divergence is None else stats.divergence

@@ -43,13 +43,7 @@ class TritonRows(FusedRowBackend):
         with on(chunk.logits.device):
             return launch_diverge(chunk, stats, reference_stats, config)
 
-    def grad(
-        self,
-        chunk: Chunk,
-        stats: RowStats,
-        coefficients: Coefficients,
-        out: Tensor,
-    ) -> None:
+    def grad(self, chunk: Chunk, stats: RowStats, coefficients: Coefficients, out: Tensor) -> None:
         config = self._config("grad", chunk)
         with on(chunk.logits.device):
             launch_grad(chunk, stats, coefficients, out, config)
