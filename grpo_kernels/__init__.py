@@ -10,12 +10,12 @@
       your own loss    objectives, TokenInputs, token_level
       from log-probs   policy_loss_from_logps
     log-probabilities  linear_logps, which returns Scores
-      truncated sets   KeptIds
-      gradient hints   Expectation, policy_expectation
     distillation       linear_divergence, topk_divergence, which return Scores
+    a whole model      transformers.causal_lm_loss, .completion_logps, .causal_lm_divergence
     head of a model    Head, LoRA
     engine, memory     Run
     before the loss    advantages, rewards, rollouts
+    rarely needed      KeptIds (truncated sets); Expectation, policy_expectation (gradient hints)
     trainers           trl, verl, liger, transformers: modules, imported on first use
     annotations        typing
 

@@ -366,10 +366,12 @@ class GRPOLoss(nn.Module):
         out = loss_fn(hidden, model.lm_head, completion_ids, completion_mask, advantages)
         out.loss.backward()
 
-    A call takes the arguments of `grpo_loss` and returns a `LossOutput`. `config` and its fields,
-    `objective` and `run` are set at construction; a call does not take them. ``help(grpo_loss)``
-    describes the arguments, ``help(LossConfig)`` the fields. The module has no parameters and no
-    buffers.
+    A call takes `hidden` (B, T, H), the states that predict the ids; `head`, the model's head or
+    its weight; `completion_ids` (B, T); `completion_mask` (B, T) or None; `advantages` (B,) or
+    (B, T); and by name the other arguments of `grpo_loss`. It returns a `LossOutput`. `config` and
+    its fields, `objective` and `run` are set at construction; a call does not take them.
+    ``help(grpo_loss)`` describes the arguments, ``help(LossConfig)`` the fields. A preset follows
+    its paper; a `loss_type` alone follows TRL. The module has no parameters and no buffers.
 
     Args:
         config: the loss; default `LossConfig()`.
@@ -397,7 +399,7 @@ class GRPOLoss(nn.Module):
         super().__init__()
         config = LossConfig() if config is None else config
         check_kind(config)
-        own, elsewhere = (*FIELDS, *_OWN_ARGUMENTS), "an argument of the module's call"
+        own, elsewhere = (*FIELDS, *_OWN_ARGUMENTS), "an argument of a call of GRPOLoss"
         check_names(fields, "an argument of GRPOLoss", own, elsewhere, _MODULES_CALL)
         self.config = replace(config, **fields)
         self.objective, self.run = objective, run  # each is checked as it is set
@@ -440,7 +442,7 @@ class GRPOLoss(nn.Module):
         """Compute the loss: `grpo_loss` with this module's config, objective and run."""
         check_names(
             inputs,
-            "an argument of the module's call",
+            "an argument of a call of GRPOLoss",
             _MODULES_CALL,
             "an argument of GRPOLoss(...)",
             (*_OWN_ARGUMENTS, *FIELDS),

@@ -17,7 +17,7 @@ _NO_KL = "; the loss has a KL term only with beta > 0"
 
 
 class Metrics(Mapping[str, Tensor]):
-    """Metrics of a loss: a mapping from names to 0-d tensors. A mean over no tokens is 0.
+    """Metrics of a loss: a mapping from names to 0-d tensors, without gradient.
 
     ::
 
@@ -26,7 +26,7 @@ class Metrics(Mapping[str, Tensor]):
         Metrics.merge([a.metrics, b.metrics])          # of micro-batches
 
     docs/troubleshooting.md lists them. As in TRL, ``policy_loss`` is the loss with its KL term, but
-    without the entropy bonus.
+    without the entropy bonus. A mean over no tokens is 0.
 
     Attributes:
         pairs: name -> (sum, count), each a 0-d tensor. Minima and maxima have no pair:
@@ -225,7 +225,21 @@ class LossOutput(_Output):
 
 @dataclass(repr=False)
 class Scores(_Output):
-    """Results of `linear_logps`, `linear_divergence`, `topk_divergence`, `completion_logps`.
+    """Results per token of a call that returns log-probabilities or divergences.
+
+    ::
+
+        scores = completion_logps(model, input_ids, attention_mask, completion_mask)
+        scores.logps, scores.entropies  # (B, T) each
+
+    ================================================= ============================================
+    call                                              results
+    ================================================= ============================================
+    `linear_logps`                                    logps, entropies, `extras`, topk_logps
+    `completion_logps`                                logps, entropies
+    `linear_divergence`, `causal_lm_divergence`       divergence, entropies, and logps of the ids
+    `topk_divergence`                                 divergence, student_mass
+    ================================================= ============================================
 
     Results that you did not request are None. All other results have the shape of the positions,
     are in fp32 (fp64 for fp64 inputs), and are 0 where masked.

@@ -435,6 +435,7 @@ def _read_rows(
     else:
         shape = "of the tokens", ids.shape
         check_tensor("temperature", temperature, shape, like=ids, floating=True)
+        warn_of_graph("temperature", temperature)
         rows = temperature.detach().reshape(-1)[positions].to(dtype)
         bad = ~((rows > 0) & torch.isfinite(rows))
         if rows.device.type == "cpu" and bool(bad.any()):

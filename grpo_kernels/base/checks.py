@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib.util
 import inspect
 import math
 import sys
@@ -229,6 +230,9 @@ def hints_names(function: F, name: str = "") -> F:
             raise TypeError(f"{absent[0]}: expected by {name}, got none{hint}")
         return function(*args, **options)
 
+    if not of_self:  # help() shows names and defaults; the docstring has the types
+        plain_parameters = [x.replace(annotation=x.empty) for x in parameters.values()]
+        call.__signature__ = inspect.Signature(plain_parameters)  # type: ignore[attr-defined]
     return cast(F, call)
 
 
@@ -256,10 +260,17 @@ def no_attribute(of: Any, name: str, names: Iterable[str], hint: str = "") -> At
     return AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}{hint}", obj=of)
 
 
-def no_name(module: str, name: str, names: Iterable[str], hint: str = "") -> AttributeError:
-    """Make the error for a name that a module lacks, with `hint` or else the nearest of `names`."""
+def no_name(module: str, name: str, names: Iterable[str], hint: str = "") -> Exception:
+    """Make the error for a name that a module's ``__getattr__`` does not find.
+
+    It has `hint`, or else the nearest of `names`.
+    """
     hint = hint or did_you_mean(name, names)
-    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
+    # `from package import name` asks first, and would hide an AttributeError
+    imports = sys._getframe(2).f_code.co_name == "_handle_fromlist"
+    is_module = imports and importlib.util.find_spec(f"{module}.{name}") is not None
+    kind = ImportError if imports and not is_module else AttributeError
+    return kind(f"module {module!r} has no attribute {name!r}{hint}")
 
 
 def only_public(module: str, hint: Callable[[str], str] = lambda name: "") -> None:
@@ -504,6 +515,8 @@ def check_logps(name: str, rows: Tensor | None) -> None:
             "sampler is infinite; pass NaN for a token that the sampler could not score",
             key=f"{name}: -inf",
         )
+    if name.startswith("sampling") and bool(rows.isnan().all()):
+        warn_once(f"{name}: NaN for every token, so nothing corrects for the sampler")
     if bool((rows < 0).any()):
         return
     highest = rows.nan_to_num(nan=0.0).amax().item()
@@ -555,12 +568,16 @@ def check_masses(name: str, rows: Tensor, *, has_tail: bool = False) -> None:
 
 
 def warn_of_ratio(log_ratio: Tensor | None, name: str = "old_per_token_logps") -> None:
-    """Warn once if the mean of log-ratios (n,) is too large for policies of one run, on a CPU."""
-    if log_ratio is None or log_ratio.device.type != "cpu" or log_ratio.numel() == 0:
+    """Warn once if the mean of log-ratios (n,) is too large for policies of one run, on a CPU.
+
+    Values that are not finite do not count.
+    """
+    if log_ratio is None or log_ratio.device.type != "cpu":
         return
-    mean = log_ratio.mean()
+    mean = log_ratio[log_ratio.isfinite()].mean()
     if abs(mean.item()) > HIGHEST_MEAN_LOG_RATIO:
-        policy = "policy that sampled" if name == "old_per_token_logps" else "policy's reference"
+        is_ref = name == "ref_per_token_logps"
+        policy = "policy's reference" if is_ref else "policy that sampled"
         warn_once(
             f"{name}: the geometric mean of the ratios to them is {mean.exp().item():.3g}, outside "
             f"[1/20, 20], so they are unlikely to come from the {policy}. Common causes: a "

@@ -17,6 +17,7 @@ from numbers import Integral
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import (
@@ -632,11 +633,17 @@ def warn_of_inputs(tokens: Tokens, inputs: Mapping[str, Any]) -> None:
         )
     items = inputs["num_items_in_batch"]
     is_known = items is not None and not (isinstance(items, Tensor) and items.device.type != "cpu")
-    if is_known and loss_type.normalizer == "num_items" and layout.total and float(items) < 1.0:
-        warn_once(
-            f"num_items_in_batch: {float(items):g} counts as 1; pass the number of counted tokens "
-            "of the whole batch, such as completion_mask.sum()"
-        )
+    if is_known and loss_type.normalizer == "num_items" and layout.total:
+        # with data parallelism, trainers divide it by the number of ranks
+        is_divided = dist.is_available() and dist.is_initialized()
+        if float(items) < (1 if is_divided else layout.total):
+            counts = f"is less than the {layout.total} tokens of this call"
+            counts = "counts as 1" if float(items) < 1.0 else counts
+            warn_once(
+                f"num_items_in_batch: {float(items):g} {counts}; pass the number of counted tokens "
+                "of the whole batch, such as completion_mask.sum()",
+                key="num_items_in_batch: few",
+            )
     if items is not None and loss_type.normalizer != "num_items":
         warn_once(
             f"num_items_in_batch: not used by loss_type = {config.loss_type!r}, a mean over the "
@@ -650,11 +657,12 @@ def warn_of_inputs(tokens: Tokens, inputs: Mapping[str, Any]) -> None:
             "vllm_importance_sampling_correction (not available for loss_type = 'gmpo'), or "
             "leave them out"
         )
-    if old is not None and old.dtype.itemsize < 4:
-        warn_once(
-            f"old_per_token_logps: rounded to {old.dtype}, so ratios that should be 1 are off by "
-            "1% or more; keep them in torch.float32"
-        )
+    for name in ("old_per_token_logps", "logps"):
+        if old is not None and name in inputs and inputs[name].dtype.itemsize < 4:
+            warn_once(
+                f"{name}: rounded to {inputs[name].dtype}, so ratios that should be 1 are off by "
+                "1% or more; keep them in torch.float32"
+            )
     if objective is None:  # else it may not read the config's loss
         warn_of_loss(config, tokens)
 
@@ -743,6 +751,11 @@ def warn_of_loss(config: LossConfig, tokens: Tokens) -> None:
             f"epsilon: ratios are clipped to [1 - epsilon, 1 + epsilon_high], so {low:g} "
             "never clips from below; published values are 0.2 for a ratio per token, 3e-4 "
             "(presets.GSPO) for one per sequence"
+        )
+    elif config.importance_sampling_level == "token" and max(low, high) < 0.01:
+        warn_once(
+            f"epsilon: {low:g} with importance_sampling_level = 'token' clips most tokens; "
+            "published values are 0.2 for a ratio per token, 3e-4 for one per sequence"
         )
     elif config.importance_sampling_level == "sequence" and min(low, high) >= 0.05:
         # far above all published values for a ratio per sequence

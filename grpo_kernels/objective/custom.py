@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import Coefficients, RowStats
-from grpo_kernels.base.checks import no_attribute
+from grpo_kernels.base.checks import no_attribute, warn_once
 from grpo_kernels.objective.config import check_loss_is_read, warn_of_loss
 from grpo_kernels.objective.policy import Evaluation, MetricInputs, PolicyLoss
 from grpo_kernels.tokens import Tokens
@@ -81,6 +81,7 @@ class TokenInputs:
     sequence: Tensor = field(default=None)  # type: ignore[assignment]
     position: Tensor = field(default=None)  # type: ignore[assignment]
     _loss: Callable[[], Tensor] | None = field(default=None, init=False)  # set by `with_loss`
+    _read: set[str] = field(default_factory=set, init=False)  # of `OPTIONAL`, what was read
 
     def __post_init__(self) -> None:
         places = torch.arange(self.logps.numel(), device=self.logps.device).view(self.logps.shape)
@@ -100,6 +101,11 @@ class TokenInputs:
         return self._loss()
 
     if not TYPE_CHECKING:  # otherwise type checkers would accept any name
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in OPTIONAL:
+                self._read.add(name)
+            return object.__getattribute__(self, name)
 
         def __getattr__(self, name: str) -> Any:
             if name in ("ratio", "log_ratio"):
@@ -349,6 +355,12 @@ class CustomLoss:
             )
         if not read:
             check_loss_is_read(self.config)
+            for name, x in optional.items():
+                if x is not None and name not in inputs._read and self._chosen is None:
+                    warn_once(
+                        f"{name}: not used by the objective, which replaces the config's loss; "
+                        f"read tokens.{name} there, or leave it out"
+                    )
             return rows(per_token), None
         if self._chosen is None:
             warn_of_loss(self.config, tokens)

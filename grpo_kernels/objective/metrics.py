@@ -63,6 +63,9 @@ def loss_metrics(
 
     if tokens.old_per_token_logps is not None and inputs is not None:
         warn_of_ratio(inputs.token_log_ratio)
+    if tokens.sampling_per_token_logps is not None:
+        old = logps if tokens.old_per_token_logps is None else tokens.old_per_token_logps
+        warn_of_ratio(old - tokens.sampling_per_token_logps, "sampling_per_token_logps")
     if tokens.ref_per_token_logps is not None and config.estimates_kl:
         warn_of_ratio(logps - tokens.ref_per_token_logps, "ref_per_token_logps")
     pairs["policy_loss"] = (evaluation.loss_without_entropy, number(1))

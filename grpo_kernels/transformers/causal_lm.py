@@ -103,8 +103,12 @@ def causal_lm_loss(
     computed.
 
     Args:
-        model, input_ids, attention_mask, completion_mask: as in `completion_logps`.
+        model: a causal language model of transformers, which PEFT, DDP, FSDP2 or accelerate may
+            wrap.
         loss_fn: the loss. The call also applies the model's own soft-cap and logit scale.
+        input_ids, attention_mask: (B, L), prompt and completion, as in `completion_logps`.
+        completion_mask: (B, T) for the last T columns of `input_ids`, nonzero where a token counts,
+            as in `completion_logps`.
         advantages: (B,), one per sequence, or (B, T), one per token.
         reference: the reference model, for ``kl_estimator="full"``. It runs first, without
             gradient. It must meet the conditions for a teacher in `causal_lm_divergence`, and its
@@ -157,7 +161,7 @@ def causal_lm_loss(
             "read it, got one; pass ref_per_token_logps, from completion_logps"
         )
     if reference is not None:
-        _check_second("reference", reference)
+        _check_second("reference", reference, model)
         _check_names(reference, inputs, causal_lm_loss, _LOSS_INPUTS)
     _warn_of_prompts(attention_mask, completion_mask)
     live = None if zero_advantage == "train" else _live(loss_fn, batch, advantages, loss_inputs)
@@ -319,6 +323,11 @@ def completion_logps(
         temperature = loss_fn.config.temperature
     divisor = 1.0 if temperature is None else temperature
     batch = Batch(input_ids, completion_mask)
+    if not torch.is_grad_enabled() and draws_random(model):
+        warn_once(
+            "model: it is in train mode and has dropout or noise, so these log-probabilities are "
+            "random; call model.eval() before you score old or reference log-probabilities"
+        )
 
     def score(head: Head, states: Tensor, ids: Tensor, mask: Tensor) -> Results:
         return linear_logps(
@@ -388,7 +397,7 @@ def causal_lm_divergence(
     check_run(run)
     batch = Batch(input_ids, completion_mask)
     _check_head("student", student)
-    _check_second("teacher", teacher)
+    _check_second("teacher", teacher, student)
     for model in (student, teacher):
         _check_names(model, model_inputs, causal_lm_divergence)
     inputs = {"attention_mask": attention_mask, **model_inputs}
@@ -501,6 +510,11 @@ def run_scored(
             shape = "(B, L)", tuple(batch.input_ids.shape)
             check_shape("attention_mask", attention_mask, shape)
             check_not_swapped("input_ids", batch.input_ids, "attention_mask", attention_mask)
+    positions = inputs.get("position_ids")
+    if isinstance(positions, Tensor) and positions.dim() < 3:  # (3, B, L) for images
+        sequences, length = batch.input_ids.shape
+        shapes: Any = ("(B, L)", (sequences, length)), ("(1, L)", (1, length))
+        check_shape("position_ids", positions, *shapes)
     batch.check_ids(base, inputs)
     if takes(type(base).forward, "use_cache"):
         inputs.setdefault("use_cache", False)
@@ -572,18 +586,30 @@ def _check_attended(
 ) -> None:
     """Check the values of an attention_mask (B, L) in `inputs`. This synchronizes with the device.
 
-    A counted token inside padding is an error. Three cases warn: there is no mask, although padding
-    comes before a counted token; a sequence's first token counts, although only padding precedes
-    it; or zeros lie between ones, which makes later positions wrong unless the caller passes
-    positions. The token after the last 1 may count: it is the end token if that is also the padding
-    token.
+    A counted token inside padding is an error. Four cases warn: there is no mask, or one without
+    zeros, although padding comes before a counted token; the mask has values other than 0 and 1; a
+    sequence's first token counts, although nothing precedes it; or zeros lie between ones, which
+    makes later positions wrong unless the caller passes positions. The token after the last 1 may
+    count: it is the end token if that is also the padding token.
     """
-    attention_mask = inputs.get("attention_mask")
+    attention_mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    of_text = config.get_text_config(decoder=True)
+    first = torch.zeros_like(needed)  # the first token of a sequence, by its position
+    if isinstance(positions, Tensor) and positions.shape == needed.shape:
+        first = positions.to(needed.device) == 0
     if attention_mask is None:
-        _warn_of_attended_padding(input_ids, needed, config.get_text_config(decoder=True))
-    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        _warn_of_attended_padding(input_ids, needed, of_text)
+        attended = torch.ones_like(needed)
+    elif not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
         return
-    attended = attention_mask.to(needed.device) != 0
+    else:
+        attended = attention_mask.to(needed.device) != 0
+        if bool((attended & (attention_mask.to(needed.device) != 1)).any()):
+            warn_once(
+                "attention_mask: it holds values other than 0 and 1, and all but 0 are attended "
+                "to. For packed sequences, pass position_ids that begin at 0 in each, and no mask"
+            )
+        _warn_of_attended_padding(input_ids, needed, of_text, attended)
     unseen = needed[:, :-1] & ~attended[:, :-1]
     in_padding = (unseen & ~attended[:, 1:]).nonzero()
     if len(in_padding):
@@ -592,10 +618,11 @@ def _check_attended(
             "completion_mask: expected 0 where attention_mask is 0, got a token that counts in "
             f"column {column + 1} of sequence {row}, with attention_mask 0 there and before"
         )
-    if bool(unseen.any()):
+    first_after_others = (needed & attended)[:, :-1] & (first & attended)[:, 1:]
+    if bool((unseen | first_after_others).any()):
         warn_once(
-            "completion_mask: it counts a token whose previous column has attention_mask 0. "
-            "Nothing predicts the first token of a sequence, so set it to 0"
+            "completion_mask: it counts a token whose previous column has attention_mask 0, or "
+            "whose position is 0. Nothing predicts the first token of a sequence, so set it to 0"
         )
     begun, goes_on = attended.cumsum(1) > 0, attended.flip(1).cumsum(1).flip(1) > 0
     if "position_ids" not in inputs and bool((begun & goes_on & ~attended).any()):
@@ -606,20 +633,26 @@ def _check_attended(
         )
 
 
-def _warn_of_attended_padding(input_ids: Tensor, needed: Tensor, config: Any) -> None:
+def _warn_of_attended_padding(
+    input_ids: Tensor, needed: Tensor, config: Any, attended: Tensor | None = None
+) -> None:
+    """Warn once of padding before a counted token, or of that at the beginning of `attended`."""
     pad = getattr(config, "pad_token_id", None)
     if pad is None:
         return
     is_before = needed.flip(1).cumsum(1).flip(1) > 0  # padding on the right does no harm
     padding = (input_ids == pad) & is_before.to(input_ids.device)
+    if attended is not None:
+        padding = (padding & attended.to(padding.device)).cumprod(1) > 0
     of_text = [getattr(config, name, None) for name in ("eos_token_id", "bos_token_id")]
     if any(pad in (x if isinstance(x, list) else [x]) for x in of_text):
         padding = padding[:, 1:] & padding[:, :-1]  # a single one is an end or beginning of text
     if bool(padding.any()):
         warn_once(
-            f"attention_mask: got None, and input_ids with padding tokens (pad_token_id = {pad}) "
-            "before a token that counts, which are attended to like text. Pass the tokenizer's "
-            "attention_mask, with a 1 for each token of the completion"
+            f"attention_mask: got {'None' if attended is None else '1 there'}, and input_ids with "
+            f"padding tokens (pad_token_id = {pad}) before a token that counts, which are attended "
+            "to like text. Pass the tokenizer's attention_mask, with a 1 for each token of the "
+            "completion"
         )
 
 
@@ -631,9 +664,17 @@ def _check_head(name: str, model: Any) -> Head:
         raise TypeError(f"{name}: {str(error).removeprefix('model: ')}") from None
 
 
-def _check_second(name: str, model: Any) -> None:
-    """Require a `model` that can be a constant reference or teacher; warn if it is random."""
+def _check_second(name: str, model: Any, policy: nn.Module) -> None:
+    """Require a `model` that can be a constant reference or teacher.
+
+    Warn if it is random, or the `policy` itself.
+    """
     without_adapter(_check_head(name, model).weight, f"{name}.head")
+    if heads.causal_lm(model) is heads.causal_lm(policy):
+        warn_once(
+            f"{name}: it is the model that trains, so every divergence is 0; pass another model, "
+            "such as a copy from before the training"
+        )
     if draws_random(model):
         warn_once(
             f"{name}: it is in train mode and has dropout or noise, so its distributions are "

@@ -77,7 +77,7 @@ ELSEWHERE = {
     "engine": "did you mean run=Run(engine=...)?$",
     "chunk_size": "did you mean run=Run(workspace_bytes=...)?$",
     "compiled": "no such argument$",
-    "mask": "did you mean completion_mask? It is an argument of the module's call$",
+    "mask": "did you mean completion_mask? It is an argument of a call of GRPOLoss$",
     "clip": "did you mean epsilon?$",
     "model": "causal_lm_loss",
     "adv_estimator": "grpo_kernels.advantages has a function for each$",
@@ -86,7 +86,7 @@ ELSEWHERE = {
     "mask_truncated_completions": "set completion_mask to 0",
     "use_ref_model": "needs beta above 0, and ref_per_token_logps in the call$",
     "tis_imp_ratio_cap": "presets.TIS is that loss",
-    "rollout_is_weights": "importance_sampling_ratio? It is an argument of the module's call$",
+    "rollout_is_weights": "importance_sampling_ratio? It is an argument of a call of GRPOLoss$",
 }
 # an ellipsis stands for anything, a dollar at the end for the end
 GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -186,11 +186,11 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "config: expected a LossConfig, got str; config=presets.DAPO has the paper's settings"),
     (lambda: GRPOLoss(kl_coef=0.1), TypeError, "kl_coef: ...did you mean beta"),
     (lambda: GRPOLoss(num_items_in_batch=3), TypeError,
-     "num_items_in_batch: ...; it is an argument of the module's call"),
+     "num_items_in_batch: ...; it is an argument of a call of GRPOLoss"),
     (lambda: GRPOLoss()(head=WEIGHT, **BATCH, beta=0.1), TypeError,
      "beta: ...; it is an argument of GRPOLoss(...)"),
     *((lambda name=name: GRPOLoss()(head=WEIGHT, **BATCH, **{name: None}), TypeError,
-       f"{name}: the module's call has no such argument; it is an argument of GRPOLoss")
+       f"{name}: a call of GRPOLoss has no such argument; it is an argument of GRPOLoss")
       for name in ("config", "objective", "run")),
     *((lambda name=name: GRPOLoss(**{name: 1}), TypeError, f"{name}: GRPOLoss ...{hint}")
       for name, hint in ELSEWHERE.items()),

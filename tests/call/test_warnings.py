@@ -34,7 +34,8 @@ NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
     [
         *(({"num_items_in_batch": x}, {"loss_type": "grpo"},
            "num_items_in_batch: not used by loss_type = 'grpo'") for x in (7, 0.5)),
-        ({"num_items_in_batch": 7}, {"loss_type": "dapo"}, None),
+        ({"num_items_in_batch": 10}, {"loss_type": "dapo"}, None),
+        ({"num_items_in_batch": 2}, {}, "num_items_in_batch: 2 is less than the 10 tokens of this"),
         *(({"num_items_in_batch": x}, {}, f"num_items_in_batch: {x} counts as 1; pass the number")
           for x in (0.5, 0)),
         *(({name: x.clone().requires_grad_()}, config, f"{name}: counted as constants, so")
@@ -50,6 +51,8 @@ NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
         ({"old_per_token_logps": NORMAL.bfloat16()}, {},
          "old_per_token_logps: rounded to torch.bfloat16"),
         ({"old_per_token_logps": NORMAL}, {}, None),
+        ({"old_per_token_logps": NORMAL}, {"epsilon": 3e-4},
+         "epsilon: 0.0003 with importance_sampling_level = 'token' clips most tokens"),
         *(({"completion_mask": mask}, {}, "completion_mask: it holds values other than 0 and 1")
           for mask in ODD_MASKS),
         ({"old_per_token_logps": torch.full((2, 5), -25.0)}, {},
@@ -58,6 +61,10 @@ NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
          "ref_per_token_logps: the geometric mean of the ratios to them is "),
         ({"sampling_per_token_logps": NORMAL.masked_fill(NORMAL == -3.0, -torch.inf)}, presets.TIS,
          "sampling_per_token_logps: -inf for 1 of 10 tokens"),
+        ({"sampling_per_token_logps": NORMAL * torch.nan}, presets.TIS,
+         "sampling_per_token_logps: NaN for every token"),
+        ({"sampling_per_token_logps": torch.full((2, 5), -25.0)}, presets.TIS,
+         "sampling_per_token_logps: the geometric mean of the ratios to them is "),
         ({}, {"loss_type": "cispo"}, "epsilon_high: in 'cispo' it is the cap on the ratio itself"),
         ({}, {"delta": 1.1}, "delta: 1.1 is below the clip range's bound, 1 + epsilon_high = 1.2"),
         ({}, {"delta": 1.5}, None),

@@ -37,6 +37,12 @@ EXACT, OTHER = GRPOLoss(kl_estimator="full", beta=0.1), tiny.text_model("llama")
 IN_PADDING = but(MASK, 1, slice(3, None), 1)  # both columns are padding
 WITH_A_HOLE = but(ATTENTION, 2, 5, 0)
 OWN_PLACES = (WITH_A_HOLE.cumsum(1) - 1).clamp(min=0)
+ONES = torch.ones_like(ATTENTION)
+PACKED = {  # in each row a sequence of 6 tokens behind another
+    "attention_mask": None,
+    "position_ids": torch.arange(6).repeat(3, 2),
+    "completion_mask": but(ONES, slice(None), 0, 0),
+}
 OWN_POSITIONS = {"model": tiny.qwen2_vl()[0], "layout": "padded"}
 
 
@@ -60,6 +66,8 @@ WRONG: list[tuple[type[Exception], dict[str, Any], str]] = [
     (ValueError, {"input_ids": IDS[0]}, r"input_ids: expected shape \(B, L\)"),
     (ValueError, SWAPPED, "input_ids, attention_mask: .*swapped"),
     (ValueError, SWAPPED | LOSS, "input_ids, attention_mask: .*swapped"),
+    (ValueError, {"position_ids": torch.arange(12)}, r"position_ids: expected shape \(B, L\)"),
+    (ValueError, {"position_ids": MASK}, r"position_ids: expected shape \(B, L\)"),
     (ValueError, {"labels": IDS}, "labels: expected none"),
     (ValueError, {"loss_fn": GRPOLoss(), "temperature": 1.0}, "temperature: expected None beside"),
     (ValueError, {**LOSS, "loss_fn": EXACT}, "reference: expected the reference model"),
@@ -124,10 +132,25 @@ def test_encoder_decoder_models_are_refused_by_name() -> None:
         ({"attention_mask": WITH_A_HOLE}, None),
         ({"attention_mask": WITH_A_HOLE, **OWN_POSITIONS}, "attention_mask: it has zeros between"),
         ({"completion_mask": ATTENTION}, "it counts a token whose previous column has attention"),
+        # packed sequences, whose first tokens nothing predicts
+        (PACKED, "it counts a token whose previous column has attention_mask 0, or whose position"),
+        ({**PACKED, "completion_mask": but(ONES, slice(None), 6, 0)}, None),
+        ({"attention_mask": ATTENTION * 2}, "attention_mask: it holds values other than 0 and 1"),
     ],
 )
 def test_a_mask_that_is_likely_not_meant_warns_once(changes: Any, said: str | None) -> None:
     assert_warns_once(said, **changes)
+
+
+def test_models_that_are_likely_not_meant_warn_once(forget_warnings: Callable[[], None]) -> None:
+    model, copy = scene()[0], scene()[0]
+    for first, said in ((model, "reference: it is the model that trains"), (copy, None)):
+        exact = {**LOSS, "loss_fn": EXACT, "reference": first}
+        assert_warns_once(said, model=model, **exact)
+    random = scene(attention_dropout=0.5)[0].train()
+    with torch.no_grad():
+        assert_warns_once("model: it is in train mode", model=random, layout="padded")
+        assert_warns_once(None, model=random.eval(), layout="padded")
 
 
 def assert_warns_once(said: str | None, **changes: Any) -> None:
@@ -158,7 +181,9 @@ def test_padding_that_is_attended_to_is_warned_of(
     said = f"attention_mask: got None, and input_ids with padding tokens (pad_token_id = {pad})"
     assert_warns_once(said if warns else None, attention_mask=None, **given)
     forget_warnings()
-    assert_warns_once(None, **given)
+    # with a mask, only padding at the beginning is surely none of the text
+    said = said.replace("None", "1 there", 1) if columns.start == 0 and warns else None
+    assert_warns_once(said, attention_mask=torch.ones_like(ATTENTION), **given)
 
 
 WHOLE = but(ATTENTION, 0, slice(3), 1)  # without padding on the left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -266,6 +267,18 @@ def test_inputs_without_use_are_named_where_the_loss_is_read(forget_warnings: An
     ):
         with pytest.warns(UserWarning, match=message):
             grpo_loss(**{**training_batch(), **options}, objective=lambda tokens: tokens.loss)
+
+
+def test_inputs_that_the_function_does_not_read_are_named(forget_warnings: Any) -> None:
+    ones = torch.ones(4, 6)
+    for name in ("ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"):
+        given = {**training_batch(), name: ones if name.endswith("ratio") else -ones}
+        with pytest.warns(UserWarning, match=f"{name}: not used by the objective"):
+            grpo_loss(**given, objective=lambda tokens: -tokens.logps)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            reads = lambda tokens, name=name: -tokens.logps * getattr(tokens, name)  # noqa: E731
+            grpo_loss(**given, objective=reads)
 
 
 def test_the_loss_is_read_from_the_tokens_of_the_call() -> None:

@@ -79,7 +79,8 @@ def loss_of(
 ) -> tuple[Any, dict[str, Tensor]]:
     model.zero_grad()
     loss_fn = GRPOLoss(loss_type="dapo", beta=beta)
-    out = causal_lm_loss(model, loss_fn, **given, num_items_in_batch=30.0, **options)
+    items = max(50.0, float((given["completion_mask"] != 0).sum()))
+    out = causal_lm_loss(model, loss_fn, **given, num_items_in_batch=items, **options)
     out.loss.backward()
     return out, {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
 
