@@ -1,7 +1,8 @@
-// The loss of one token from its log-probability: the counterpart of PolicyLoss in grpo_kernels/objective/policy.py,
-// operation by operation in the same dtype, so that at a ratio of 1 both have the same bits. The third is
-// grpo_kernels/backends/triton_rows/fused.py. tests/support/row_suite.py compares each kernel with float64, and
-// tests/call/test_differential.py all three.
+// A FusedLoss (grpo_kernels/backends/__init__.py) of one token, from its log-probability and its divergence from a
+// reference: what PolicyLoss in grpo_kernels/objective/policy.py computes, operation by operation in the same dtype, so
+// that at a ratio of 1 both have the same bits. Surrogates and KL estimators are those of formulas.h. Triton's
+// counterpart is grpo_kernels/backends/triton_rows/fused.py. tests/support/row_suite.py compares each kernel with
+// float64, and tests/call/test_differential.py all three.
 #pragma once
 
 #include <cmath>

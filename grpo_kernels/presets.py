@@ -3,8 +3,8 @@
 A preset sets only the loss. Compute the advantages yourself, for example with
 `grpo_kernels.advantages`. Fields that a preset does not set have the defaults of `LossConfig`:
 token ratios clipped to [0.8, 1.2], no KL term, a mean over all tokens. ``print(presets.GSPO)``
-shows the fields that differ. A paper is an arXiv number; A is the advantage, p the probability of
-the sampled token.
+shows the fields that differ. A paper is an arXiv number. A is the advantage, p the probability of
+the sampled token, and w a weight without gradient, which each row defines.
 
 Preset    | Paper      | Loss
 --------- | ---------- | ----
@@ -12,7 +12,7 @@ GRPO      | 2402.03300 | mean over each sequence, then over sequences; a KL term
 DR_GRPO   | 2503.20783 | constant normalizer `max_completion_length`, for unscaled advantages
 DAPO      | 2503.14476 | ratios clipped to [0.8, 1.28]
 GSPO      | 2507.18071 | GRPO's mean, no KL term; a ratio per sequence, in [1 - 0.0003, 1 + 0.0004]
-CISPO     | 2506.13585 | -w A log p: the ratio, capped at 5, is a constant weight w
+CISPO     | 2506.13585 | -w A log p: w is the token's ratio, capped at 5
 SAPO      | 2511.20347 | GRPO's mean, no KL term; a sigmoid gate instead of the clip
 LUSPO     | 2602.05261 | a ratio per sequence, in [0.998, 1.0025]; a sum over each sequence
 VESPO     | 2602.10693 | -w A log p: w is a gamma-shaped function of the sequence's ratio
@@ -20,9 +20,9 @@ GMPO      | 2507.20673 | geometric mean of the sequence's ratios, each clipped t
 PPO       | 1707.06347 | mean over the call's tokens; one ratio and one advantage (`gae`) per token
 REINFORCE | Williams   | -A log p (1992); if off-policy, times the ratio, capped at 1
 RLOO      | 2402.14740 | a sum over each sequence, for the advantages of `rloo_advantages`
-TIS       | (blog)     | a truncated weight per token corrects for the sampler: min(w, 2)
-ICEPOP    | 2510.18855 | as TIS with the untruncated weight, or 0 outside [0.5, 5]
-MIS       | (TRL)      | as TIS with the sequence's weight, or 0 above 3
+TIS       | (blog)     | the default loss times w, a token's ratio of old to sampler, at most 2
+ICEPOP    | 2510.18855 | as TIS, but w is not truncated, and is 0 outside [0.5, 5]
+MIS       | (TRL)      | as TIS, but w is the sequence's ratio, and is 0 above 3
 OPSM      | 2512.02556 | GRPO's mean, no KL term; 0 for off-policy sequences with A < 0
 """
 

@@ -1,11 +1,11 @@
 """The policy loss on per-token log-probabilities and entropies: the specification of what every
 engine computes.
 
-Kernels have the loss of a token by hand: csrc/fused_loss.h in C++, backends/triton_rows/fused.py in
+Surrogates (the policy terms of a token's loss) and KL estimators are `formulas` in every backend.
+What is around them kernels have by hand: csrc/fused_loss.h in C++, backends/triton_rows/fused.py in
 Triton. tests/support/row_suite.py compares each with float64, tests/call/test_differential.py all.
 
-With A the advantage, m the mask (only counted tokens get here), w the weight by the normalizer,
-and the surrogates (the policy term of a token's loss) and KL estimators of `formulas`::
+With A the advantage and w the weight by the normalizer (only counted tokens get here)::
 
     R_t    = logp_t - old_t                        token level
            = mean over the sequence of that        sequence level (some loss types have their own)
@@ -14,12 +14,16 @@ and the surrogates (the policy term of a token's loss) and KL estimators of `for
 
 KL_t is an estimate, or the divergence D_t over the vocabulary. keep_t is the product of the
 off-policy and the top-entropy mask; is_t is the importance sampling ratio, an input or computed
-here. Neither affects the KL term. The gradient is two numbers per token, a_t = d loss / d logp_t
-and b_t = d loss / d entropy_t. If KL_t is a divergence, from a second head, there is a third, c_t =
-d loss / d D_t = w_t beta. The derivative is written out here: ``a_t = sum_s w_s * dl_s/dlogp_t``,
-where s is t alone, or every token of its sequence if they share R. Without old logps, the current
-ones are used, held constant, so R is 0. A log-probability that is not finite, of a token that the
-policy cannot have sampled, makes the loss NaN.
+here. Neither affects the KL term. Neither is a factor in GMPO, whose R is a mean over the tokens
+that the entropy mask keeps. In VESPO, is_t is part of the sequence's log-weight, which the
+surrogate gets in the place of R_t.
+
+The gradient is two numbers per token, a_t = d loss / d logp_t and b_t = d loss / d entropy_t. If
+KL_t is a divergence, from a second head, there is a third, c_t = d loss / d D_t = w_t beta. The
+derivative is written out here: ``a_t = sum_s w_s * dl_s/dlogp_t``, where s is t alone, or every
+token of its sequence if they share R. Without old logps, the current ones are used, held constant,
+so R is 0. A log-probability that is not finite, of a token that the policy cannot have sampled,
+makes the loss NaN.
 
 The formulas come from TRL 1.16's ``GRPOTrainer._compute_loss`` (GMPO: its ``GMPOTrainer``; k1 and
 k2 are ours). The importance sampling ratio is TRL's too (``_generate_and_score_completions``),

@@ -58,7 +58,7 @@ class Library:
     """Outcome of `find` and `load`."""
 
     origin: str = ""  # "prebuilt", "cached", "built in 3.1 s", "loaded before"
-    path: Path | None = None  # None if it was loaded before
+    path: Path | None = None  # None if it was loaded before, or if there is no library
     refusal: str | None = None  # why there is no library, and the way to fix that
 
 
@@ -70,7 +70,10 @@ def load() -> Library:
 
 
 def find() -> Library:
-    """Load `PREBUILT`, else the cached library for these sources; else build one and load it."""
+    """Load `PREBUILT`, else the cached library of this `cache_key`; else build one and load it.
+
+    If none loads, the result has a `Library.refusal`.
+    """
     if sys.platform == "win32":
         return Library(refusal="there is no Windows build; use WSL")
     troubles: list[str] = []

@@ -1,9 +1,11 @@
-"""A whole `FusedLoss` in one launch: statistics, loss, and d loss / d (raw logits).
+"""A whole `FusedLoss` of one head in one launch: statistics, loss, and d loss / d (raw logits).
 
-The first pass over a row is the pass of `stats`, with the same bits. The second is the pass of
-`grad`, backwards from the row's end, which the cache may still hold. The loss in between is that of
-`objective/policy.py`, which csrc/fused_loss.h has in C++. tests/support/row_suite.py compares each
-kernel with float64, and tests/call/test_differential.py all three.
+The first pass over a row is the pass of `stats`, with the same bits. If a gradient is wanted, the
+second is the pass of `grad`, backwards from the row's end, which the cache may still hold. The loss
+in between is that of `objective/policy.py` for tokens that are not coupled: the surrogate and the
+KL estimator are compiled from `formulas` (`mathfn`), the rest is written here and, in C++, in
+csrc/fused_loss.h. tests/support/row_suite.py compares each kernel with float64, and
+tests/call/test_differential.py all three.
 """
 
 from __future__ import annotations
