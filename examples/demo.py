@@ -161,9 +161,7 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, float
     alike = [abs(a - b) <= SAME_NORM * a for a, b in pairs("gradient_norms")]
     return {
         "max_loss_difference": max(losses, default=float("inf")),
-        "steps_with_same_norm": sum(
-            abs(a - b) <= SAME_NORM * a for a, b in pairs("gradient_norms")
-        ),
+        "steps_with_same_norm": sum(alike),
         "steps_compared": steps,
     }
 
