@@ -100,6 +100,7 @@ struct ReferenceArguments {
 // Rows of logits with their targets, and the reference's rows if there is a reference.
 template <class T>
 struct Chunk {
+  using Scalar = T;
   int64_t n, vocab;
   LogitRows<T> rows;
   const int64_t* ids;

@@ -73,11 +73,11 @@ struct Coefficients {
 
 template <class T>
 void write_gradient(const Chunk<T>& chunk, const StatColumns<T>& stats, const DivergenceColumns<T>& reference, int64_t i,
-                    const Coefficients<T>& coefficients, bool has_d_entropy, int64_t first_id, const Matrix& out) {
+                    const Coefficients<T>& coefficients, bool has_d_entropy, const Matrix& out) {
   const T entropy = has_d_entropy ? stats.entropies[i] : T(0);
   Gradient<T> gradient = row_gradient(stats.logps[i], stats.max_logit[i], stats.log_sum[i], entropy, coefficients.d_logp,
                                       coefficients.d_entropy, has_d_entropy);
-  gradient.target = static_cast<int64_t>(static_cast<uint64_t>(chunk.ids[i]) - first_id);  // any id: no overflow
+  gradient.target = chunk.ids[i];
   gradient.out = out.row(i), gradient.dtype = out.dtype;
   if (!chunk.reference.has_value()) return kernels<T>().gradient(chunk.rows.row(i), gradient);
   Divergence<T> divergence = divergence_of(chunk, stats.max_logit, stats.log_sum, reference, i);
@@ -88,63 +88,6 @@ void write_gradient(const Chunk<T>& chunk, const StatColumns<T>& stats, const Di
 template <class T>
 void check_out(const Matrix& out) {
   STD_TORCH_CHECK((out.dtype == Dtype::f64) == (sizeof(T) == 8), "out: float64 goes with float64 alone");
-}
-
-template <class T>
-void stats_of(const Chunk<T>& chunk, const Tensor& logps, const Tensor& max_logit, const Tensor& log_sum,
-              const MaybeTensor& entropies, const MaybeTensor& log_sum_sq_probs, const MaybeTensor& mean_logits,
-              const MaybeTensor& is_top1) {
-  const int64_t n = chunk.n;
-  const StatColumns<T> out(n, logps, max_logit, log_sum, entropies);
-  T* const squares = column<T>(log_sum_sq_probs, n, "log_sum_sq_probs");
-  T* const means = column<T>(mean_logits, n, "mean_logits");
-  bool* const top1 = column<bool>(is_top1, n, "is_top1");
-  chunk.each_row([&](int64_t i) {
-    const Sums sums = write_stats(chunk, out, i, squares != nullptr || means != nullptr);
-    // sum p^2 = (1 + squares) / (1 + rest)^2
-    if (squares != nullptr) squares[i] = static_cast<T>(std::log1p(sums.squares) - 2.0 * row_stats(sums).log_sum);
-    if (means != nullptr) means[i] = static_cast<T>(sums.total / static_cast<double>(chunk.vocab));
-    if (top1 != nullptr) top1[i] = sums.argmax == chunk.ids[i] && !std::isnan(row_stats(sums).log_sum);
-  });
-}
-
-template <class T>
-void diverge_of(const Chunk<T>& chunk, const Tensor& max_logit, const Tensor& log_sum, const Tensor& reference_max_logit,
-                const Tensor& reference_log_sum, const Tensor& value, const Tensor& sum_k) {
-  STD_TORCH_CHECK(chunk.reference.has_value(), "reference_logits: expected");
-  const T *max_logits = column<T>(max_logit, chunk.n, "max_logit"), *log_sums = column<T>(log_sum, chunk.n, "log_sum");
-  const DivergenceColumns<T> out(chunk.n, value, sum_k, reference_max_logit, reference_log_sum);
-  chunk.each_row([&](int64_t i) { write_divergence(chunk, max_logits, log_sums, out, i); });
-}
-
-struct GradTensors {
-  Tensor logps, max_logit, log_sum;
-  MaybeTensor entropies;
-  Tensor d_logp;
-  MaybeTensor d_entropy, d_divergence, sum_k, reference_max_logit, reference_log_sum;
-};
-
-template <class T>
-void grad_of(const Chunk<T>& chunk, const GradTensors& given, int64_t first_id, const Tensor& out) {
-  const int64_t n = chunk.n;
-  const StatColumns<T> stats(n, given.logps, given.max_logit, given.log_sum, given.entropies);
-  const DivergenceColumns<T> reference(n, std::nullopt, given.sum_k, given.reference_max_logit, given.reference_log_sum);
-  const T *d_logp = column<T>(given.d_logp, n, "d_logp"), *d_entropy = column<T>(given.d_entropy, n, "d_entropy");
-  const T* d_divergence = column<T>(given.d_divergence, n, "d_divergence");
-  const Matrix gradients(out, n, chunk.vocab, "out");
-  check_out<T>(gradients);
-  STD_TORCH_CHECK(d_entropy == nullptr || stats.entropies != nullptr, "entropies: expected with d_entropy");
-  const bool is_given[] = {d_divergence != nullptr, reference.sum_k != nullptr, reference.max_logit != nullptr,
-                           reference.log_sum != nullptr};
-  for (const bool x : is_given) {
-    STD_TORCH_CHECK(x == chunk.reference.has_value(),
-                    "d_divergence, sum_k, reference_max_logit, reference_log_sum: expected with a reference, and without one "
-                    "none");
-  }
-  chunk.each_row([&](int64_t i) {
-    const Coefficients<T> coefficients{d_logp[i], d_entropy ? d_entropy[i] : T(0), d_divergence ? d_divergence[i] : T(0)};
-    write_gradient(chunk, stats, reference, i, coefficients, d_entropy != nullptr, first_id, gradients);
-  });
 }
 
 struct TokenTensors {
@@ -213,7 +156,7 @@ void fused_of(const Chunk<T>& chunk, const TokenTensors& tokens, const LossConst
     if (kl != nullptr) kl[i] = terms.kl;
     const Coefficients<T> coefficients{terms.d_logp, constants.d_entropy, terms.d_divergence};
     if (gradients.has_value()) {
-      write_gradient(chunk, stats, reference, i, coefficients, constants.d_entropy != T(0), 0, *gradients);
+      write_gradient(chunk, stats, reference, i, coefficients, constants.d_entropy != T(0), *gradients);
     }
   });
 }
@@ -229,26 +172,58 @@ void with_chunk(const Tensor& logits, const Tensor& ids, const Transform& transf
 void stats(ROWS_IN, const Tensor& logps, const Tensor& max_logit, const Tensor& log_sum, const MaybeTensor& entropies,
            const MaybeTensor& log_sum_sq_probs, const MaybeTensor& mean_logits, const MaybeTensor& is_top1) {
   with_chunk(ROWS_GIVEN, {}, [&](const auto& chunk) {
-    stats_of(chunk, logps, max_logit, log_sum, entropies, log_sum_sq_probs, mean_logits, is_top1);
+    using T = typename std::decay_t<decltype(chunk)>::Scalar;
+    const int64_t n = chunk.n;
+    const StatColumns<T> out(n, logps, max_logit, log_sum, entropies);
+    T* const squares = column<T>(log_sum_sq_probs, n, "log_sum_sq_probs");
+    T* const means = column<T>(mean_logits, n, "mean_logits");
+    bool* const top1 = column<bool>(is_top1, n, "is_top1");
+    chunk.each_row([&](int64_t i) {
+      const Sums sums = write_stats(chunk, out, i, squares != nullptr || means != nullptr);
+      // sum p^2 = (1 + squares) / (1 + rest)^2
+      if (squares != nullptr) squares[i] = static_cast<T>(std::log1p(sums.squares) - 2.0 * row_stats(sums).log_sum);
+      if (means != nullptr) means[i] = static_cast<T>(sums.total / static_cast<double>(chunk.vocab));
+      if (top1 != nullptr) top1[i] = sums.argmax == chunk.ids[i] && !std::isnan(row_stats(sums).log_sum);
+    });
   });
 }
 
 void diverge(ROWS_IN, REFERENCE_IN, const Tensor& max_logit, const Tensor& log_sum, const Tensor& reference_max_logit,
              const Tensor& reference_log_sum, const Tensor& value, const Tensor& sum_k) {
   with_chunk(ROWS_GIVEN, REFERENCE_GIVEN, [&](const auto& chunk) {
-    diverge_of(chunk, max_logit, log_sum, reference_max_logit, reference_log_sum, value, sum_k);
+    using T = typename std::decay_t<decltype(chunk)>::Scalar;
+    STD_TORCH_CHECK(chunk.reference.has_value(), "reference_logits: expected");
+    const T *max_logits = column<T>(max_logit, chunk.n, "max_logit"), *log_sums = column<T>(log_sum, chunk.n, "log_sum");
+    const DivergenceColumns<T> out(chunk.n, value, sum_k, reference_max_logit, reference_log_sum);
+    chunk.each_row([&](int64_t i) { write_divergence(chunk, max_logits, log_sums, out, i); });
   });
 }
 
 void grad(ROWS_IN, REFERENCE_IN, const Tensor& logps, const Tensor& max_logit, const Tensor& log_sum,
           const MaybeTensor& entropies, const Tensor& d_logp, const MaybeTensor& d_entropy, const MaybeTensor& d_divergence,
           const MaybeTensor& sum_k, const MaybeTensor& reference_max_logit, const MaybeTensor& reference_log_sum,
-          int64_t first_id, const Tensor& out) {
+          const Tensor& out) {
   with_chunk(ROWS_GIVEN, REFERENCE_GIVEN, [&](const auto& chunk) {
-    grad_of(chunk,
-            {logps, max_logit, log_sum, entropies, d_logp, d_entropy, d_divergence, sum_k, reference_max_logit,
-             reference_log_sum},
-            first_id, out);
+    using T = typename std::decay_t<decltype(chunk)>::Scalar;
+    const int64_t n = chunk.n;
+    const StatColumns<T> stats(n, logps, max_logit, log_sum, entropies);
+    const DivergenceColumns<T> reference(n, std::nullopt, sum_k, reference_max_logit, reference_log_sum);
+    const T *a = column<T>(d_logp, n, "d_logp"), *b = column<T>(d_entropy, n, "d_entropy");
+    const T* c = column<T>(d_divergence, n, "d_divergence");
+    const Matrix gradients(out, n, chunk.vocab, "out");
+    check_out<T>(gradients);
+    STD_TORCH_CHECK(b == nullptr || stats.entropies != nullptr, "entropies: expected with d_entropy");
+    const bool is_given[] = {c != nullptr, reference.sum_k != nullptr, reference.max_logit != nullptr,
+                             reference.log_sum != nullptr};
+    for (const bool x : is_given) {
+      STD_TORCH_CHECK(x == chunk.reference.has_value(),
+                      "d_divergence, sum_k, reference_max_logit, reference_log_sum: expected with a reference, and without one "
+                      "none");
+    }
+    chunk.each_row([&](int64_t i) {
+      const Coefficients<T> coefficients{a[i], b ? b[i] : T(0), c ? c[i] : T(0)};
+      write_gradient(chunk, stats, reference, i, coefficients, b != nullptr, gradients);
+    });
   });
 }
 
@@ -299,7 +274,7 @@ STABLE_TORCH_LIBRARY(grpo_kernels_cpp, m) {
         "*, Tensor(a!) value, Tensor(b!) sum_k) -> ()");
   m.def("grad(" ROWS REFERENCE
         "Tensor logps, Tensor max_logit, Tensor log_sum, Tensor? entropies, Tensor d_logp, Tensor? d_entropy, Tensor? d_divergence, "
-        "Tensor? sum_k, Tensor? reference_max_logit, Tensor? reference_log_sum, int first_id, *, Tensor(a!) out) -> ()");
+        "Tensor? sum_k, Tensor? reference_max_logit, Tensor? reference_log_sum, *, Tensor(a!) out) -> ()");
   m.def("fused(" ROWS REFERENCE
         "Tensor? advantages, Tensor? d_policy, Tensor weights, Tensor? old, Tensor? ref, Tensor? gate, str surrogate, "
         "float[] constants, bool is_linear, str estimator, bool corrects_kl, float beta, float d_entropy, "

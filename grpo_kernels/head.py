@@ -8,11 +8,9 @@ whole gradient.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +23,6 @@ from grpo_kernels.base.checks import (
     hints_names,
     is_dtensor,
     listed,
-    outside_graphs,
     warn_of_graph,
 )
 from grpo_kernels.base.choices import LogitsDtype, choices
@@ -33,8 +30,6 @@ from grpo_kernels.base.distributed import check_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class HeadTensors(NamedTuple):
@@ -216,28 +211,6 @@ HeadLike = Head | Tensor | nn.Module
 
 # hidden states and head of a second model: a KL term's reference, or a teacher
 Reference = tuple[Tensor, Head]
-
-
-def takes_heads(within_module: Callable[..., Any]) -> Callable[[F], F]:
-    """Decorate a public call whose second argument is a `Head`: it also takes a weight or a module.
-
-    A module makes the call through `within_module`, in a file that imports this one.
-    """
-
-    def decorate(function: F) -> F:
-        @outside_graphs
-        @functools.wraps(function)
-        def call(hidden: Any, head: Any, *args: Any, **options: Any) -> Any:
-            head = Head.of(head)
-            if not isinstance(head.weight, nn.Module):
-                return function(hidden, head, *args, **options)
-            return within_module(
-                lambda states, whole: function(states, whole, *args, **options), hidden, head
-            )
-
-        return cast(Any, call)
-
-    return decorate
 
 
 def with_its_group(hidden: Any, head: Any) -> Head:

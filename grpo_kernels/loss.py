@@ -41,13 +41,13 @@ and b of each chunk, and once more at the end for its value. Rows that certainly
 separate loop without gradients.
 
 Other engines compute the gradient later, or without a and b. A loss takes two passes if a token's a
-and b depend on other tokens (`PolicyLoss.known`): ratios shared by a sequence, such as GSPO's, with
+and b depend on other tokens (`PolicyLoss.row_by_row`): ratios per sequence, such as GSPO's, with
 old log-probabilities, and masks that compare tokens, such as the top-entropy mask.
 
 ======== =============================== ============================= =========================
 engine   in the loop                     after it, in `grpo_loss`      in the backward
 ======== =============================== ============================= =========================
-frozen   d_hidden as if a = 1, b = 0     rows of d_hidden times a      as above
+frozen   d_hidden as if a = 1, b = 0     a of all rows is kept         rows of it times a d_loss
 two_pass logps, entropies alone          a, b of all rows are kept     the loop again, from logits
                                                                        to d_hidden, d_weight
 lean     as two_pass                     as two_pass                   as two_pass, by slices of the
@@ -98,17 +98,16 @@ from grpo_kernels.engine.plan import (
     dtype_and_memory,
     plan,
 )
-from grpo_kernels.engine.sweep import first_pass, scale_frozen_
+from grpo_kernels.engine.sweep import first_pass
 from grpo_kernels.engine.topk import TopKLogps, check_topk
 from grpo_kernels.head import (
     HeadLike,
     read_heads,
     read_reference,
-    takes_heads,
     with_its_group,
 )
 from grpo_kernels.kept_ids import KeptIds, read_kept_ids
-from grpo_kernels.module import whole_reference, within_module
+from grpo_kernels.module import takes_heads, whole_reference
 from grpo_kernels.objective.config import (
     FIELDS,
     LossConfig,
@@ -150,7 +149,7 @@ class LossInputKeywords(TypedDict, total=False):
     cu_seqlens: Tensor | None
 
 
-@takes_heads(within_module)
+@takes_heads
 def grpo_loss(
     hidden: Tensor,  # (B, T, H), or packed (N, H)
     head: HeadLike,
@@ -306,14 +305,15 @@ def grpo_loss(
         if sampling_topk_ids is not None and sampling_topk_logps is not None:
             # an entry that is -inf, or that repeats an earlier id, is padding
             given = sampling_topk_ids.masked_fill(sampling_topk_logps == -torch.inf, -1)
-            topk, padding = TopKLogps.of(given.detach().flatten(0, -2)[positions], ids)
+            given = given.detach().flatten(0, -2)[positions]
+            topk, padding = TopKLogps.of(given, ids, "sampling_topk_ids")
             rows, tokens = replace(rows, topk=topk), tokens.without_topk(padding)
         row_loss = _row_loss(config, objective, tokens, num_items_in_batch)
 
         # which engine; over kept sets there is none
         job, head_tensors, reference_tensors = plan(
             hidden, head, rows, run, memory, ranks, row_loss if sets is None else None,
-            reference=reference, names=("completion_ids", "sampling_topk_ids"),
+            reference=reference,
         )  # fmt: skip
     if sets is not None:
         over_vocab = expectation_of(row_loss, tokens) if on_missing_set == "full" else None
@@ -331,8 +331,6 @@ def grpo_loss(
     with torch.no_grad():
         # the loss
         evaluation = row_loss.evaluate(first.stats)
-        if job.when == "unit":
-            scale_frozen_(first, evaluation.d_logp)
         results = first.stats.logps, cast(Tensor, first.stats.entropies)
         # tokens whose gradient is computed, now or later
         live = first.live_rows

@@ -17,12 +17,12 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.base.checks import is_dtensor
+from grpo_kernels.base.checks import is_dtensor, outside_graphs
 from grpo_kernels.head import Head, LoRA, read_reference
 
 _PEFT_LORA = ("peft.tuners.lora.layer", "Linear")
@@ -40,6 +40,7 @@ _REFUSED = {
     "_backward_pre_hooks": "backward pre-hook",
     "_forward_pre_hooks": "forward pre-hook",
 }
+F = TypeVar("F", bound=Callable[..., Any])
 Compute = Callable[[Tensor], tuple[Tensor, ...]]
 
 
@@ -263,6 +264,21 @@ def rank_groups(module: nn.Module) -> Sequence[Any]:
             mesh = parameter.device_mesh
             largest = mesh if largest is None or mesh.size() > largest.size() else largest
     return [] if largest is None else [largest.get_group(i) for i in range(largest.ndim)]
+
+
+def takes_heads(function: F) -> F:
+    """Decorate a public call with a `Head` as its second argument: it takes modules too."""
+
+    @outside_graphs
+    @functools.wraps(function)
+    def call(hidden: Any, head: Any, *args: Any, **options: Any) -> Any:
+        head = Head.of(head)
+        if not isinstance(head.weight, nn.Module):
+            return function(hidden, head, *args, **options)
+        whole = lambda states, whole: function(states, whole, *args, **options)  # noqa: E731
+        return within_module(whole, hidden, head)
+
+    return cast(Any, call)
 
 
 def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Head) -> Any:

@@ -83,11 +83,10 @@ from grpo_kernels.head import (
     Head,
     HeadLike,
     read_heads,
-    takes_heads,
     with_its_group,
 )
 from grpo_kernels.kept_ids import KeptIds, read_kept_ids
-from grpo_kernels.module import whole_reference, within_module
+from grpo_kernels.module import takes_heads, whole_reference
 from grpo_kernels.objective.expected import (
     Expectation,
     Expected,
@@ -100,7 +99,7 @@ from grpo_kernels.results import Scores
 from grpo_kernels.tokens import counted_positions
 
 
-@takes_heads(within_module)
+@takes_heads
 def linear_logps(
     hidden: Tensor,  # (..., H)
     head: HeadLike,
@@ -236,7 +235,7 @@ def linear_logps(
     )[0]
 
 
-@takes_heads(within_module)
+@takes_heads
 def linear_divergence(
     hidden: Tensor,  # (..., H)
     head: HeadLike,
@@ -330,7 +329,7 @@ def linear_divergence(
     return run_scores(job, tensors, reference_tensors, gradient, hidden.shape[:-1], has_ids=has_ids)
 
 
-@takes_heads(within_module)
+@takes_heads
 def topk_divergence(
     hidden: Tensor,  # (..., H)
     head: HeadLike,
@@ -411,7 +410,7 @@ def topk_divergence(
         rows = replace(rows, topk=topk)
         job, tensors, _ = plan(
             hidden, head, rows, run, memory, ranks, gradient,
-            names=("completion_ids", "teacher_ids"), entropy=False,
+            entropy=False,
         )  # fmt: skip
     return run_scores(job, tensors, None, gradient, hidden.shape[:-1], has_ids=False)
 

@@ -109,8 +109,6 @@ class Chunk:
             over kept sets.
         ids: int64 in [0, V), each row's target; `fused` and `grad` define the meaning of other ids.
         transform: from the raw logits to the scaled logits z.
-        first_id: the id of the first column, if the columns are a slice of the vocabulary; only
-            `grad` supports that.
         reference: the logits of another head for the same rows, if the loss needs a divergence from
             it (`backends.divergence`); never written.
         jsd_beta: 0 for KL(reference || student), 1 for KL(student || reference); values between
@@ -120,7 +118,6 @@ class Chunk:
     logits: Tensor  # (n, V)
     ids: Tensor  # (n,)
     transform: LogitTransform
-    first_id: int = 0
     reference: Chunk | None = None
     jsd_beta: float = 1.0
 

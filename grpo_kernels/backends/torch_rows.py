@@ -106,7 +106,6 @@ class TorchRows(RowBackend):
         assert d_logp is not None
         logits, transform = chunk.logits, chunk.transform
         n, vocab = logits.shape
-        columns = chunk.ids - chunk.first_id
         # d logits = dz * dz/d logits: a and b absorb the factor that a whole row shares
         inv_t = transform.inv_temperature
         row_factor = transform.scale * (inv_t[:, 0] if isinstance(inv_t, Tensor) else inv_t)
@@ -117,7 +116,7 @@ class TorchRows(RowBackend):
             slope, exps = scratch[:, : block.stop - block.start]
             _block_grad_(
                 logits[block],
-                columns[block, None],
+                chunk.ids[block, None],
                 take(stats, block),
                 a[block, None],
                 None if b is None else b[block, None],
@@ -152,7 +151,7 @@ class TorchRows(RowBackend):
             rows_inv_t = inv_t[block] if isinstance(inv_t, Tensor) else inv_t
             of_rows = replace(transform, inv_temperature=rows_inv_t)
             of_divergence.mul_(of_rows.slope(z))
-            plain = Chunk(z, chunk.ids[block], of_rows, chunk.first_id)
+            plain = Chunk(z, chunk.ids[block], of_rows)
             self.grad(plain, block_stats, take(others, block), z)
             z.add_(of_divergence)
         if out is not logits:

@@ -19,7 +19,7 @@ from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.engine.plan import Job, Rows
 from grpo_kernels.engine.slices import plan_slices
 from grpo_kernels.engine.sweep import plan_groups
-from grpo_kernels.engine.workspace import CPU, CUDA, MIB, default_workspace, meta_tensors_of
+from grpo_kernels.engine.workspace import CPU, CUDA, MIB, large_workspace, meta_tensors_of
 from grpo_kernels.head import HeadTensors
 
 R = TypeVar("R")
@@ -97,7 +97,7 @@ def estimate(size: Size) -> list[Need]:
         new = partial(torch.empty, dtype=size.dtype, device="meta")
         head = HeadTensors(new(size.rows, size.hidden), new(size.vocab, size.hidden))
         indices = new(n, dtype=torch.int64)
-        workspace = size.workspace_bytes or default_workspace(head.weight, wants)
+        workspace = size.workspace_bytes or large_workspace(head.weight, wants)
         job = Job(Rows(indices, indices), wants, size.dtype, workspace, CppRows())
         # What a step needs besides the sums: `scored` for scores, `graded` for gradients by rows,
         # `slices` for gradients by slices of the vocabulary.

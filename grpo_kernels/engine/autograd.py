@@ -146,7 +146,8 @@ class LossWithGradient(torch.autograd.Function):
             stats = first.stats.for_gradient()
             save(ctx, job, tensors, (tensors, reference, stats, coefficients))
         else:
-            save(ctx, job, tensors, (first.grads, first.live_rows))
+            d_logp = coefficients.d_logp if job.when == "unit" else None
+            save(ctx, job, tensors, (first.grads, first.live_rows, d_logp))
         return loss.clone()  # the copy joins the graph, `loss` must not
 
     @staticmethod
@@ -159,7 +160,8 @@ class LossWithGradient(torch.autograd.Function):
                 grads, indices = second_pass(job, tensors, reference, stats, coefficients)
             factor = None
         else:
-            (grads, indices), factor = saved(ctx), d_loss
+            grads, indices, d_logp = saved(ctx)
+            factor = d_loss if d_logp is None else d_loss * d_logp[indices, None]
         gradients = _input_gradients(grads, ctx.shapes_and_dtypes, job, indices, factor)
         return *[None] * 5, *gradients
 

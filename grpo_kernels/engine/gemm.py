@@ -47,27 +47,23 @@ class Products:
         mixed = narrow and device_of(weight.device).mixed_products
         if mixed:
             _check_accumulation(operand_dtype)
-        self._product_dtype = operand_dtype if mixed else accumulator_dtype
+        # of both operands of the backward products: d logits are rounded to it
+        self.d_logits_dtype = operand_dtype if mixed else accumulator_dtype
         # bytes copied per element of the weight
         copied = 0 if weight.dtype == operand_dtype else operand_dtype.itemsize
-        copied += 0 if self._product_dtype == operand_dtype else self._product_dtype.itemsize
+        copied += 0 if self.d_logits_dtype == operand_dtype else self.d_logits_dtype.itemsize
         vocab, width = weight.shape
         most = max(1, slice_bytes // (width * copied)) if copied else vocab
         self._slice_rows = min(vocab, most)
         self.slice_bytes = self._slice_rows * width * copied  # 0: the weight needs no copy
 
-    @property
-    def d_logits_dtype(self) -> torch.dtype:
-        """Dtype that d logits are rounded to for the backward products."""
-        return self._product_dtype
-
     def hidden_bytes(self) -> int:
         """Bytes of one row of hidden states as an operand."""
-        return self.weight.shape[1] * self._product_dtype.itemsize
+        return self.weight.shape[1] * self.d_logits_dtype.itemsize
 
     def operand(self, hidden: Tensor) -> Tensor:
         """Round hidden states to `operand_dtype`, then convert them to the dtype of the product."""
-        return hidden.to(self.operand_dtype).to(self._product_dtype)
+        return hidden.to(self.operand_dtype).to(self.d_logits_dtype)
 
     @property
     def scales_gradient(self) -> bool:
@@ -113,7 +109,7 @@ class Products:
         differ in the order of their sums. So an fp32 product takes one tile of rows at a time, and
         the bits of a row do not depend on other rows.
         """
-        is_fp32 = self._product_dtype == torch.float32
+        is_fp32 = self.d_logits_dtype == torch.float32
         tile = device_of(self.weight.device).fp32_rows if is_fp32 else None
         at_once = tile or max(1, hidden.shape[0])
         for columns, weight in self._weights():
@@ -140,7 +136,7 @@ class Products:
         vocab = self.weight.shape[0]
         for start in range(0, vocab, self._slice_rows):
             columns = slice(start, min(start + self._slice_rows, vocab))
-            yield columns, self.weight[columns].to(self.operand_dtype).to(self._product_dtype)
+            yield columns, self.weight[columns].to(self.operand_dtype).to(self.d_logits_dtype)
 
 
 def _check_accumulation(operands: torch.dtype) -> None:

@@ -122,8 +122,7 @@ def score_kept(
         rows = job.rows if in_full else take(job.rows, survey.without.nonzero()[:, 0])
         row_loss = row_loss_at(rows.positions)
         whole_vocab = replace(job, rows=rows, entropy=bool(entropy))
-        names = ("completion_ids", "")
-        whole_vocab = with_engine(whole_vocab, run, row_loss, rows_here, names)
+        whole_vocab = with_engine(whole_vocab, run, row_loss, rows_here)
     logps, entropies = KeptSetLogprob.apply(planned, *tensors)
     logps, entropies = logps.view(shape), None if entropies is None else entropies.view(shape)
     if whole_vocab is not None:

@@ -40,6 +40,7 @@ from grpo_kernels.backends import (
     FusedRowBackend,
     LogitTransform,
     RowBackend,
+    RowStats,
     choose_backend,
 )
 from grpo_kernels.backends.torch_rows import TorchRows
@@ -57,9 +58,9 @@ from grpo_kernels.engine.topk import TopKLogps, TopKTeacher
 from grpo_kernels.engine.workspace import (
     AMPLE,
     Memory,
-    default_workspace,
     device_of,
     free_memory,
+    large_workspace,
     needs_conversion,
 )
 from grpo_kernels.head import (
@@ -89,13 +90,6 @@ ENGINES: dict[str, tuple[When, Literal["rows", "slices"]]] = {
     "lean": ("later", "slices"),  # slices of the vocabulary, to save memory
 }
 ENGINE_NAMES = choices(EngineName)  # valid values of `engine=`: "auto" and these
-# when a row's coefficients are known; `_KNOWN` has the words for errors
-Known = Literal["own_row", "all_rows", "backward"]
-_KNOWN = {
-    "own_row": "from the row's own log-probability and entropy, or before",
-    "all_rows": "only after other rows are done",
-    "backward": "only in the backward, since no expected= was given",
-}
 
 
 @hints_names
@@ -164,7 +158,7 @@ class RowLoss(Protocol):
     It comes from a built-in or custom loss, or from what the caller expects.
 
     Attributes:
-        known: when the coefficients of a row are known.
+        row_by_row: True if a row's own statistics, or less, determine its coefficients.
         is_expected: True if the caller only expects this gradient; the backward compares it with
             the upstream gradient, and computes what is missing.
         live: (n,) bool, rows that may have a coefficient other than 0; None means all rows.
@@ -176,19 +170,14 @@ class RowLoss(Protocol):
     is_expected: bool
 
     @property
-    def known(self) -> Known: ...
+    def row_by_row(self) -> bool: ...
     @property
     def live(self) -> Tensor | None: ...
     @property
     def one_coefficient(self) -> bool: ...
 
-    def coefficients_at(
-        self, index: Tensor, logps: Tensor, entropies: Tensor | None, topk_logps: Tensor | None
-    ) -> Coefficients:
-        """The coefficients of the rows at `index` (m,), from what a loss reads of their statistics.
-
-        That is (m,), (m,) and, with a sampler's K most likely ids, (m, K).
-        """
+    def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
+        """The coefficients of the rows at `index` (m,), which have `stats`."""
 
     def fused_loss(self) -> FusedLoss | None:
         """This loss in the form that one kernel computes; None if no kernel can."""
@@ -215,6 +204,11 @@ class Rows:
 
     def __len__(self) -> int:
         return self.positions.shape[0]
+
+    def counted_from(self, first: int) -> Rows:
+        """The same rows with ids counted from the id `first`."""
+        topk = None if self.topk is None else replace(self.topk, ids=self.topk.ids - first)
+        return replace(self, ids=self.ids - first, topk=topk) if first else self
 
 
 @dataclass(frozen=True)
@@ -398,7 +392,6 @@ def plan(
     *,
     reference: Reference | None = None,
     prefix: str = "reference.",
-    names: tuple[str, str] = ("completion_ids", "topk_ids"),
     jsd_beta: float = 1.0,
     entropy: bool = True,
     extras: tuple[str, ...] = (),
@@ -406,7 +399,7 @@ def plan(
     """Plan a call with checked heads; return the job and the tensors of both heads.
 
     Args:
-        rows: rows with ids of the whole vocabulary. Errors use the argument names `names`.
+        rows: rows with ids of the whole vocabulary.
         memory: from `dtype_and_memory`.
         ranks: the ranks of a sharded head, which compare their calls here.
         row_loss: the gradient that the engine must give. None, for kept sets: no engine is chosen,
@@ -440,7 +433,7 @@ def plan(
     if workspace_bytes is None:
         widest = head.weight if shard is None else widest_part(head.weight, shard)
         heads = 1 if reference is None else 2
-        workspace_bytes = default_workspace(widest, needs_grad, memory, heads=heads)
+        workspace_bytes = min(large_workspace(widest, needs_grad, heads), memory.workspace)
     job = Job(
         rows=rows,
         needs_grad=needs_grad,
@@ -457,22 +450,20 @@ def plan(
         gather=run.gather or nullcontext,
     )
     if row_loss is not None:
-        job = with_engine(job, run, row_loss, head.weight.shape[0], names)
+        job = with_engine(job, run, row_loss, head.weight.shape[0])
     tensors, reference_tensors = tensors_of(hidden, head, rows.positions), None
     if reference is not None:
         reference_tensors = map_tensors(Tensor.detach, tensors_of(*reference, rows.positions))
     return job, tensors, reference_tensors
 
 
-def with_engine(
-    job: Job, run: Run, row_loss: RowLoss, rows_here: int, names: tuple[str, str]
-) -> Job:
+def with_engine(job: Job, run: Run, row_loss: RowLoss, rows_here: int) -> Job:
     """Check the ids of `job`, and choose its backend and the engine for `row_loss`.
 
     `rows_here` is the number of ids in this rank's part of the head.
     """
     vocab = rows_here if job.shard is None else job.shard.vocab
-    rows = in_range(job.rows, names, vocab, job.shard_start)
+    rows = in_range(job.rows, vocab, job.shard_start)
     backend = choose_backend(run.backend, rows.ids.device, job.operand_dtype)[0]
     job = replace(job, rows=rows, backend=backend)
     return replace(job, engine=choose_engine(run.engine, row_loss, job))
@@ -484,9 +475,9 @@ def choose_engine(name: str, row_loss: RowLoss, job: Job) -> str:
     Raises:
         ValueError: the engine `name` cannot give this gradient.
     """
-    known = row_loss.known
+    row_by_row = row_loss.row_by_row
     if row_loss.is_expected and device_of(job.rows.positions.device).is_capturing():
-        known = "all_rows"  # in a CUDA graph, the comparison may not wait for the device
+        row_by_row = False  # in a CUDA graph, the comparison may not wait for the device
     head_trains, no_gradient = any(job.needs_grad[1:]), not any(job.needs_grad)
     if name == "auto" and job.memory.tight and head_trains:
         return "lean"
@@ -498,7 +489,7 @@ def choose_engine(name: str, row_loss: RowLoss, job: Job) -> str:
             # without a gradient, this does not evaluate a user's function
             and ((no_gradient and job.reference_dtype is None) or row_loss.one_coefficient)
         ),
-        "one_pass": lambda: known == "own_row",
+        "one_pass": lambda: row_by_row,
         "two_pass": lambda: True,
         "lean": lambda: True,
     }
@@ -509,7 +500,7 @@ def choose_engine(name: str, row_loss: RowLoss, job: Job) -> str:
             "score": "a call without gradient",
             "frozen": "a frozen head, without a lora of its own, and a loss that depends on one "
             "number per row",
-            "one_pass": f"coefficients known row by row; here they are known {_KNOWN[known]}",
+            "one_pass": "a loss of each row alone; for scores, pass expected=",
         }
         raise ValueError(
             f"engine: expected one that gives this gradient, got {name!r}, which needs "
@@ -518,7 +509,7 @@ def choose_engine(name: str, row_loss: RowLoss, job: Job) -> str:
     return "score" if no_gradient else name
 
 
-def in_range(rows: Rows, names: tuple[str, str], vocab: int, shard_start: int) -> Rows:
+def in_range(rows: Rows, vocab: int, shard_start: int) -> Rows:
     """Check that ids are in range, and count them from this rank's first id.
 
     On a GPU, out-of-range ids raise no error; the row's results become NaN.
@@ -527,20 +518,18 @@ def in_range(rows: Rows, names: tuple[str, str], vocab: int, shard_start: int) -
         ValueError: an id is out of range, on a CPU.
     """
     ids, topk = rows.ids, rows.topk
-    invalid = check_counted_ids(names[0], ids, vocab)
+    invalid = check_counted_ids("completion_ids", ids, vocab)
     if invalid is not None:
         ids = ids.masked_fill(invalid, 0)
     if topk is not None:
-        outside = check_counted_ids(names[1], topk.ids, vocab, padded=True)
+        outside = check_counted_ids(topk.name, topk.ids, vocab, padded=True)
         if outside is not None and isinstance(topk, TopKTeacher):
             none = outside.any(dim=1, keepdim=True)
             topk = replace(topk, logps=topk.logps.masked_fill(none, torch.nan))
         elif outside is not None:
             none = outside.any(dim=1)
             invalid = none if invalid is None else invalid | none
-        topk = replace(topk, ids=topk.ids - shard_start)
-    ids = ids - shard_start if shard_start else ids
-    return replace(rows, ids=ids, invalid=invalid, topk=topk)
+    return replace(rows, ids=ids, invalid=invalid, topk=topk).counted_from(shard_start)
 
 
 def _transform(head: Head, dtype: torch.dtype) -> LogitTransform:

@@ -86,8 +86,8 @@ def first_pass(
         def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
             if job.when == "unit":
                 return job.with_d_result(torch.ones_like(stats.logps))
-            index, topk_logps = live_rows[at], stats.extras.get(TOPK_LOGPS)
-            found = row_loss.coefficients_at(index, stats.logps, stats.entropies, topk_logps)
+            index = live_rows[at]
+            found = row_loss.coefficients_at(index, stats)
             if row_loss.is_expected:  # a user's function may answer differently later
                 found.put(index, used, n)
             return found
@@ -120,14 +120,8 @@ def first_pass(
             return FirstPass(stats, grads, live_rows)
         coefficients = job.with_d_result(torch.zeros_like(stats.logps))._replace(**used)
         if fused_loss is not None:  # a kernel does not ask for them
-            coefficients = row_loss.coefficients_at(every, stats.logps, stats.entropies, None)
+            coefficients = row_loss.coefficients_at(every, stats)
         return FirstPass(stats, grads, live_rows, coefficients)
-
-
-def scale_frozen_(first: FirstPass, d_logp: Tensor) -> None:
-    """Multiply each row's stored gradient by `d_logp`, in place, for a frozen head."""
-    assert first.grads is not None
-    first.grads.hidden.mul_(d_logp[first.live_rows, None])
 
 
 def indices_of(chosen: Tensor, count: int | None = None) -> Tensor:
@@ -343,7 +337,6 @@ class Projection:
 
     Attributes:
         products: one for each pair of `HeadTensors.factors`, on these columns.
-        first_id: the id of the first column.
     """
 
     def __init__(
@@ -353,7 +346,7 @@ class Projection:
         reference: HeadTensors | None,
         columns: slice = slice(None),
     ) -> None:
-        self._job, self.first_id = job, columns.start or 0
+        self._job, self._first = job, columns.start or 0
         self._hidden = [x for x, _ in tensors.factors()]
         self.products = job.all_products(tensors, columns)
         self._bias = row_bias(tensors.bias, columns, job.accumulator_dtype)
@@ -407,7 +400,8 @@ class Projection:
         (hidden, of_reference), (logits, reference_logits), job = operands, memory, self._job
         for i, (product, x) in enumerate(zip(self.products, hidden, strict=True)):
             product.logits(x[span], logits, add=i > 0)
-        rows, reference = take(rows, at), None
+        # ids counted from the first column
+        rows, reference = take(rows, at).counted_from(self._first), None
         inv_t = rows.inv_temperature
         transform = replace(job.transform, inv_temperature=inv_t, bias=self._bias)
         if of_reference is not None and reference_logits is not None:
@@ -420,9 +414,9 @@ class Projection:
             job.backend.prepare_(reference_logits, its_transform)
             reference = Chunk(reference_logits, rows.ids, its_transform)
         if rows.topk is not None:
-            rows = replace(rows, topk=rows.topk.gathered(logits, transform, self.first_id))
+            rows = replace(rows, topk=rows.topk.gathered(logits, transform))
         job.backend.prepare_(logits, transform)
-        return Chunk(logits, rows.ids, transform, self.first_id, reference, job.jsd_beta), rows
+        return Chunk(logits, rows.ids, transform, reference, job.jsd_beta), rows
 
 
 def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor | None:
@@ -431,7 +425,7 @@ def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor 
 
 
 def new_sums(
-    job: Job, tensors: HeadTensors, rows: int, *, rounds: bool = False
+    job: Job, tensors: HeadTensors, rows: int, *, rounds: bool = False, zeros: bool = False
 ) -> tuple[list[Tensor | None], list[Tensor | None], Tensor | None]:
     """Memory for the gradients that `job` needs: per factor (rows, K) and (V, K), and (V,).
 
@@ -439,12 +433,12 @@ def new_sums(
     matrices have their own dtype instead of the accumulator's.
     """
     like, dtype = tensors.hidden, job.accumulator_dtype
-    new = like.new_empty if rows else like.new_zeros
+    new = like.new_empty if rows and not zeros else like.new_zeros
     d_rows: list[Tensor | None] = []
     d_matrices: list[Tensor | None] = []
     pairs = zip(tensors.factors(), job.needs_grad.factors(), strict=True)
     for (x, matrix), (needs_rows, needs_matrix) in pairs:
-        d_rows.append(like.new_empty(rows, x.shape[1], dtype=dtype) if needs_rows else None)
+        d_rows.append(new(rows, x.shape[1], dtype=dtype) if needs_rows else None)
         own = matrix.dtype if rounds else dtype
         d_matrices.append(new(matrix.shape, dtype=own) if needs_matrix else None)
     of_bias = job.needs_grad.bias

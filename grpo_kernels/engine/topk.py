@@ -69,22 +69,23 @@ class TopK:
     ids: Tensor
     padding: Tensor
     z: Tensor | None = field(default=None, kw_only=True)
+    name: str = field(default="topk_ids", kw_only=True)  # of the argument, for errors
 
     def row_bytes(self) -> int:
         """Bytes of temporary memory per row."""
         return self.ids.shape[1] * ENTRY_BYTES
 
-    def gathered(self, raw: Tensor, transform: LogitTransform, first_id: int = 0) -> Self:
+    def gathered(self, raw: Tensor, transform: LogitTransform) -> Self:
         """This record with the logits z of the ids that are among the columns of `raw` (n, V)."""
-        columns, here = self._columns(raw.shape[1], first_id)
+        columns, here = self._columns(raw.shape[1])
         z = raw.gather(1, columns)
         bias = None if transform.bias is None else transform.bias[columns]
         replace(transform, bias=bias).apply_(z)
         return replace(self, z=z.masked_fill_(~here, 0.0))
 
-    def _columns(self, width: int, first_id: int) -> tuple[Tensor, Tensor]:
+    def _columns(self, width: int) -> tuple[Tensor, Tensor]:
         # the column of each id (n, K), 0 if outside or padding; and True if it is neither
-        columns = self.ids.long() - first_id
+        columns = self.ids.long()
         here = (columns >= 0) & (columns < width) & ~self.padding
         return torch.where(here, columns, 0), here
 
@@ -100,7 +101,7 @@ class TopK:
     def write(self, d_z: Tensor, chunk: Chunk, out: Tensor) -> None:
         """Write d loss / d (raw logits) of the ids to their columns of `out` (n, V)."""
         assert self.z is not None
-        columns, here = self._columns(chunk.logits.shape[1], chunk.first_id)
+        columns, here = self._columns(chunk.logits.shape[1])
         d_logits = d_z * chunk.transform.slope(self.z)
         _overwrite(out, columns, here, d_logits.to(out.dtype))
 
@@ -122,7 +123,7 @@ class TopKLogps(TopK):
         return self.index_in_ids.shape[1] - 1
 
     @staticmethod
-    def of(given: Tensor, own: Tensor) -> tuple[TopKLogps, Tensor]:
+    def of(given: Tensor, own: Tensor, name: str = "topk_ids") -> tuple[TopKLogps, Tensor]:
         """Make the record from ids (n, K'), -1 where padded, and each row's own id (n,).
 
         Also returns (n, K') bool, True for a given id that is padding or repeats an earlier one.
@@ -133,7 +134,7 @@ class TopKLogps(TopK):
         index_in_ids = torch.empty_like(first).scatter_(1, order, first)
         padding = repeats | (ids == -1)
         of_given = torch.empty_like(padding).scatter_(1, order, padding)[:, :-1]
-        return TopKLogps(ids, padding, index_in_ids), of_given
+        return TopKLogps(ids, padding, index_in_ids, name=name), of_given
 
     def completed(self, stats: RowStats, shard: Shard | None) -> RowStats:
         """Add to `stats` the log-probabilities of the given ids, (n, K'), -inf at padding."""
@@ -192,7 +193,7 @@ class TopKTeacher(TopK):
         ids, order, repeats = _sorted(torch.where(logps == -torch.inf, -1, given))
         padding = repeats | (ids == -1)
         logps = logps.gather(1, order).masked_fill(padding, -torch.inf)
-        return TopKTeacher(ids, padding, logps, **measure)
+        return TopKTeacher(ids, padding, logps, **measure, name="teacher_ids")
 
     def completed(self, stats: RowStats, shard: Shard | None) -> RowStats:
         """Add to the student's `stats` the divergence, and sum_k p_k as `STUDENT_MASS`."""

@@ -197,13 +197,6 @@ def free_memory(
     )
 
 
-def default_workspace(
-    weight: Tensor, needs_grad: HeadTensors, memory: Memory = AMPLE, *, heads: int = 1
-) -> int:
-    """The default budget in bytes: `large_workspace`, but at most `memory.workspace`."""
-    return min(large_workspace(weight, needs_grad, heads), memory.workspace)
-
-
 def large_workspace(weight: Tensor, needs_grad: HeadTensors, heads: int = 1) -> int:
     """Bytes of chunks of `LARGE_CHUNK_ROWS` rows, within the device's `workspaces`.
 

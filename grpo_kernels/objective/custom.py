@@ -26,7 +26,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -199,9 +199,7 @@ class CustomLoss:
         self._chosen, self.has_entropies = chosen, has_entropies
         # what chunks of tokens gave, (n,) each, by name; on a CPU alone
         self._of_chunks: dict[str, Tensor] = {}
-        self.known: Literal["own_row", "all_rows"] = "all_rows"
-        if _declared(function, "token_level", False):
-            self.known = "own_row"
+        self.row_by_row = _declared(function, "token_level", False)
 
     @cached_property
     def has_entropy_gradient(self) -> bool:
@@ -218,14 +216,12 @@ class CustomLoss:
     def one_coefficient(self) -> bool:
         return not self.has_entropy_gradient
 
-    def coefficients_at(
-        self, index: Tensor, logps: Tensor, entropies: Tensor | None, topk_logps: Tensor | None
-    ) -> Coefficients:
+    def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
         """Compute the coefficients of the tokens at `index` (m,) from these tokens alone."""
         chosen = index if self._chosen is None else self._chosen[index]
         some = CustomLoss(self.function, self.tokens.at(index), self.of_config.at(index), chosen)
-        coefficients = some.evaluate_logps(logps, cast(Tensor, entropies)).coefficients
-        if logps.device.type == "cpu":  # elsewhere, `_check_chunks` would wait for the device
+        coefficients = some.evaluate_logps(stats.logps, cast(Tensor, stats.entropies)).coefficients
+        if index.device.type == "cpu":  # elsewhere, `_check_chunks` would wait for the device
             coefficients.put(index, self._of_chunks, len(self.tokens))
         return coefficients
 
@@ -292,7 +288,7 @@ class CustomLoss:
 
         The latter belong to the config's own loss; None if the function does not read that loss.
         """
-        layout, tokens, couples = self.tokens.layout, self.tokens, self.known == "all_rows"
+        layout, tokens, couples = self.tokens.layout, self.tokens, not self.row_by_row
 
         def shaped(x: Tensor) -> Tensor:  # a copy: the function may write into it
             return layout.dense(x) if couples else x.clone()

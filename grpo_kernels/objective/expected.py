@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import Coefficients, FusedLoss
+from grpo_kernels.backends import Coefficients, FusedLoss, RowStats
 from grpo_kernels.base.checks import check_tensor, hints_names
 from grpo_kernels.base.tensors import take
 from grpo_kernels.objective.config import LossConfig
@@ -63,10 +63,10 @@ def expectation_of(row_loss: PolicyLoss | CustomLoss, tokens: Tokens) -> Expecta
     def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Coefficients:
         logps = logps.to(dtype)
         entropies = logps if entropies is None else entropies.to(dtype)
-        return row_loss.coefficients_at(row[index], logps, entropies, None)
+        return row_loss.coefficients_at(row[index], RowStats(logps, logps, logps, entropies))
 
     return Expectation(
-        None if row_loss.known == "all_rows" else coefficients,
+        None if not row_loss.row_by_row else coefficients,
         live=layout.scatter(live),
         has_entropy_gradient=row_loss.has_entropy_gradient,
     )
@@ -104,15 +104,11 @@ class ExpectedGradient:
             compute = lambda index, *_: take(known_coefficients, index)  # noqa: E731
         self.compute, self.live, self.one_coefficient = compute, live, one_coefficient
         self.known_coefficients = known_coefficients
-        self.known: Literal["own_row", "all_rows", "backward"] = "own_row"
-        if compute is None:
-            self.known = "backward" if live is None else "all_rows"
+        self.row_by_row = compute is not None
 
-    def coefficients_at(
-        self, index: Tensor, logps: Tensor, entropies: Tensor | None, topk_logps: Tensor | None
-    ) -> Coefficients:
+    def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
         assert self.compute is not None
-        return self.compute(index, logps, entropies)
+        return self.compute(index, stats.logps, stats.entropies)
 
     def fused_loss(self) -> FusedLoss | None:
         """The gradient of divergences from a second head, as a loss."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -76,11 +77,14 @@ def loss_metrics(
     pairs["rows/gradient"] = (gradient_count.to(entropies.dtype), number(n))
     ratio = tokens.unexpanded_sampling_ratio
     per_sequence = tokens.sampling_ratio_per_sequence is not None
-    difference = None if inputs is None else inputs.sampling_difference
+    difference = None
+    if inputs is not None and config.corrects_sampling:
+        old = logps if tokens.old_per_token_logps is None else tokens.old_per_token_logps
+        difference = old - cast(Tensor, tokens.sampling_per_token_logps)
     if inputs is not None and inputs.kl is not None:
         over_tokens("kl", inputs.kl)
-    if inputs is not None and inputs.importance_sampling_ratio is not None:
-        ratio = inputs.importance_sampling_ratio
+    if inputs is not None and inputs.sampling_ratio is not None:
+        ratio = inputs.sampling_ratio
     if difference is not None:
         per_sequence = sampling_ratio_is_per_sequence(config)
     if ratio is not None:

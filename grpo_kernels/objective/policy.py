@@ -57,7 +57,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -88,8 +88,7 @@ class MetricInputs:
     kl: Tensor | None = None
     of_loss_type: dict[str, Tensor] = field(default_factory=dict)  # `LossType.more_metrics`
     off_policy_mask: Tensor | None = None  # bool: not dropped by the off-policy mask
-    importance_sampling_ratio: Tensor | None = None  # (n,), or (B,) if it is one per sequence
-    sampling_difference: Tensor | None = None  # old - sampling logp, if the ratio comes from it
+    sampling_ratio: Tensor | None = None  # (n,), or (B,) if it is one per sequence
 
 
 @dataclass(frozen=True)
@@ -154,8 +153,7 @@ class PolicyLoss:
         is_centered: True with a sampler's K most likely ids (score centering).
         lacks_sampling_ratio: True if the importance sampling ratio must be computed from this
             call's log-probabilities.
-        known: when a token's gradient is known: with the token's own numbers, or before
-            (``"own_row"``), or only with other tokens' numbers (``"all_rows"``).
+        row_by_row: True if a token's gradient is known with the token's own numbers, or before.
         has_entropy_gradient: True if the loss depends on the entropies.
         averaged_over: see `LossType.averaged_over`.
     """
@@ -190,17 +188,17 @@ class PolicyLoss:
         self.has_entropy_gradient = config.entropy_coef != 0.0
 
     @cached_property
-    def known(self) -> Literal["own_row", "all_rows"]:
+    def row_by_row(self) -> bool:
         config, sampled = self.config, self.tokens.sampling_per_token_logps is not None
         compares = masks_off_policy(config) and (sampled or not self.on_policy)
         if config.top_entropy_quantile < 1.0 or compares:
-            return "all_rows"
+            return False
         couples = self.ratio_couples_tokens
         if self.on_policy:
             reads_sequence = config.vllm_importance_sampling_mode.startswith("sequence_")
             couples = config.corrects_sampling and (reads_sequence or couples)
             couples |= self.corrects_kl and config.importance_sampling_level == "sequence"
-        return "all_rows" if couples else "own_row"
+        return not couples
 
     @cached_property
     def _at_ratio_one(self) -> Evaluation:
@@ -227,7 +225,7 @@ class PolicyLoss:
         config, tokens = self.config, self.tokens
         if config.beta != 0.0 or self.has_entropy_gradient:
             return None
-        reads_logps = self.known == "all_rows" or self.is_centered or config.corrects_sampling
+        reads_logps = not self.row_by_row or self.is_centered or config.corrects_sampling
         if self.on_policy and not reads_logps:
             return self._at_ratio_one.d_logp != 0
         live = tokens.advantages != 0
@@ -240,13 +238,12 @@ class PolicyLoss:
             live = layout.sequence_sum(live.to(tokens.advantages))[layout.sequence] > 0
         return live
 
-    def coefficients_at(
-        self, index: Tensor, logps: Tensor, entropies: Tensor | None, topk_logps: Tensor | None
-    ) -> Coefficients:
+    def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
         """Compute the coefficients at `index` (m,) from these tokens' numbers alone.
 
         Only valid if tokens are not coupled.
         """
+        logps, topk_logps = stats.logps, stats.extras.get(TOPK_LOGPS)
         if self.on_policy and not self.lacks_sampling_ratio:
             d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one.d_logp[index])
             if self.config.estimates_kl:
@@ -280,7 +277,7 @@ class PolicyLoss:
 
     def fused_loss(self) -> FusedLoss | None:
         """The loss in a row kernel's form; None if tokens are coupled or lack their ratio."""
-        if self.known == "all_rows" or self.lacks_sampling_ratio or self.is_centered:
+        if not self.row_by_row or self.lacks_sampling_ratio or self.is_centered:
             return None
         config, tokens = self.config, self.tokens
         shared = FusedLoss(
@@ -314,13 +311,11 @@ class PolicyLoss:
             )
         # a row kernel has computed `fused_loss`; no mask depends on entropies
         loss_without_entropy = terms["loss"].sum()
-        ratio, difference = self._sampling_terms(None)
         metric_inputs = MetricInputs(
             log_ratio=terms["log_ratio"],
             token_log_ratio=terms["log_ratio"],
             kl=terms.get("kl"),
-            importance_sampling_ratio=ratio,
-            sampling_difference=difference,
+            sampling_ratio=self.tokens.unexpanded_sampling_ratio,
         )
         if self.on_policy:
             at_one = self._at_ratio_one
@@ -389,7 +384,7 @@ class PolicyLoss:
         Raises:
             ValueError: tokens are coupled, and `alone` says that these may be only some of them.
         """
-        if alone and (self.known == "all_rows" or self.ratio_couples_tokens):
+        if alone and (not self.row_by_row or self.ratio_couples_tokens):
             raise ValueError(
                 "tokens.loss: expected a loss of each token alone in a token_level objective, got "
                 f"{self.config}, whose tokens depend on each other: do not declare it token_level"
@@ -462,28 +457,15 @@ class PolicyLoss:
             a = a + kl_a
         if kl is not None:
             loss = loss + config.beta * kl
-        ratio, difference = self._sampling_terms(logps)
         metric_inputs = MetricInputs(
             log_ratio=log_ratio.value,
             token_log_ratio=token_log_ratio,
             kl=kl,
             of_loss_type=loss_type.more_metrics(argument, advantages, config),
             off_policy_mask=off_policy_mask,
-            importance_sampling_ratio=ratio,
-            sampling_difference=difference,
+            sampling_ratio=tokens.unexpanded_sampling_ratio,
         )
         return loss, a, metric_inputs
-
-    def _sampling_terms(self, logps: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The importance sampling ratio; and old - sampling logps, if the ratio comes from them.
-
-        The difference may contain NaN.
-        """
-        tokens = self.tokens
-        if not self.config.corrects_sampling:
-            return tokens.unexpanded_sampling_ratio, None
-        old: Any = logps if tokens.old_per_token_logps is None else tokens.old_per_token_logps
-        return tokens.unexpanded_sampling_ratio, old - tokens.sampling_per_token_logps
 
     def _gate(self, off_policy_mask: Tensor | None, entropy_mask: Tensor | None) -> Tensor | None:
         """The factor (n,) on the policy term; None if it is 1 everywhere.

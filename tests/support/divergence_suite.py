@@ -75,7 +75,7 @@ class DivergenceSuite:
         if self.dtype == torch.float64:
             two = in_double(two[0]), in_double(two[1])
         ids = torch.zeros(len(raw), dtype=torch.int64, device=self.device) if ids is None else ids
-        pair = Chunk(raw, ids, two[0], 0, Chunk(other, ids, two[1]), beta)
+        pair = Chunk(raw, ids, two[0], Chunk(other, ids, two[1]), beta)
         return prepared(self.kernels, pair)
 
     def stats(self, chunk: Chunk) -> RowStats:
@@ -262,7 +262,7 @@ class DivergenceSuite:
         parts = []
         for start, stop in ((0, 1), (1, 100), (100, self.wide)):
             chunk = self.chunk(raw[:, start:stop], other[:, start:stop], beta, ids)
-            parts.append(replace(chunk, first_id=start))
+            parts.append(replace(chunk, ids=chunk.ids - start))
         found = [self.kernels.diverge(part, stats, reference) for part in parts]
         for i, want in enumerate(known[:2]):
             total = torch.stack([x[i] for x in found]).sum(0)

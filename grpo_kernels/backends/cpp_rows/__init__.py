@@ -101,7 +101,6 @@ class CppRows(FusedRowBackend):
             None if d_entropy is None else d_entropy.contiguous(),
             None if d_divergence is None else d_divergence.contiguous(),
             *((None,) * 3 if divergence is None else divergence[1:]),
-            chunk.first_id,
             out=out,
         )  # fmt: skip
 

@@ -60,7 +60,6 @@ def launch_grad(
     grad_kernel[grid](
         **chunk_arguments(chunk),
         **with_reference,
-        first_id=chunk.first_id,
         # statistics and coefficients
         logps_ptr=stats.logps, max_logit_ptr=stats.max_logit, log_sum_ptr=stats.log_sum,
         entropies_ptr=None if d_entropy is None else stats.entropies,
@@ -72,14 +71,14 @@ def launch_grad(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n", "first_id"], do_not_specialize_on_alignment=PER_ROW)
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=PER_ROW)
 def grad_kernel(
     # data: (n, V), (n, V), (n,)
     logits_ptr, out_ptr, ids_ptr,
     # statistics and coefficients: (n,)
     logps_ptr, max_logit_ptr, log_sum_ptr, entropies_ptr, d_logp_ptr, d_entropy_ptr,
     # shapes and strides
-    n, V, first_id, stride_n, stride_out_n,
+    n, V, stride_n, stride_out_n,
     # the transform: (V,), (n,), numbers
     bias_ptr, inv_t_ptr, inner, outer, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     # the tile
@@ -102,7 +101,7 @@ def grad_kernel(
     source = (row_ptrs, bias_ptr, inner, outer)
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
 
-    target = tl.load(ids_ptr + rows) - first_id
+    target = tl.load(ids_ptr + rows)
     is_here = is_row & (target >= first) & (target < last)
     has_target = tl.max(is_here.to(tl.int32), axis=0) > 0
     x_target = tl.zeros((BLOCK_N, 1), tl.float32)

@@ -231,7 +231,7 @@ def test_rows_are_refused(message: str, given: dict[str, Any]) -> None:
 
 
 def two_heads(logits: Tensor = RAW, beta: float = 0.5, **transform: Any) -> Chunk:
-    return Chunk(RAW, IDS, PLAIN, 0, Chunk(logits, IDS, LogitTransform(**transform)), beta)
+    return Chunk(RAW, IDS, PLAIN, Chunk(logits, IDS, LogitTransform(**transform)), beta)
 
 
 @pytest.mark.parametrize(("message", "given"), REFERENCES, ids=[x[0][10:30] for x in REFERENCES])
