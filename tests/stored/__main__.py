@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from tests.support.row_cases import same
+from tests.support.on_device import same_bits
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -68,19 +68,12 @@ def read(path: Path) -> tuple[str, Stored]:
     return found["torch"], found["cases"]
 
 
-def alike(old: Any, new: Any) -> bool:
-    """True if two results are the same text, or have the same bits; NaN equals NaN."""
-    if isinstance(old, str) or isinstance(new, str):
-        return type(old) is type(new) and old == new
-    return same(old, new)
-
-
 def compare(old: Stored, new: Stored) -> tuple[int, list[str]]:
     """Count the cases that are equal, and describe those that are off."""
     off = []
     for case in {**old, **new}:
         before, after = old.get(case, {}), new.get(case, {})
-        names = [x for x in {**before, **after} if not alike(before.get(x, ""), after.get(x, ""))]
+        names = [x for x in {**before, **after} if not same_bits(before.get(x), after.get(x))]
         if names:
             off.append(f"{case}: {', '.join(names)}; raises {after.get('raises', 'nothing')}")
     return len({**old, **new}) - len(off), off

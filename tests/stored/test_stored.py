@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.stored.__main__ import FILES, alike, check, compare, read
+from tests.stored.__main__ import FILES, check, compare, read
+from tests.support.on_device import same_bits
 
 
 @pytest.mark.slow
@@ -27,7 +28,7 @@ def test_one_bit_is_seen() -> None:
 
 def test_what_differs_in_kind_is_off() -> None:
     x = torch.tensor([1.0, torch.nan, 0.0])
-    assert alike(x, x.clone())
-    minus_zero = torch.tensor([1.0, torch.nan, -0.0])
-    for other in (minus_zero, x.double(), x[:2], torch.tensor([1.0, torch.inf, 0.0]), "text"):
-        assert not alike(x, other)
+    assert same_bits((x, None, "text"), (x.clone(), None, "text"))
+    minus_zero, infinite = torch.tensor([1.0, torch.nan, -0.0]), torch.tensor([1.0, torch.inf, 0.0])
+    for other in (minus_zero, x.double(), x[:2], infinite, "text", None):
+        assert not same_bits(x, other) and not same_bits(other, x)

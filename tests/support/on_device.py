@@ -72,9 +72,14 @@ def relative(got: Tensor | None, want: Tensor) -> float:
 
 
 def same_bits(one: Any, other: Any) -> bool:
-    """True if all tensors of two results are equal bit for bit; NaN equals NaN."""
-    pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
-    return all(same(x.detach(), y.detach()) for x, y in pairs if isinstance(x, Tensor))
+    """True if two results have the same tensors, bit for bit, and are equal in all else; NaN equals
+    NaN, and None only None."""
+    return all(
+        same(x.detach(), y.detach())
+        if isinstance(x, Tensor) and isinstance(y, Tensor)
+        else type(x) is type(y) and x == y
+        for x, y in zip(tree_leaves(one), tree_leaves(other), strict=True)
+    )
 
 
 def copy_of(result: Any) -> Any:
