@@ -53,7 +53,9 @@ def settings(case: Case) -> SimpleNamespace:
 
 
 def filled(**options: Any) -> SimpleNamespace:
-    """These options and the defaults of all others."""
+    """These options, which must have known names, and the defaults of all others."""
+    unknown = [x for x in options if x not in DEFAULTS and not x.startswith("vllm_")]
+    assert not unknown, f"no such options: {unknown}"
     o = SimpleNamespace(**{**DEFAULTS, **options})
     o.epsilon_high = o.epsilon if o.epsilon_high is None else o.epsilon_high
     return o
