@@ -79,8 +79,10 @@ def compare(old: Stored, new: Stored) -> tuple[int, list[str]]:
     return len({**old, **new}) - len(off), off
 
 
-def check(library: Path = ROOT, groups: list[str] | None = None) -> tuple[list[str], list[str]]:
-    """Compute and compare; return what was found, and what is off."""
+def check(
+    library: Path = ROOT, groups: list[str] | None = None
+) -> tuple[int, list[str], list[str]]:
+    """Compute and compare; return how many cases are equal, what was found, and what is off."""
     equal, off, notes = 0, [], []
     with tempfile.TemporaryDirectory() as folder:
         for kind, path in FILES.items():
@@ -97,7 +99,7 @@ def check(library: Path = ROOT, groups: list[str] | None = None) -> tuple[list[s
                 old = {case: x for case, x in old.items() if case.split("/")[0] in groups}
             found, wrong = compare(old, new)
             equal, off = equal + found, off + wrong
-    return [f"{equal} equal by bits, {len(off)} off", *notes], off
+    return equal, [f"{equal} equal by bits, {len(off)} off", *notes], off
 
 
 def main() -> None:
@@ -115,9 +117,9 @@ def main() -> None:
             size = path.stat().st_size / 2**20
             print(f"wrote {path.relative_to(ROOT)}: {len(read(path)[1])} cases, {size:.2f} MiB")
         return
-    found, off = check(library, arguments.groups)
+    equal, found, off = check(library, arguments.groups)
     print("\n".join([*off[:40], *([f"... {len(off) - 40} more"] if off[40:] else []), "", *found]))
-    sys.exit(bool(off))
+    sys.exit(bool(off) or not equal)
 
 
 if __name__ == "__main__":

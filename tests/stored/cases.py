@@ -10,7 +10,7 @@ import io
 import lzma
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -23,17 +23,17 @@ import torch
 from grpo_kernels import LossConfig, LossOutput, grpo_loss, presets
 from grpo_kernels.typing import Extra
 from tests.support.case_builder import Case
-from tests.support.cases import random_case, random_scores
+from tests.support.cases import Draw, random_case, random_scores
 from tests.support.flat import flat
 from tests.support.reference import LEAVES
 from tests.support.run_case import (
     WHOLE,
     allowed_engines,
-    arguments,
     config_of,
     engines_of,
     gradients_of,
     leaves_of,
+    loss_arguments,
     packed,
     run,
     scores,
@@ -47,9 +47,15 @@ Results = dict[str, Any]  # name -> tensor or text
 Made = Callable[[], Results]
 
 
+def turn(choices: Sequence[Any], seed: int) -> Any:
+    """One of `choices`, in turn: of backends by the seed, of engines by seed // 2 and of sizes by
+    seed // 6 and // 18, so that no two go in step."""
+    return choices[seed % len(choices)]
+
+
 def small(make: Callable[..., Case], seed: int) -> Case:
     """Random case number `seed` at a small size, its numbers on a grid."""
-    case = make(seed, b=3, t=4, h=(3, 5, 8)[seed % 3], v=(7, 19, 33)[seed // 3 % 3])
+    case = make(seed, b=3, t=4, h=turn((3, 5, 8), seed // 6), v=turn((7, 19, 33), seed // 18))
     on_grid = {}
     for name, x in case.tensors().items():
         if x.is_floating_point():
@@ -62,37 +68,49 @@ def of_loss(out: LossOutput, grads: dict[str, Any]) -> Results:
     found = {name: getattr(out, name) for name in ("loss", "logps", "entropies")}
     found |= {f"metric {name}": x for name, x in out.metrics.items()}
     found |= {f"count {name}": x for name, (_, x) in out.metrics.pairs.items()}
-    return found | {f"d_{name}": x for name, x in grads.items()} | {"engine": out.engine}
+    found |= {"engine": out.engine, "backend": out.backend}
+    return found | {f"d_{name}": x for name, x in grads.items()}
 
 
-def loss_case(case: Case, seed: int, backend: str, engines: set[str] | None = None) -> Results:
-    """By one of the `engines`, in turn; None: by one of all that are exact for the case."""
-    allowed = sorted({"auto", *(allowed_engines(case) if engines is None else engines)})
-    return of_loss(*run(case, allowed[seed % len(allowed)], backend=backend))
+def engine_of(case: Case, seed: int) -> str:
+    """One of those that are exact for the case's loss, in turn."""
+    return turn(sorted({"auto", *allowed_engines(case)}), seed // 2)
+
+
+def loss_case(case: Case, seed: int, backend: str) -> Results:
+    return of_loss(*run(case, engine_of(case, seed), backend=backend))
+
+
+def sampler_case(case: Case, seed: int, backend: str) -> Results:
+    """The ratio to the sampler is known after a pass over the vocabulary."""
+    return of_loss(*run(case, turn(("auto", "lean", "two_pass"), seed // 2), backend=backend))
 
 
 def packed_case(case: Case, seed: int, backend: str) -> Results:
-    given = arguments(case)
-    out = flat(grpo_loss)(**packed(case, given)[0], config=config_of(case), backend=backend)
+    leaves, chosen = leaves_of(case), {"engine": engine_of(case, seed), "backend": backend}
+    chosen["workspace_bytes"] = case.workspace_bytes
+    given = packed(case, loss_arguments(case, leaves))[0]
+    out = flat(grpo_loss)(**given, config=config_of(case), **chosen)
     if out.loss.requires_grad:
         out.loss.backward()
-    return of_loss(out, {x: given[x].grad for x in ("hidden", "weight")})
+    return of_loss(out, gradients_of(leaves))
 
 
 def scores_case(case: Case, seed: int, backend: str, **more: Any) -> Results:
-    engines, leaves, up = engines_of(case), leaves_of(case), upstream_of(case)
-    found = scores(case, leaves, engines[seed % len(engines)], WHOLE, backend=backend, **more).given
+    engine, leaves, up = turn(engines_of(case), seed // 2), leaves_of(case), upstream_of(case)
+    found = scores(case, leaves, engine, WHOLE, backend=backend, **more).given
     up["divergence"] = up.pop("divergences")
     sent = [x for x in found if found[x].requires_grad]
     if sent:
         torch.autograd.backward([found[x] for x in sent], [up[x] for x in sent])
+    found |= {"engine": engine, "backend": backend}
     return found | {f"d_{name}": x for name, x in gradients_of(leaves).items()}
 
 
 def extras_case(case: Case, seed: int, backend: str) -> Results:
     """Extras, or what is expected: rightly, wrongly, or of the log-probabilities alone."""
     a, b = (upstream_of(case)[x].nan_to_num(0.0) for x in ("logps", "entropies"))
-    expected = (None, a, (a, b), b)[seed // 2 % 4]
+    expected = turn((None, a, (a, b), b), seed // 2)
     more = {"extras": get_args(Extra)} if expected is None else {"expected": expected}
     return scores_case(case, 0, backend, **more)
 
@@ -101,15 +119,15 @@ def corrected(case: Case, seed: int) -> Case:
     """With the ratio to the sampler made inside of the loss; it could not score the first token."""
     sampling = case.sampling_per_token_logps.clone()
     sampling[0, 0] = torch.nan
-    config = {f"{PREFIX}correction": True, f"{PREFIX}mode": MODES[seed % 5], **BOUNDS}
+    config = {f"{PREFIX}correction": True, f"{PREFIX}mode": turn(MODES, seed), **BOUNDS}
     changes = {"importance_sampling_ratio": None, "sampling_per_token_logps": sampling}
     return case.but(config=config, **changes)
 
 
 def mixed(case: Case, seed: int) -> Case:
     """Each leaf with a dtype of its own."""
-    leaves = {x: getattr(case, x) for x in LEAVES if getattr(case, x) is not None}
-    return case.but(**{x: y.to(SOME[seed >> i & 1]) for i, (x, y) in enumerate(leaves.items())})
+    draw, leaves = Draw(f"dtypes {seed}"), {x: getattr(case, x) for x in LEAVES}
+    return case.but(**{x: y.to(draw.choice(SOME)) for x, y in leaves.items() if y is not None})
 
 
 def is_whole(case: Case) -> bool:
@@ -142,7 +160,7 @@ def numbered(
 
     def made(seed: int, case: Case) -> Results:
         with around():
-            return compute(change(case, seed), seed, backends[seed % len(backends)])
+            return compute(change(case, seed), seed, turn(backends, seed))
 
     every = ((seed, small(make, seed)) for seed in count())
     for seed, case in islice((x for x in every if fits(x[1])), number):
@@ -164,7 +182,6 @@ def groups() -> dict[str, Iterator[tuple[Any, Made]]]:
     losses = partial(numbered, make=random_case, compute=loss_case)
     scored = partial(numbered, make=random_scores, compute=scores_case)
     autocast = partial(torch.autocast, "cpu", torch.bfloat16)
-    by_sampler = partial(loss_case, engines={"two_pass", "lean"})
     interpreted = {"fits": is_single, "backends": ("triton",)}
     if "TRITON_INTERPRET" in os.environ:
         return {"loss": losses(38, **interpreted), "scores": scored(32, **interpreted)}
@@ -172,7 +189,7 @@ def groups() -> dict[str, Iterator[tuple[Any, Made]]]:
         "presets": of_configs(),
         "loss": losses(1000),
         "packed": losses(120, compute=packed_case, fits=can_pack),
-        "sampler": losses(100, compute=by_sampler, fits=is_sampled, change=corrected),
+        "sampler": losses(100, compute=sampler_case, fits=is_sampled, change=corrected),
         "no-grad": losses(40, around=torch.no_grad),
         "mixed": losses(60, fits=is_single, change=mixed),
         "autocast": losses(40, around=autocast),
