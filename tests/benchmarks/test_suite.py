@@ -3,6 +3,7 @@ and its page."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
@@ -21,6 +22,7 @@ from benchmarks import __main__ as command
 from benchmarks.cases import (
     HEADS,
     WORKLOADS,
+    Absence,
     BenchCase,
     Inputs,
     case,
@@ -180,6 +182,64 @@ def test_the_numbers_of_the_documentation_are_those_of_the_page(title: str) -> N
     section = text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\|[^|]*\|(.*)\|$", section, re.MULTILINE)
     assert len(rows) > 3 and set().union(*map(numbers, rows)) <= page
+
+
+# Every peer on small cases: a right result, or the reason why there is none
+
+CASES = {
+    "fp32": PLAIN,
+    "bf16": replace(PLAIN, dtype="bfloat16"),
+    "soft-cap": replace(PLAIN, softcap=5.0),
+    "padding": replace(PLAIN, padding=0.5),
+    "frozen, padding": replace(PLAIN, frozen=True, padding=0.5),
+    "score": replace(PLAIN, score=True),
+    "score, padding": replace(PLAIN, score=True, padding=0.5, part="accuracy"),
+    "top entropy, padding": replace(PLAIN, top_entropy=0.5, padding=0.5, frozen=True),
+    "fp32 weight, autocast": replace(
+        PLAIN, dtype="bfloat16", weight_dtype="float32", autocast=True
+    ),
+    "off-policy sequences": replace(PLAIN, drift=0.25, sequence=True, beta=0.04),
+}
+OF_LIGER = {"soft-cap": "no soft-cap", "fp32 weight, autocast": "one dtype"}
+# peer -> its package, and the cases that it does not do, with the reason
+PEERS: dict[str, tuple[str, dict[str, str]]] = {
+    "linear_ce": ("torch", {"soft-cap": "no soft-cap", "top entropy, padding": "gives no entropy"}),
+    "unsloth": ("unsloth_zoo", {}),
+    "cce": ("cut_cross_entropy", dict.fromkeys(CASES, "serve GPUs only")),
+    "liger_ce": ("liger_kernel", OF_LIGER),
+    "liger_torch": ("liger_kernel", OF_LIGER),
+    "verl_torch": ("verl", OF_LIGER),
+}
+# asked before any runs: an adapter may put a module without a specification in its package's place
+ABSENT = {package for package, _ in PEERS.values() if importlib.util.find_spec(package) is None}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("peer", PEERS)
+def test_a_peer_is_right_or_lacks_the_case(peer: str, case: str) -> None:
+    (package, lacks), inputs = PEERS[peer], make_inputs(CASES[case], CPU)
+    reason = package if package in ABSENT else lacks.get(case)
+    if reason is not None:
+        with pytest.raises(Absence, match=reason):
+            step(build(peer, inputs))
+        return
+    outcome = step(build(peer, inputs))
+    off = errors(outcome, inputs, reference(inputs))
+    assert is_right(off, inputs.case), off
+    if peer in ("linear_ce", "unsloth"):  # less work than theirs who give entropies: it shows
+        assert ("no entropy" in outcome.note) == (outcome.entropies is None)
+    else:
+        assert outcome.note and (outcome.entropies is not None or not inputs.case.wants_entropy)
+
+
+@pytest.mark.slow  # compiles
+def test_compiled() -> None:
+    inputs = make_inputs(replace(PLAIN, softcap=5.0, padding=0.5, top_entropy=0.5), CPU)
+    with torch._dynamo.config.patch(recompile_limit=8):  # which the adapter raises
+        compiled = build("compiled", inputs)
+        for _ in range(2):  # compiles, and takes what it compiled
+            inputs.clear_gradients()
+            assert is_right(errors(step(compiled), inputs, reference(inputs)), inputs.case)
 
 
 RESTRICTED = {"unsloth_zoo", "cut-cross-entropy"}  # distributions
