@@ -225,6 +225,14 @@ def test_dtensor() -> None:
             refuse("loss", argument, given, ValueError, "DTensor")
 
 
+@pytest.mark.parametrize("engine", ["score", "one_pass", "frozen"])
+def test_engine_that_cannot_score_with_a_gradient(engine: str) -> None:
+    given = {**valid("logprob"), "expected": None, "engine": engine}
+    with pytest.raises(ValueError, match=f"^engine: .*{engine}.* needs "):
+        CALLS["logprob"](**given)
+    assert all(x.grad is None for x in tensors(given).values() if x.is_leaf)
+
+
 OBJECTIVES = {
     "a scalar": lambda tokens: tokens.logps.sum(),
     "None": lambda tokens: None,
