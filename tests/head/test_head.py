@@ -24,8 +24,10 @@ from grpo_kernels import (
     linear_logps,
     topk_divergence,
 )
+from grpo_kernels.typing import BackendName, EngineName
 from tests.support.measure import count_flops
 
+BF16, FP16 = torch.bfloat16, torch.float16
 B, T, H, V = 3, 5, 8, 19
 IDS = torch.arange(B * T).view(B, T) * 7 % V
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 1, 0], [0, 0, 0, 0, 0]])
@@ -286,27 +288,33 @@ def test_wrong_constants_are_refused_where_it_is_made() -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpp"])
-def test_a_16_bit_adapter_rounds_its_own_first_product_alone(backend: str) -> None:
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
+@pytest.mark.parametrize(
+    ("base", "dtype"), [(BF16, BF16), (FP16, FP16), (FP16, torch.float32)], ids=str
+)
+def test_an_adapter_of_a_16_bit_head_rounds_its_own_first_product_alone(
+    base: torch.dtype, dtype: torch.dtype, engine: EngineName, backend: BackendName
+) -> None:
     """With what that product rounds in the truth, too, the log-probabilities are those of fp32;
     gradients are those of the merged head."""
     n, width, vocab, rank, scaling = 12, 16, 50, 3, 0.6
     g = torch.Generator().manual_seed(3)
     shapes = (1, n, width), (vocab, width)
-    hidden, weight = (torch.randn(shape, generator=g).bfloat16() for shape in shapes)
+    hidden, weight = (torch.randn(shape, generator=g).to(base) for shape in shapes)
     shapes = (rank, width), (vocab, rank)
-    a, b = ((torch.randn(x, generator=g) * 0.4).bfloat16().requires_grad_() for x in shapes)
+    a, b = ((torch.randn(x, generator=g) * 0.4).to(dtype).requires_grad_() for x in shapes)
     hidden, ids = hidden.requires_grad_(), torch.randint(vocab, (1, n), generator=g)
     head, advantages = Head(weight, lora=LoRA(a, b, scaling)), torch.ones(1, n)
 
     with torch.no_grad():  # what the adapter's own first product rounds is not the head's affair
-        u = scaling * (hidden @ a.T)
+        u = scaling * (hidden.to(dtype) @ a.T)
         logits = hidden.double() @ weight.double().T + u.double() @ b.double().T
         want = torch.log_softmax(logits, -1).gather(2, ids[..., None])[..., 0]
         found = linear_logps(hidden, head, ids, run=Run(backend=backend))
     torch.testing.assert_close(found.logps.double(), want, rtol=0, atol=3e-6)
 
     given, old = (hidden, head, ids, None, advantages), want.float()
-    out = grpo_loss(*given, old_per_token_logps=old, run=Run(backend=backend))
+    out = grpo_loss(*given, old_per_token_logps=old, run=Run(engine, backend))
     out.loss.backward()
     leaves = [x.detach().double().requires_grad_() for x in (hidden, a, b)]
     logits = leaves[0] @ (weight.double() + scaling * leaves[2] @ leaves[1]).T

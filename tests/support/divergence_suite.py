@@ -118,7 +118,11 @@ class DivergenceSuite:
             allowed = bound + factors[2].abs()[:, None] * want.gradient_bound
             if "c" in names:
                 allowed += 4 * U * (of_others.abs() + want_all.abs())
-            check(f"{name}: d raw", self.grad(chunk, stats, *factors), want_all, allowed)
+            found = self.grad(chunk, stats, *factors)
+            check(f"{name}: d raw", found, want_all, allowed)
+            over = replace(chunk, logits=chunk.logits.clone())
+            self.kernels.grad(over, stats, Coefficients(*factors), over.logits)
+            assert same(over.logits, found), f"{name}: in place"
 
     @pytest.mark.parametrize("rounded_to", [None, torch.bfloat16], ids=str)
     def test_values_and_gradients(self, beta: float, rounded_to: torch.dtype | None) -> None:
