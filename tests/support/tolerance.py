@@ -1,13 +1,21 @@
 """How far a result may lie from the float64 reference, per element and dtype.
 
-The reference runs again with the roundings that plain torch makes: the log-probabilities are off by
-e = 2 * 2^-22 * max_v(sum |h| |w| + |bias|) * scale / T + 2e-5 (float64: 2^-51 and 1e-12), the
-gradient of the logits is rounded to the input's dtype if that has 16 bits, and the loss is computed
-in float32. A gradient may be 1.5 times as far off as the furthest of these runs in its row, plus a
-unit in the last place of its dtype.
+The reference runs six times more, off by as much as rounding may, in six patterns of signs. With
+the eps of what the case is computed in (float32; float64 if hidden states or weight are):
 
-Where a discrete choice (top-entropy or off-policy mask) lies within the bounds, only logps and
-entropies are compared.
+- each log-probability of a row by 4 eps * max_v(sum |h| |w| + |bias|) * |scale| / T, with an
+  adapter's products in the sum, plus 2e-5 (float64: 1e-12; a tenth over a set or a teacher's list).
+  What 16 bits round between an adapter's products, or in logits of dtype "input", adds to it;
+- the gradient of the logits by half the eps of 16-bit hidden states, else by 8 eps, relatively;
+- advantages and importance ratios by 8 eps, relatively. The loss is evaluated in that dtype.
+
+Scores may be as far off as the furthest run, plus eps of themselves; a loss as the sum of its
+tokens, each as far off as its furthest run plus 8 eps of itself. A gradient may be 1.5 times as far
+off as the furthest run in its row, plus 4 eps of the row's largest number, plus an eps of its own
+dtype: of itself, or of the row's largest number if it is a sum of two.
+
+Where a discrete choice (top-entropy or off-policy mask) differs between the runs, or could, only
+logps and entropies are compared; of a loss that float32 cannot hold, only the sign.
 """
 
 from __future__ import annotations
