@@ -103,8 +103,8 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: loss(objective=lambda tokens: tokens.logps.sum(1)), ValueError,
      "objective: ... tokens.logps = (2, 5), got (2,); index ..., (B,)[tokens.sequence]"),
     *((lambda x=x: loss(beta=0.1, **{"ref_per_token_logps": LOGPS, **x}), ValueError,
-       "...: expected finite numbers where the mask counts, got -inf for 1 of 10 tokens; mask them")
-      for x in ({"old_per_token_logps": NEVER}, {"ref_per_token_logps": NEVER})),
+       "...: expected finite numbers where the mask counts, got ...inf for 1 of 10 tokens; mask")
+      for y in (NEVER, -NEVER) for x in ({"old_per_token_logps": y}, {"ref_per_token_logps": y})),
     (lambda: rewards.compute_rewards([len], ["a"]), TypeError,  # type: ignore[call-arg]
      "completions: expected by compute_rewards, got none"),
     (lambda: advantages.gae(LOGPS, torch.ones(2, 5), LOGPS / 3), ValueError,
