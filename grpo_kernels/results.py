@@ -232,14 +232,11 @@ class Scores(_Output):
         scores = completion_logps(model, input_ids, attention_mask, completion_mask)
         scores.logps, scores.entropies  # (B, T) each
 
-    ================================================= ============================================
-    call                                              results
-    ================================================= ============================================
-    `linear_logps`                                    logps, entropies, `extras`, topk_logps
-    `completion_logps`                                logps, entropies
-    `linear_divergence`, `causal_lm_divergence`       divergence, entropies, and logps of the ids
-    `topk_divergence`                                 divergence, student_mass
-    ================================================= ============================================
+    What each call returns::
+
+        linear_logps, completion_logps           logps, entropies; what linear_logps is asked for
+        linear_divergence, causal_lm_divergence  divergence, entropies, logps of the ids
+        topk_divergence                          divergence, student_mass
 
     Results that you did not request are None. All other results have the shape of the positions,
     are in fp32 (fp64 for fp64 inputs), and are 0 where masked.

@@ -123,6 +123,9 @@ class LossConfig:
         delta: upper bound of the unclipped ratio (two-sided clipping) in ``"grpo"``, ``"bnpo"``,
             ``"dr_grpo"``, ``"dapo"`` and ``"luspo"``. The other loss types ignore it, with a
             warning.
+
+        KL term:
+
         beta: weight of the KL term to the reference model; 0 turns it off.
         use_bias_correction_kl: multiply the KL estimate by the ratio. TRL does so by default; the
             GRPO paper does not. Therefore ``loss_type="grpo", beta=0.04`` is TRL's GRPO, and
@@ -132,6 +135,9 @@ class LossConfig:
         kl_estimator: *not in TRL*. With d = ref - logp, ``"k3"`` is exp(d) - d - 1 (as in TRL),
             ``"k2"`` is d^2 / 2, and ``"k1"`` is -d. ``"full"`` is the exact KL instead of an
             estimate: sum_v p_v log(p_v / q_v) over the vocabulary, with q from `reference`.
+
+        Temperature and entropy:
+
         temperature: divisor of the logits.
         top_entropy_quantile: share of the tokens that carry the policy term; these are the tokens
             with the highest entropy. 1 means all tokens; 0 keeps only the tokens that have the
@@ -139,6 +145,9 @@ class LossConfig:
         entropy_coef: weight of the entropy bonus, which is subtracted from the loss. The bonus is
             the mean entropy of the tokens that `top_entropy_quantile` keeps. As in TRL, the weight
             may be negative: the loss then lowers the entropy.
+
+        The sampler:
+
         off_policy_mask_threshold: the policy term drops a sequence's tokens with a negative
             advantage if the sequence's mean of (sampling logp - logp) is above this threshold.
             Without sampling log-probabilities, the mean of (old logp - logp) decides.
@@ -154,6 +163,9 @@ class LossConfig:
             in sequences whose geometric mean ratio is outside the bounds.
         vllm_importance_sampling_clip_max, vllm_importance_sampling_clip_min: bounds of this ratio;
             None means no bound.
+
+        Single loss types:
+
         max_completion_length: the most tokens that you generate in a completion, by which
             ``"dr_grpo"`` divides. Required for ``"dr_grpo"``, and not used otherwise. (TRL's
             default is 512, which is also its default for generation.)
