@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import grpo_kernels
 from grpo_kernels.__main__ import main
+from grpo_kernels.commands.scripts import PHASES
 from tests.support.ranks import run_script
 
 pytest.importorskip("trl")
@@ -135,7 +137,36 @@ def test_a_script_is_alike_and_writes_nothing(tmp_path: Path) -> None:
         "ALIKE: no difference exceeds the tolerance: 0.001 for logged numbers, 0.01 for parameters"
     )
     ours, theirs = (result["seconds"][name]["optimizer"] for name in ("fused", "stock"))
-    assert f"optimizer {theirs:28.3f}{ours:14.3f}{theirs / ours:8.2f}" in said
+    assert f"optimizer {theirs:28.3f}{ours:14.3f}\n" in said
+
+
+@pytest.mark.parametrize(("steps", "has_ratios"), [(1, False), (3, False), (4, True), (9, True)])
+def test_times_have_a_ratio_from_three_timed_steps_on(
+    steps: int,
+    has_ratios: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of runs of 2 and 1 seconds per step, which take no time here; the first step is a warm-up."""
+
+    def trained(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        variant, folder = command[3:5]
+        seconds = dict.fromkeys(PHASES, 0.0) | {"optimizer": 2.0 if variant == "stock" else 1.0}
+        parameters = {"relative": 0.0, "change": 1.0, "largest": 0.0, "in": "weight"}
+        written = {
+            "trainer": "GRPOTrainer", "device": "cpu", "is_16_bit": False, "noise_off": False,
+            "peak_mib": 1.0, "seconds": [seconds] * steps, "logs": [{"loss": 0.5}] * steps,
+            "parameters": parameters,
+        }  # fmt: skip
+        Path(folder, f"{variant}.json").write_text(json.dumps(written))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", trained)
+    assert main(["compare", "--steps", str(steps), __file__]) == 0
+    said = capsys.readouterr().out
+    assert f"optimizer {2.0:28.3f}{1.0:14.3f}{'    2.00' if has_ratios else ''}\n" in said
+    assert said.count("ratio\n") == has_ratios
+    assert ("For ratios of times, run at least 4 steps (--steps)." in said) is not has_ratios
 
 
 @pytest.mark.slow

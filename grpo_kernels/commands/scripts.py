@@ -55,8 +55,10 @@ RESTRICTED = {  # trainer arguments: log every step, no files, no trackers
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 5e-2
 # Differences are divided by the stock value, or by a floor if the value is smaller. A loss sums
 # terms of size |advantage| (times |logp| for cispo and vespo) that nearly cancel. So the size of
-# the sum is no measure of its rounding error.
+# the sum does not measure its rounding error.
 LOSS_FLOOR, METRIC_FLOOR = 1.0, 1e-2
+# Fewer timed steps than this are too noisy for a ratio of times.
+TIMED_STEPS = 3
 # Parameters may differ by this times the tolerance: Adam turns rounding errors of tiny gradients
 # into full steps.
 OF_PARAMETERS = 10
@@ -291,7 +293,7 @@ def _watched_run() -> None:
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``python -m grpo_kernels compare``."""
     add = parser.add_argument
-    add("--steps", type=whole_number, default=3, help="optimizer steps; default: 3")
+    add("--steps", type=whole_number, default=4, help="optimizer steps; default: 4")
     about = f"{TOLERANCE:g}, or {TOLERANCE_16_BIT:g} with 16-bit weights or mixed precision"
     add("--tolerance", type=float, help=f"largest difference of a logged number; default: {about}")
     add("--json", type=Path, metavar="FILE", dest="save", help="write the result here, too")
@@ -387,14 +389,18 @@ def _seconds(run: dict[str, Any]) -> dict[str, float]:
 def _text(result: dict[str, Any]) -> str:
     stock, fused = (result["runs"][name] for name in (STOCK, FUSED))
     parameters, steps, rows = result["parameters"], len(stock["logs"]), ""
+    has_ratios = steps > TIMED_STEPS  # the first step is not timed
     for phase, theirs in result["seconds"][STOCK].items():
         ours = result["seconds"][FUSED][phase]
         if theirs and ours:
-            rows += f"{phase:<24}{theirs:>14.3f}{ours:>14.3f}{theirs / ours:8.2f}\n"
+            ratio = f"{theirs / ours:8.2f}" if has_ratios else ""
+            rows += f"{phase:<24}{theirs:>14.3f}{ours:>14.3f}{ratio}\n"
     peak = f"peak of the {'GPU' if stock['device'].startswith('cuda') else 'process'}, MiB"
     rows += f"{peak:<24}{stock['peak_mib']:>14,.0f}{fused['peak_mib']:>14,.0f}\n"
     if steps > 1:
         rows += "The first step is a warm-up and not included in the seconds.\n"
+    if not has_ratios:
+        rows += f"For ratios of times, run at least {TIMED_STEPS + 1} steps (--steps).\n"
     metrics = sorted(result["metrics"].items(), key=lambda x: -x[1]["difference"])
     lines = [
         f"  {x['difference']:.1e}  {name}, in step {x['step']}\n"
@@ -412,7 +418,7 @@ def _text(result: dict[str, Any]) -> str:
     return f"""\
 stock TRL: {stock["trainer"]}; grpo_kernels: {fused["trainer"]}; on {stock["device"]}
 
-{"seconds per step":<24}{"stock TRL":>14}{"grpo_kernels":>14}{"ratio":>8}
+{"seconds per step":<24}{"stock TRL":>14}{"grpo_kernels":>14}{"ratio" if has_ratios else "":>8}
 {rows}
 largest difference over {steps} steps
 {"".join(lines)}  0 in {len(metrics) - len(lines)} {"other " if lines else ""}logged numbers
