@@ -70,8 +70,8 @@ class KeptIds:
         for i, (lists, wanted) in enumerate(zip(rows, sampled.sum(dim=1).tolist(), strict=True)):
             if len(lists) != wanted:
                 raise ValueError(
-                    f"rows: expected {wanted} lists of ids for sequence {i}, one for each position "
-                    f"where the mask counts, got {len(lists)}"
+                    f"rows: expected {wanted} lists of ids for sequence {i}, one for each unmasked "
+                    f"position, got {len(lists)}"
                 )
         ids, of_each = joined_ids("rows", itertools.chain.from_iterable(rows))
         counts = torch.zeros(completion_mask.shape, dtype=torch.int64)
@@ -174,7 +174,7 @@ def joined_ids(name: str, lists: Iterable[Any]) -> tuple[Tensor, Tensor]:
         lists: lists of integers, tensors (k,) or arrays (k,); None has no id.
 
     Raises:
-        TypeError: an id is no integer; the message calls the lists `name`.
+        TypeError: an id is not an integer; the message calls the lists `name`.
     """
     rows = [[] if x is None else x.tolist() if hasattr(x, "tolist") else x for x in lists]
     alone = next((x for x in rows if not hasattr(x, "__len__")), None)

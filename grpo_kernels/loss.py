@@ -213,8 +213,8 @@ def grpo_loss(
 
         Policy terms:
 
-        old_per_token_logps: (B, T) or (N,), log-probabilities under the policy that generated the
-            tokens. None: the tokens are on-policy, and the ratio is exactly 1.
+        old_per_token_logps: (B, T) or (N,), log-probabilities under the policy before the first
+            update on these tokens. None: the tokens are on-policy, and the ratio is exactly 1.
         ref_per_token_logps: (B, T) or (N,), log-probabilities under the reference model; required
             if ``config.beta`` is not 0 and ``config.kl_estimator`` is not ``"full"``.
         reference: a pair (hidden states (B, T, H') or (N, H'), head) of the reference model, for

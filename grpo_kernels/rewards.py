@@ -128,7 +128,7 @@ def compute_rewards(
 def reward_names(reward_funcs: RewardFunc | Sequence[RewardFunc]) -> list[str]:
     """List the names of reward functions, in order.
 
-    The name of a function is its own; of a reward model, its checkpoint; of any other callable, its
+    A function is named by its own name, a reward model by its checkpoint, any other callable by its
     class.
     """
     return [_name(func) for func in _as_list(reward_funcs)]

@@ -423,7 +423,7 @@ def _no_ids(hidden: Tensor) -> Tensor:
 def _read_rows(
     dtype: torch.dtype, ids: Tensor, mask: Tensor | None, temperature: float | Tensor
 ) -> Rows:
-    """Select the rows where the mask counts; their ids are not yet checked for range."""
+    """Select the rows at unmasked positions; their ids are not yet checked for range."""
     if mask is not None:
         check_mask("completion_mask", mask, ids)
     positions = counted_positions(mask, ids)
@@ -440,7 +440,7 @@ def _read_rows(
         if rows.device.type == "cpu" and bool(bad.any()):
             got = rows[bad][0].item()
             raise ValueError(
-                f"temperature: expected finite numbers > 0 where the mask counts, got {got}"
+                f"temperature: expected finite numbers > 0 at unmasked positions, got {got}"
             )
         inverse = (1.0 / rows)[:, None]
     return Rows(positions, ids.detach().reshape(-1)[positions].long(), inverse)

@@ -292,8 +292,8 @@ OLD, SAMPLING = "old_per_token_logps", "sampling_per_token_logps"
         ({"reject": {"token_ratio": (2, 1)}}, r"reject\['token_ratio'\]: expected a lower bound"),
         ({"process_group": "x"}, "process_group: expected a torch.distributed.ProcessGroup"),
         ({OLD: X[0]}, rf"{OLD}: expected shape \(B, T\), got \(3,\)"),
-        ({OLD: X / 0}, f"{OLD}: expected finite numbers where the mask counts, got -inf"),
-        ({SAMPLING: -X}, f"{SAMPLING}: expected log-probabilities, <= 0 where the mask counts"),
+        ({OLD: X / 0}, f"{OLD}: expected finite numbers at unmasked positions, got -inf"),
+        ({SAMPLING: -X}, f"{SAMPLING}: expected log-probabilities, <= 0 at unmasked positions"),
         ({"cu_seqlens": torch.tensor([0, 6])}, rf"{OLD}: expected shape \(N,\), since there are"),
     ],
 )  # fmt: skip

@@ -256,7 +256,7 @@ def no_attribute(of: Any, name: str, names: Iterable[str], hint: str = "") -> At
     names = [*names]
     hint = hint or did_you_mean(name, names) or f"; it has {', '.join(names)}"
     if hasattr(Tensor, name):
-        hint = f": it is no tensor, but has some: {', '.join(names)}"
+        hint = f": it is not a tensor, but has some: {', '.join(names)}"
     return AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}{hint}", obj=of)
 
 
@@ -437,7 +437,7 @@ def warn_of_graph(name: str, x: Any, more: str = "") -> None:
 
 
 def read_mask(mask: Tensor) -> Tensor:
-    """Mark the positions that a completion mask counts, as bool, and check the mask's values.
+    """Mark the unmasked positions of a completion mask, as bool, and check the mask's values.
 
     For a mask other than bool, this waits for the device.
     """
@@ -456,7 +456,7 @@ def check_mask_values(mask: Tensor) -> None:
         raise ValueError("completion_mask: expected a mask without NaN, got NaN")
     if bool(((mask == 0) | (mask <= -1e4)).all()):
         raise ValueError(
-            "completion_mask: expected a value other than 0 where a token counts, got an additive "
+            "completion_mask: expected a value other than 0 at unmasked positions, got an additive "
             "attention mask (0 and large negative numbers); pass mask == 0"
         )
     warn_once(
@@ -478,7 +478,7 @@ def check_counted_ids(name: str, ids: Tensor, vocab: int, *, padded: bool = Fals
         wanted = f"[0, V) = [0, {vocab})" + (", or -1 for padding," if padded else "")
         got = ids[outside][0].item()
         hint = "; set completion_mask to 0 at labels of -100" if got == -100 else ""
-        raise ValueError(f"{name}: expected ids in {wanted} where the mask counts, got {got}{hint}")
+        raise ValueError(f"{name}: expected ids in {wanted} at unmasked positions, got {got}{hint}")
     return None
 
 
@@ -487,7 +487,7 @@ def _require(ok: Tensor, name: str, rows: Tensor, expected: str, way_out: str = 
     if not bool(ok.all()):
         wrong = rows[~ok]
         got = f"{wrong[0].item():.4g} for {len(wrong)} of {len(rows)} tokens"
-        raise ValueError(f"{name}: expected {expected} where the mask counts, got {got}{way_out}")
+        raise ValueError(f"{name}: expected {expected} at unmasked positions, got {got}{way_out}")
 
 
 def check_finite(name: str, rows: Tensor) -> None:
@@ -522,7 +522,7 @@ def check_logps(name: str, rows: Tensor | None) -> None:
     highest = rows.nan_to_num(nan=0.0).amax().item()
     if highest > HIGHEST_LOGP:
         raise ValueError(
-            f"{name}: expected log-probabilities, <= 0 where the mask counts, got none below 0, "
+            f"{name}: expected log-probabilities, <= 0 at unmasked positions, got none below 0, "
             f"and {highest:.4g}: take the logarithm of probabilities, or negate a negative "
             "log-likelihood (cross entropy)"
         )
@@ -557,7 +557,7 @@ def check_masses(name: str, rows: Tensor, *, has_tail: bool = False) -> None:
     most = masses.amax().item()
     if most > HIGHEST_MASS:
         raise ValueError(
-            f"{name}: expected log-probabilities of one distribution where the mask counts, got "
+            f"{name}: expected log-probabilities of one distribution at unmasked positions, got "
             f"probabilities that add up to {most:.4g}"
         )
     if has_tail and bool((masses > 1 - 1e-6).all()):

@@ -463,10 +463,10 @@ def _recur(
 
 
 def follow_paths(trunk: nn.Module, implementation: str) -> None:
-    """Make attention (`implementation`) and layers with a state follow the paths of ``segments``.
+    """Patch attention and stateful layers so that they follow the paths in ``segments``.
 
-    Transformers' table has one function per implementation of attention. The exception is "eager",
-    a function in the file of each model, like those of the layers with a state.
+    Transformers has a table with one function for each implementation of attention. Only "eager"
+    attention and the functions of stateful layers are in each model's own file.
     """
     in_files: dict[str, Callable[..., Any]] = {
         **dict.fromkeys((*RECURRENCES, _CONVOLUTION, _WHOLE), _pass_state),

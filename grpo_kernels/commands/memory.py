@@ -61,7 +61,7 @@ class Size:
 
     @property
     def counted(self) -> int:
-        """Number of positions that the mask counts."""
+        """Number of unmasked positions."""
         return max(1, round(self.rows * (1.0 - self.masked)))
 
     @property

@@ -388,9 +388,9 @@ def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
 # remainder over upstream; beyond this, more than three bits would cancel in d weight
 FAR_TOO_LARGE = 8.0
 WRONG_EXPECTATION = (
-    "expected: in most tokens the upstream gradient is no multiple of the expected one, so their "
-    "logits were computed again. The result is right, but costs 1.5 times as much as two passes: "
-    "pass the coefficients of the loss as expected= (or, to linear_logps, none)"
+    "expected: in most tokens the upstream gradient is not a multiple of the expected one, so "
+    "their logits were computed again. The result is right, but costs 1.5 times as much as two "
+    "passes: pass the coefficients of the loss as expected= (or, to linear_logps, none)"
 )
 
 

@@ -208,7 +208,7 @@ def _wrong(
         return f"kept_ids: expected ids in [0, V) = [0, {vocab}) or -1, got {bad} at position {at}"
     way_out = "; on_missing_set='full' scores such positions over the whole vocabulary"
     if size == 0:
-        return f"kept_ids: expected a set where the mask counts, got none at position {at}{way_out}"
+        return f"kept_ids: expected a set at unmasked positions, got none at position {at}{way_out}"
     got = ids.reshape(-1)[position].item()
     return (
         f"completion_ids: expected an id of the position's kept set, got {got} at position {at}"

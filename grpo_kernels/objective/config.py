@@ -289,7 +289,7 @@ class LossConfig:
                 option that a `LossConfig` cannot hold: ``use_adaptive_entropy``,
                 ``mask_truncated_completions``, ``cast_lm_head_to_fp32``, ``router_aux_loss_coef``.
                 The message says what to do instead.
-            TypeError: `args` is the config of a TRL trainer with another loss (``RLOOConfig``,
+            TypeError: `args` is the config of a TRL trainer with a different loss (``RLOOConfig``,
                 ``DistillationConfig``), or has none of the fields. A mapping raises this error too,
                 because misspelled keys of a mapping would go unnoticed.
         """
@@ -298,8 +298,8 @@ class LossConfig:
         if own and own[0] != "GRPOConfig" and not (is_like and "loss_type" in overrides):
             hint = "; to keep its fields: from_trl(args, loss_type=...)" if is_like else ""
             raise TypeError(
-                f"args: expected a trl.GRPOConfig or an object like it, got {type(args).__name__}, "
-                f"for a trainer with another loss{hint}"
+                f"args: expected trl.GRPOConfig or similar, got {type(args).__name__}, which "
+                f"belongs to a trainer with a different loss{hint}"
             )
         for name, neutral in REFUSED.items():
             value = getattr(args, name, neutral)
@@ -354,7 +354,7 @@ def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
         is_mapping = isinstance(args, Mapping)
         hint = "; for a mapping, trl.GRPOConfig(**args) or LossConfig(**args)" if is_mapping else ""
         raise TypeError(
-            f"args: expected a trl.GRPOConfig or an object like it, got {type(args).__name__}{hint}"
+            f"args: expected trl.GRPOConfig or similar, got {type(args).__name__}{hint}"
         )
     found = {name: x for name, x in found.items() if x is not None or _is_optional(name)}
     if getattr(args, "vllm_importance_sampling_cap", None) is not None:
@@ -560,7 +560,10 @@ def check_inputs(
     if has_reference and (objective is not None or config.kl_estimator != "full"):
         of_config = f"with kl_estimator = {config.kl_estimator!r}"
         why = of_config if objective is None else "with an objective"
-        raise ValueError(f"reference: expected None {why}, which does not read it, got one")
+        raise ValueError(
+            f"reference: expected None {why}, which does not read it, got one; pass "
+            "ref_per_token_logps, from linear_logps, instead, or leave it out"
+        )
     if ref_per_token_logps is not None and objective is None and not config.estimates_kl:
         why, instead = "beta = 0, so there is no KL term", "give beta a value"
         if config.needs_reference_head:
@@ -705,7 +708,7 @@ def _unread(config: LossConfig) -> tuple[str, ...]:
 def warn_of_loss(config: LossConfig, tokens: Tokens) -> None:
     """Warn, once each, of options and inputs without effect on the config's loss of all `tokens`.
 
-    Warn of a clip range that is likely a mistake, too. These are no errors, as in TRL.
+    Warn of a clip range that is likely a mistake, too. As in TRL, these are not errors.
     """
     loss_type, layout, old = loss_type_of(config), tokens.layout, tokens.old_per_token_logps
     if tokens.advantages.device.type == "cpu" and config.importance_sampling_level == "sequence":

@@ -144,7 +144,7 @@ def expected_divergence(
 ) -> ExpectedGradient:
     """Read the expected gradient of divergences and log-probabilities, up to one factor.
 
-    An `Expectation` adds entropies.
+    Only an `Expectation` can also hold the expected gradient of the entropies.
     """
     if isinstance(expected, Expectation):
         shape = hidden.shape[:-1]

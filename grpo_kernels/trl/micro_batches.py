@@ -69,12 +69,13 @@ def config_of(trainer: Any, **overrides: Any) -> LossConfig:
 def foreseen(
     trainer: Any, inputs: Batch
 ) -> tuple[LossConfig | None, Expectation | None, Tensor | None]:
-    """Predict (a loss's configuration, its gradient, sequences (B,) bool that may get a gradient).
+    """Return three predictions: the loss's config, its gradient, and which sequences may get one.
 
-    Each is None if unknown. The policy term and the entropy bonus must share one scale. TRL divides
-    the bonus and most losses by the accumulation steps G. It divides dapo, cispo and vespo by
-    num_items / world_size * G / steps_per_generation instead. This function leaves G out of both,
-    so it divides these three by num_items / (world_size * steps_per_generation).
+    The last is (B,) bool. Each is None if unknown. The policy term and the entropy bonus must share
+    one scale. TRL divides the bonus and most losses by the accumulation steps G. It divides dapo,
+    cispo and vespo by num_items / world_size * G / steps_per_generation instead. This function
+    leaves G out of both, so it divides these three by num_items / (world_size *
+    steps_per_generation).
     """
     owner, config = trainer.loss_owner, None
     is_gmpo = owner.__name__ == "GMPOTrainer" and owner.__module__.startswith("trl.")

@@ -1,7 +1,7 @@
 """Find the rows of the head that a micro-batch's loss reads, and the gradient to expect there.
 
 verl's engines pass packed ids to a model: prompts, responses, padding. The loss reads predictions
-only of response tokens, and only where the mask counts. `head_task` finds the rows that predict
+only of response tokens, and only at unmasked positions. `head_task` finds the rows that predict
 these tokens in verl's packed order, from the fields of the micro-batch. A rank gives its head only
 a part of that order, padded and sharded. So `head_task` sends row numbers through the engine's own
 layout, and selects rows by these numbers. The expected gradient comes from verl's own loss

@@ -153,7 +153,7 @@ FULL = {"kl_estimator": "full", "beta": 0.1}
     ("reference", "config", "match"),
     [
         (None, FULL, r"reference: expected \(hidden, head\)"),
-        (Head, {"beta": 0.1}, "reference: expected None with kl_estimator = 'k3'"),
+        (Head, {"beta": 0.1}, "expected None with kl_estimator = 'k3', .*; pass ref_per_token"),
         (3, FULL, r"reference: expected a tuple \(hidden, head\), got int"),
         (lambda x: adapted(), FULL, r"reference\.head: expected no active adapter"),
         (lambda x: Head(x, vocab_size=31), FULL,

@@ -92,7 +92,7 @@ ELSEWHERE = {
 GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: GRPOLoss(presets.DR_GRPO), ValueError, "max_completion_length: ..., got None"),
     (lambda: loss(advantages=torch.tensor([1.0, torch.nan])), ValueError,
-     "advantages: expected finite numbers where the mask counts, got nan"),
+     "advantages: expected finite numbers at unmasked positions, got nan"),
     (lambda: loss(advantages=torch.ones(2, 5) > 0), TypeError,
      "advantages: expected numbers, got torch.bool"),
     (lambda: loss(objective=lambda tokens: tokens.ratio), HINT,
@@ -103,7 +103,7 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: loss(objective=lambda tokens: tokens.logps.sum(1)), ValueError,
      "objective: ... tokens.logps = (2, 5), got (2,); index ..., (B,)[tokens.sequence]"),
     *((lambda x=x: loss(beta=0.1, **{"ref_per_token_logps": LOGPS, **x}), ValueError,
-       "...: expected finite numbers where the mask counts, got ...inf for 1 of 10 tokens; mask")
+       "...: expected finite numbers at unmasked positions, got ...inf for 1 of 10 tokens; mask")
       for y in (NEVER, -NEVER) for x in ({"old_per_token_logps": y}, {"ref_per_token_logps": y})),
     (lambda: rewards.compute_rewards([len], ["a"]), TypeError,  # type: ignore[call-arg]
      "completions: expected by compute_rewards, got none"),

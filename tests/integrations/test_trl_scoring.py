@@ -437,7 +437,7 @@ def of_sets(change: Callable[[Any], Any]) -> dict[str, Any]:
     return {"rollout_func": changed(lambda x: change(x["sampling_mask"]))}
 
 
-NOT_A_SET = "kept_ids: expected a set where the mask counts"
+NOT_A_SET = "kept_ids: expected a set at unmasked positions"
 NO_SETS = {"rollout_func": changed(lambda x: x.pop("sampling_mask"))}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "exact KL": ({"kl_estimator": "full"}, "expected None with kl_estimator='full'"),

@@ -41,7 +41,7 @@ class RowConfig:
     num_stages: int
 
     def for_two_heads(self, vocab: int) -> RowConfig:
-        """The same tile, hence the same bits, with twice the threads if V is no multiple of 16.
+        """The same tile, hence the same bits, with twice the threads unless V is a multiple of 16.
 
         Elements are then read one by one, and two rows take more registers than a thread has. A
         tile of a small vocabulary has at most one column per thread: with more threads, several
@@ -94,7 +94,7 @@ def _entries(kernel: str, family_name: str) -> list[tuple[int | None, RowConfig]
 
 @functools.cache
 def arch_of(device: torch.device) -> str:
-    """The architecture, such as sm_90 or gfx942; the device's type if it is no GPU."""
+    """The architecture, such as sm_90 or gfx942; the device's type if it is not a GPU."""
     if device.type != "cuda":
         return device.type
     with on(device):
