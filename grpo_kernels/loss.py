@@ -274,9 +274,9 @@ def grpo_loss(
     Raises:
         TypeError, ValueError: a wrong argument. The message names the argument, the expected value
             and the actual value. The call raises before it does any work or changes anything. Only
-            the inputs and the output of an `objective` are checked later, when it runs. On a GPU,
-            the values of ids and numbers are not checked: an id outside [0, V) or a NaN at a
-            counted position makes the loss NaN.
+            the inputs and the output of an `objective` are checked later, when it runs. Values
+            (ids, signs of log-probabilities, ratios, NaN) are checked on a CPU only. On a GPU, an
+            id outside [0, V) or a NaN at a counted position makes the loss NaN.
     """
     arguments = {**locals()}  # by name, as passed, for the helpers below and for other ranks
     arguments["config"] = config = config_with(config, fields, _CALL_ARGUMENTS, "grpo_loss")
@@ -495,6 +495,12 @@ def policy_loss_from_logps(
     **fields: Unpack[LossFields],
 ) -> LossOutput:
     """Compute the loss of `grpo_loss` from log-probabilities and entropies, differentiable in both.
+
+    ::
+
+        logps = my_logits.log_softmax(-1).gather(-1, completion_ids[..., None])[..., 0]
+        out = policy_loss_from_logps(logps, completion_mask, advantages, config=presets.DAPO)
+        out.loss.backward()
 
     Use this function for log-probabilities that you already have, such as those from a model's own
     head, or over kept sets (`linear_logps` with `kept_ids`). Otherwise prefer `grpo_loss`: it

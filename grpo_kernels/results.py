@@ -189,6 +189,12 @@ class _Output:
 class LossOutput(_Output):
     """Result of `grpo_loss`, `GRPOLoss`, `causal_lm_loss` and `policy_loss_from_logps`.
 
+    ::
+
+        out.loss.backward()                   # the loss alone has a gradient
+        wandb.log(out.metrics.floats())
+        old_logps = out.logps.detach()        # for further updates with this batch
+
     Attributes:
         loss: a 0-d tensor, attached to the graph, in fp32 (fp64 for fp64 inputs).
         logps: (B, T) or (N,) log-probabilities in the dtype of `loss`, 0 where masked. A backward

@@ -117,7 +117,7 @@ def linear_logps(
     # how it is computed
     run: Run | None = None,
 ) -> Scores:
-    """Compute log-probabilities and entropies, without the (tokens, vocabulary) logits.
+    """Compute log-probabilities and entropies of any ids, without the (tokens, vocabulary) logits.
 
     ::
 

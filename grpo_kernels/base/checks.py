@@ -26,6 +26,7 @@ HIGHEST_LOGP = 1e-3  # rounding may lift a log-probability above 0
 LOWEST_ENTROPY = -0.5  # rounding may push an entropy from 16-bit logits below 0
 HIGHEST_MASS = 1.05  # a sum of 16-bit probabilities may be a little above 1
 HIGHEST_MEAN_LOG_RATIO = math.log(20)  # of the mean over a batch's tokens
+HIGHEST_LOG_RATIO = 1.5  # of the mean size over a batch's tokens: policies of one run are closer
 
 
 WARNED: set[tuple[str, str, int]] = set()  # (message, file, line of the user's call)
@@ -81,7 +82,12 @@ _SYNONYMS = {
     "loss_mask": "completion_mask", "selected_token_ids": "completion_ids", "rkl": "reverse_kl",
     "fkl": "forward_kl", "loss": "divergence", "rollout_is_weights": "importance_sampling_ratio",
     "causal_lm_logps": "completion_logps", "causal_lm_logprobs": "completion_logps",
-    "causal_lm_logprob": "completion_logps",
+    "causal_lm_logprob": "completion_logps", "causal_lm_scores": "completion_logps",
+    "get_per_token_logps": "completion_logps", "selective_log_softmax": "linear_logps",
+    "reward_to_go": "process_advantages", "rewards_to_go": "process_advantages",
+    "process_supervision": "process_advantages", "compute_advantages": "group_advantages",
+    "compute_grpo_outcome_advantage": "group_advantages", "token_penalty": "objective",
+    "policy_loss": "objective",
     "alpha": "beta", "kl_type": "kl_estimator", "kl_loss_coef": "beta",
     "kl_loss_type": "kl_estimator", "use_kl_loss": "beta", "clip_ratio_c": "delta",
     "ref_input": "reference", "cliprange": "epsilon", "cliprange_low": "epsilon",
@@ -230,9 +236,9 @@ def hints_names(function: F, name: str = "") -> F:
             raise TypeError(f"{absent[0]}: expected by {name}, got none{hint}")
         return function(*args, **options)
 
-    if not of_self:  # help() shows names and defaults; the docstring has the types
-        plain_parameters = [x.replace(annotation=x.empty) for x in parameters.values()]
-        call.__signature__ = inspect.Signature(plain_parameters)  # type: ignore[attr-defined]
+    # help() shows names and defaults; the docstring has the types
+    plain_parameters = [x.replace(annotation=x.empty) for x in parameters.values()]
+    call.__signature__ = inspect.Signature(plain_parameters)  # type: ignore[attr-defined]
     return cast(F, call)
 
 
@@ -574,9 +580,17 @@ def warn_of_ratio(log_ratio: Tensor | None, name: str = "old_per_token_logps") -
     """
     if log_ratio is None or log_ratio.device.type != "cpu":
         return
-    mean = log_ratio[log_ratio.isfinite()].mean()
-    if abs(mean.item()) > HIGHEST_MEAN_LOG_RATIO:
-        is_ref = name == "ref_per_token_logps"
+    finite = log_ratio[log_ratio.isfinite()]
+    mean, size = finite.mean(), finite.abs().mean().item()
+    is_ref = name == "ref_per_token_logps"
+    if not is_ref and len(finite) >= 16 and size > HIGHEST_LOG_RATIO:
+        warn_once(
+            f"{name}: the log-ratios to them have a mean size of {size:.3g}, so they are unlikely "
+            "to belong to these tokens. Common causes: values shifted by one token, sequences in "
+            "another order, a different temperature or model",
+            key=f"{name}: size of ratios",
+        )
+    elif abs(mean.item()) > HIGHEST_MEAN_LOG_RATIO:
         policy = "policy's reference" if is_ref else "policy that sampled"
         warn_once(
             f"{name}: the geometric mean of the ratios to them is {mean.exp().item():.3g}, outside "

@@ -174,9 +174,9 @@ class LossConfig:
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape of the VESPO surrogate
             for positive and negative advantages.
 
-    The call warns if you set a field that it ignores. Such a field belongs to other loss types, or
-    to the sampler correction while the correction is off. To change fields of a config or of a
-    preset, use `dataclasses.replace`, or pass the fields after the config: ``GRPOLoss(presets.DAPO,
+    The call warns if you set a field that only other loss types read, or a field of the sampler
+    correction while the correction is off. To change fields of a config or of a preset, use
+    `dataclasses.replace`, or pass the fields after the config: ``GRPOLoss(presets.DAPO,
     beta=0.1)``. Soft-cap, scale and precision of the logits are options of the head,
     `grpo_kernels.Head`.
 
@@ -230,7 +230,8 @@ class LossConfig:
 
     def __repr__(self) -> str:
         values = ((x, getattr(self, x.name)) for x in fields(self))
-        told = [f"{x.name}={v!r}" for x, v in values if x.name == "loss_type" or v != x.default]
+        always = ["loss_type", *(["use_bias_correction_kl"] if self.estimates_kl else [])]
+        told = [f"{x.name}={v!r}" for x, v in values if x.name in always or v != x.default]
         return f"{type(self).__name__}({', '.join(told)})"
 
     if not TYPE_CHECKING:  # otherwise type checkers would accept the call

@@ -164,6 +164,7 @@ def causal_lm_loss(
         _check_second("reference", reference, model)
         _check_names(reference, inputs, causal_lm_loss, _LOSS_INPUTS)
     _warn_of_prompts(attention_mask, completion_mask)
+    _warn_of_packed(config, inputs.get("position_ids"), attention_mask)
     live = None if zero_advantage == "train" else _live(loss_fn, batch, advantages, loss_inputs)
     if zero_advantage == "skip" and live is not None:
         check_skip(config)
@@ -400,6 +401,12 @@ def causal_lm_divergence(
     _check_second("teacher", teacher, student)
     for model in (student, teacher):
         _check_names(model, model_inputs, causal_lm_divergence)
+    trains = [any(x.requires_grad for x in model.parameters()) for model in (student, teacher)]
+    if torch.is_grad_enabled() and (trains == [False, True] or student.training < teacher.training):
+        warn_once(
+            "student, teacher: only the teacher is set to train; are they swapped? Else call "
+            "teacher.eval() and teacher.requires_grad_(False), and student.train()"
+        )
     inputs = {"attention_mask": attention_mask, **model_inputs}
     # The teacher runs before the student, because both may have the same module as their head.
     reference = _states_and_head("teacher", teacher, batch, inputs, layout, logits_dtype)
@@ -721,6 +728,26 @@ def _warn_of_prompts(attention_mask: Tensor | None, completion_mask: Tensor) -> 
         warn_once(
             "completion_mask: it equals attention_mask, so the tokens of the prompts train too; "
             "set it to 0 there"
+        )
+
+
+def _warn_of_packed(config: LossConfig, positions: Any, attention_mask: Any) -> None:
+    """Warn once if a row holds several sequences in a loss that counts rows. On a CPU alone."""
+    loss_type = loss_type_of(config)
+    counts_rows = loss_type.averaged_over(num_items=True) == "sequences"
+    counts_rows |= loss_type.shares_ratio(config.importance_sampling_level)
+    on_cpu = isinstance(positions, Tensor) and positions.device.type == "cpu"
+    if not counts_rows or not on_cpu or positions.dim() != 2:
+        return
+    begins = positions.diff(dim=1) < 0
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        attended = attention_mask != 0  # padding has any position
+        begins = begins & (attended[:, 1:] & attended[:, :-1]).to(begins.device)
+    if bool(begins.any()):
+        warn_once(
+            "position_ids: a row holds several sequences, which count as one in this loss, a mean "
+            "over sequences or with a ratio per sequence. Pass one sequence per row, or use "
+            "grpo_loss with cu_seqlens, or a mean over tokens (loss_type='dapo')"
         )
 
 

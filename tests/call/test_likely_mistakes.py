@@ -409,7 +409,8 @@ def test_inputs_that_have_no_effect_warn() -> None:
 
 
 def test_a_repr_shows_what_differs_from_the_default_and_no_numbers() -> None:
-    assert repr(LossConfig(beta=0.1)) == "LossConfig(loss_type='dapo', beta=0.1)"
+    shown = "LossConfig(loss_type='dapo', beta=0.1, use_bias_correction_kl=True)"
+    assert repr(LossConfig(beta=0.1)) == shown
     assert repr(scores()).startswith("Scores(logps=tensor of shape (2, 5), ")
     assert repr(Head(WEIGHT, logit_scale=2.0)) == (
         "Head(weight=tensor of shape (9, 4), logit_scale=2.0)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -120,6 +121,23 @@ def test_what_is_likely_not_meant_is_warned_of_once(options, config, message):
     for warning in ours:
         assert str(warning.message).startswith(f"grpo_kernels: {message}")
         assert warning.filename == __file__
+
+
+def test_values_that_belong_to_other_tokens_are_warned_of(
+    forget_warnings: Callable[[], None],
+) -> None:
+    """Shifted by one or in another order: the mean of the log-ratios is near 0 all the same."""
+    torch.manual_seed(0)
+    hidden, weight, ids = torch.randn(4, 8, 16), torch.randn(60, 16), torch.randint(60, (4, 8))
+    logps, given = linear_logps(hidden, weight, ids).logps, (None, torch.ones(4))
+    for dim in (0, 1):
+        forget_warnings()
+        with pytest.warns(UserWarning, match="old_per_token_logps: the log-ratios to them have a"):
+            grpo_loss(hidden, weight, ids, *given, old_per_token_logps=logps.roll(1, dim))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        old = logps + 0.1 * torch.randn(4, 8)
+        grpo_loss(hidden, weight, ids, *given, old_per_token_logps=old.clamp(max=0.0))
 
 
 def test_the_same_mistake_on_another_line_is_warned_of_again() -> None:

@@ -16,7 +16,12 @@ pytest.importorskip("transformers")
 import transformers
 
 from grpo_kernels import GRPOLoss, LossConfig
-from grpo_kernels.transformers import causal_lm_loss, completion_logps, describe_head
+from grpo_kernels.transformers import (
+    causal_lm_divergence,
+    causal_lm_loss,
+    completion_logps,
+    describe_head,
+)
 from tests.support import tiny_architectures as tiny
 from tests.support.tiny_architectures import peft_model, scene
 
@@ -142,11 +147,27 @@ def test_a_mask_that_is_likely_not_meant_warns_once(changes: Any, said: str | No
     assert_warns_once(said, **changes)
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_a_row_of_several_sequences_that_counts_as_one(loss_type: str) -> None:
+    given = {**LOSS, "loss_fn": GRPOLoss(loss_type=loss_type), **PACKED}
+    given["completion_mask"] = but(PACKED["completion_mask"], slice(None), 6, 0)
+    assert_warns_once("position_ids: a row holds" if loss_type == "grpo" else None, **given)
+
+
 def test_models_that_are_likely_not_meant_warn_once(forget_warnings: Callable[[], None]) -> None:
     model, copy = scene()[0], scene()[0]
     for first, said in ((model, "reference: it is the model that trains"), (copy, None)):
         exact = {**LOSS, "loss_fn": EXACT, "reference": first}
         assert_warns_once(said, model=model, **exact)
+    exact = (IDS, ATTENTION, MASK)
+    swapped = "student, teacher: only the teacher"
+    for student, said in ((copy.requires_grad_(False), swapped), (model, None)):
+        teacher = scene()[0].requires_grad_(student is copy)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            causal_lm_divergence(student, teacher, *exact)
+        assert [said in str(x.message) for x in caught if said] == [True] * (said is not None)
+        assert bool(caught) == (said is not None)
     random = scene(attention_dropout=0.5)[0].train()
     with torch.no_grad():
         assert_warns_once("model: it is in train mode", model=random, layout="padded")

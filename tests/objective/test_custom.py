@@ -269,6 +269,19 @@ def test_inputs_without_use_are_named_where_the_loss_is_read(forget_warnings: An
             grpo_loss(**{**training_batch(), **options}, objective=lambda tokens: tokens.loss)
 
 
+def test_a_chunk_without_a_gradient_is_found() -> None:
+    """One sequence per chunk: its advantages are equal, so their deviation is 0."""
+
+    @token_level
+    def normalized(tokens: TokenInputs) -> Tensor:
+        deviation = tokens.advantages - tokens.advantages.mean()
+        return -tokens.logps * deviation / tokens.advantages.std()
+
+    given = training_batch(64, 64)
+    with pytest.raises(ValueError, match=r"^objective: expected a loss of each token alone"):
+        grpo_loss(**given, objective=normalized, run=Run(workspace_bytes=2**14))
+
+
 def test_inputs_that_the_function_does_not_read_are_named(forget_warnings: Any) -> None:
     ones = torch.ones(4, 6)
     for name in ("ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"):
@@ -276,7 +289,7 @@ def test_inputs_that_the_function_does_not_read_are_named(forget_warnings: Any) 
         with pytest.warns(UserWarning, match=f"{name}: not used by the objective"):
             grpo_loss(**given, objective=lambda tokens: -tokens.logps)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.filterwarnings("error", message=".*not used by the objective")
             reads = lambda tokens, name=name: -tokens.logps * getattr(tokens, name)  # noqa: E731
             grpo_loss(**given, objective=reads)
 
