@@ -77,7 +77,8 @@ def test_a_users_mistakes_are_reported_on_their_lines_and_nothing_else_is(
 def test_keywords_that_are_handed_on_have_the_names_and_types_of_the_function() -> None:
     own = {*inspect.signature(GRPOLoss.__init__).parameters}
     arguments = inspect.signature(grpo_loss).parameters.values()
-    keywords = {x.name: x.annotation for x in arguments if x.kind is x.KEYWORD_ONLY}
+    types = grpo_loss.__annotations__
+    keywords = {x.name: types[x.name] for x in arguments if x.kind is x.KEYWORD_ONLY}
     of_config = {field.name: field.type for field in fields(LossConfig)}
     for handed_on, of_function in (
         (typing.LossInputKeywords, {x: y for x, y in keywords.items() if x not in own}),

@@ -402,10 +402,10 @@ def causal_lm_divergence(
     for model in (student, teacher):
         _check_names(model, model_inputs, causal_lm_divergence)
     trains = [any(x.requires_grad for x in model.parameters()) for model in (student, teacher)]
-    if torch.is_grad_enabled() and (trains == [False, True] or student.training < teacher.training):
+    if torch.is_grad_enabled() and trains == [False, True]:
         warn_once(
-            "student, teacher: only the teacher is set to train; are they swapped? Else call "
-            "teacher.eval() and teacher.requires_grad_(False), and student.train()"
+            "student, teacher: only the teacher's parameters train; are they swapped? Else call "
+            "teacher.requires_grad_(False)"
         )
     inputs = {"attention_mask": attention_mask, **model_inputs}
     # The teacher runs before the student, because both may have the same module as their head.
