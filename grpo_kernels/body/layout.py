@@ -62,7 +62,6 @@ class TrunkLayout:
     depths: Tensor  # (b, w), number of tokens that a token sees before itself
     cells: Tensor  # (n,), cells that get a result
     tokens: Tensor  # (n,), for each of these cells, an index into the flattened (b, w)
-    graph: bool  # True if the forward keeps a graph for the backward
     paths: Paths | None = None  # of a tree; None: each token sees the earlier tokens of its row
 
 
@@ -125,9 +124,7 @@ class TrunkInputs:
         """True if a needed cell is padding."""
         return bool((self.needed & ~self.attended).any())
 
-    def layout(
-        self, mode: str, way: Way, chosen: Tensor, *, graph: bool, multiple: int = 1
-    ) -> TrunkLayout:
+    def layout(self, mode: str, way: Way, chosen: Tensor, *, multiple: int = 1) -> TrunkLayout:
         """Lay out sequences `chosen` (S,) bool as `mode` says. At least one of them is read.
 
         The layout's width is a multiple of `multiple`. If recurrences compute `way.chunk` tokens at
@@ -144,11 +141,11 @@ class TrunkInputs:
         attended = self.attended.reshape(-1)[cells] & computed
         places = self.places.reshape(-1)[cells]
         if mode != "tree":
-            return by_rows(places, computed, attended, graph=graph, multiple=multiple)
+            return by_rows(places, computed, attended, multiple=multiple)
         values = [x.reshape(-1)[cells] for x in self.values.values()]
         values += [columns] if way.positions == "column" else []
         features, least = torch.stack(values, dim=-1), max(1, way.chunk // 2)
-        return tree(places, attended, features, graph=graph, multiple=multiple, least=least)
+        return tree(places, attended, features, multiple=multiple, least=least)
 
 
 def read_inputs(
@@ -233,7 +230,6 @@ def tree(
     attended: Tensor,  # (R, w) bool, False for cells left out, on the sides and within
     features: Tensor,  # (R, w, F) int64, what the trunk reads of a cell: token, position, type
     *,
-    graph: bool,
     multiple: int = 1,
     least: int = 1,
 ) -> TrunkLayout:
@@ -272,9 +268,7 @@ def tree(
         sources = torch.cat([sources, sources[:1].expand(filling)])
         depths = torch.cat([depths, _range(filling)])
     attended = torch.ones_like(sources, dtype=torch.bool)[None]
-    return TrunkLayout(
-        sources[None], attended, depths[None], cells[inside], tokens[inside], graph, paths
-    )
+    return TrunkLayout(sources[None], attended, depths[None], cells[inside], tokens[inside], paths)
 
 
 def _worth_sharing(shared: Sequence[int], least: int) -> list[int]:
@@ -308,7 +302,6 @@ def by_rows(
     computed: Tensor,  # (R, w) bool, False right of a row's last cell
     attended: Tensor,  # (R, w) bool, False for padding
     *,
-    graph: bool,
     multiple: int = 1,
 ) -> TrunkLayout:
     """Lay out R rows, padded to a width that is a multiple of `multiple`."""
@@ -316,7 +309,7 @@ def by_rows(
     sources, computed, attended = (pad(x, (0, filling)) for x in of_rows)
     depths = (attended.cumsum(dim=1) - 1).clamp(min=0)
     tokens = _range(sources.numel()).view_as(sources)[computed]
-    return TrunkLayout(sources * computed, attended, depths, sources[computed], tokens, graph)
+    return TrunkLayout(sources * computed, attended, depths, sources[computed], tokens)
 
 
 def _range(stop: int) -> Tensor:
@@ -362,19 +355,16 @@ def run_layout(
     return output, replace(way, layers=segments.consumed, chunk=segments.chunk)
 
 
-def filled(parts: list[tuple[TrunkLayout, Any]], shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Collect the forwards' hidden states in (B, L, H), 0 elsewhere; mark filled cells (B, L)."""
+def filled(parts: list[tuple[TrunkLayout, Any]], shape: torch.Size) -> Tensor:
+    """Collect the forwards' hidden states in (B, L, H), 0 elsewhere."""
     cells, states = list[Tensor](), list[Tensor]()
     for layout, output in parts:
         hidden = output.last_hidden_state
         cells.append(layout.cells.to(hidden.device, non_blocking=True))
         tokens = layout.tokens.to(hidden.device, non_blocking=True)
         states.append(hidden.flatten(0, 1).index_select(0, tokens))
-    at = torch.cat(cells)
-    hidden = states[0].new_zeros(shape.numel(), states[0].shape[-1])
-    is_filled = torch.zeros(shape.numel(), dtype=torch.bool, device=hidden.device)
-    hidden = hidden.index_copy(0, at, torch.cat(states)).unflatten(0, shape)
-    return hidden, is_filled.index_fill(0, at, True).view(shape)
+    blank = states[0].new_zeros(shape.numel(), states[0].shape[-1])
+    return blank.index_copy(0, torch.cat(cells), torch.cat(states)).unflatten(0, shape)
 
 
 def takes(forward: Callable[..., Any], name: str) -> bool:

@@ -183,7 +183,7 @@ class _Trial:
         self.parameters, self.evaluates = [] if self.is_divided else small, False
         length, width = size  # tokens of the first row, columns
         every = torch.ones(len(like.needed), dtype=torch.bool, device="cpu")
-        rows = like.layout("trim", Way("none"), every, graph=False)
+        rows = like.layout("trim", Way("none"), every)
         count = len(rows.sources)
         longest_first = rows.attended.sum(1).argsort(descending=True, stable=True)
         pool = rows.sources[longest_first][rows.attended[longest_first]]
@@ -285,9 +285,9 @@ class _Trial:
             for part in parts:
                 chosen = torch.zeros(len(self.needed), dtype=torch.bool, device="cpu")
                 chosen[part] = True
-                layout = self.inputs.layout(mode, way, chosen, graph=True, multiple=multiple)
+                layout = self.inputs.layout(mode, way, chosen, multiple=multiple)
                 output, found = run_layout(self.trunk, self.forward, self.inputs, layout, way)
-                read = filled([(layout, output)], self.needed.shape)[0]
+                read = filled([(layout, output)], self.needed.shape)
                 read = read[self.needed.to(read.device)]  # 0 in the rows of other parts
                 hidden = hidden + read.detach().to(self.device)
                 if leaves and read.requires_grad:

@@ -19,9 +19,9 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ _WRAPPED = (
 _COMPILED_COLUMNS = 64  # widths are multiples of this if layers are compiled, so shapes recur
 _KEPT = 32  # sets of facts kept per model
 _IN_A_ROW = 8  # consecutive calls with new facts, after which nothing is tried any more
+Layouts = dict[bool, TrunkLayout]  # a call's, by whether the forward keeps a graph
 _NOT_OF_A_LAYOUT = (torch.OutOfMemoryError, _StopRecomputationError)
 
 
@@ -156,8 +157,7 @@ class TrunkCall:
     live: Tensor  # (B,) bool, on the CPU; True: may get a gradient
     needed: Tensor  # (B, L) bool
     was_called: bool = False
-    computed: Tensor | None = None  # (B, L) bool, if cells were left out
-    made: Sequence[TrunkLayout] = ()  # layouts that ran instead of the padded batch
+    made: Layouts = field(default_factory=dict)  # that ran instead of the padded batch
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         positional = zip(inspect.signature(self.forward).parameters, args, strict=False)
@@ -203,13 +203,21 @@ class TrunkCall:
         if not torch.is_grad_enabled():
             return {}
         positions = self.needed.numel()
-        sizes = [(x.sources.numel(), x.graph) for x in self.made] or [(positions, True)]
+        sizes = {graph: x.sources.numel() for graph, x in self.made.items()} or {True: positions}
         live = int(self.live.sum()) if self.made else len(self.live)
         return {
             "sequences/gradient": (live, len(self.live)),
-            "tokens/computed": (sum(n for n, _ in sizes), positions),
-            "tokens/gradient": (sum(n for n, graph in sizes if graph), positions),
+            "tokens/computed": (sum(sizes.values()), positions),
+            "tokens/gradient": (sizes.get(True, 0), positions),
         }
+
+    def computed(self) -> Tensor | None:
+        """(B, L) bool, on the CPU: cells that were computed; None if the batch ran as given."""
+        if not self.made:
+            return None
+        cells = torch.cat([x.cells for x in self.made.values()])
+        blank = torch.zeros(self.needed.numel(), dtype=torch.bool, device="cpu")
+        return blank.index_fill(0, cells, True).view(self.needed.shape)
 
     @contextmanager
     def _in_step(self, given: dict[str, Any]) -> Iterator[Callable[..., Any]]:
@@ -284,48 +292,47 @@ class TrunkCall:
             say_once(self.trunk, f"{found}; {instead}")
         return output
 
-    def _planned(self, inputs: TrunkInputs, mode: str, way: Way) -> list[TrunkLayout]:
+    def _planned(self, inputs: TrunkInputs, mode: str, way: Way) -> Layouts:
         """Layouts of the sequences with gradient, and of those without, if there are any."""
         live = (self.live & torch.is_grad_enabled())[inputs.places[:, 0] // self.needed.shape[1]]
         multiple = _COMPILED_COLUMNS if _is_compiled(self.trunk.modules()) else 1
-        return [
-            inputs.layout(mode, way, chosen, graph=graph, multiple=multiple)
-            for chosen, graph in ((live, True), (~live, False))
+        return {
+            graph: inputs.layout(mode, way, chosen, multiple=multiple)
+            for graph, chosen in ((True, live), (False, ~live))
             if (chosen & inputs.is_read).any()
-        ]
+        }
 
-    def _loses_to_trim(self, exactness: Exactness, way: Way, planned: list[TrunkLayout]) -> bool:
+    def _loses_to_trim(self, exactness: Exactness, way: Way, planned: Layouts) -> bool:
         """True if recurrences make the tree `planned` slower than rows, and rows may be exact."""
         inputs = exactness.inputs
         if not way.chunk or isinstance(exactness.known("trim"), str):
             return False
         device = inputs.given["input_ids"].device
 
-        def cost(layouts: list[TrunkLayout]) -> float:
-            return sum(paths.cost(x.sources, x.paths, way.chunk, device) for x in layouts)
+        def cost(layouts: Layouts) -> float:
+            return sum(paths.cost(x.sources, x.paths, way.chunk, device) for x in layouts.values())
 
         return cost(planned) > cost(self._planned(inputs, "trim", way))
 
     def _in_parts(
-        self, inputs: TrunkInputs, way: Way, planned: list[TrunkLayout], forward: Callable[..., Any]
+        self, inputs: TrunkInputs, way: Way, planned: Layouts, forward: Callable[..., Any]
     ) -> Any:
         """The trunk's output, with hidden states (B, L, H) from the forwards of `planned`."""
         graph, shape = torch.is_grad_enabled(), inputs.given["input_ids"].shape
-        if not any(layout.graph == graph for layout in planned):
+        if graph not in planned:
             # two tokens that fill no cell, so that the output belongs to a graph
             two = torch.ones(1, 2, dtype=torch.bool, device="cpu")
-            anchor = by_rows(two.long() * 0, ~two, two, graph=graph)
-            planned = [anchor, *planned]
+            planned = {graph: by_rows(two.long() * 0, ~two, two), **planned}
         parts = []
-        for layout in planned:
-            with torch.set_grad_enabled(layout.graph):
+        for with_graph, layout in planned.items():
+            with torch.set_grad_enabled(with_graph):
                 output, _ = run_layout(self.trunk, forward, inputs, layout, way)
             parts.append((layout, output))
-        hidden, self.computed = filled(parts, shape)
-        self.made = planned
+        hidden, self.made = filled(parts, shape), planned
         if graph:
-            _guard(hidden, planned, self.live)
-        if any(len(x.cells) > x.sources.numel() for x in planned) and draws_random(self.trunk):
+            _guard(hidden, planned[True], self.live)
+        shares = any(len(x.cells) > x.sources.numel() for x in planned.values())
+        if shares and draws_random(self.trunk):
             warn_once(
                 f"{type(self.trunk).__name__}: it is in train mode and has dropout or noise, and "
                 "sequences that begin alike share the random masks of their common prefix. For "
@@ -418,17 +425,16 @@ def _facts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -
 
 def _guard(
     hidden: Tensor,  # (B, L, H)
-    planned: Sequence[TrunkLayout],
+    with_graph: TrunkLayout,
     live: Tensor,  # (B,) bool
 ) -> None:
-    """Make the backward raise if a gradient arrives at a cell that was computed without a graph.
+    """Make the backward raise if a gradient arrives at a cell outside the layout `with_graph`.
 
     This synchronizes with the device once per backward.
     """
     length = hidden.shape[1]
     without_graph = torch.ones(len(live) * length, dtype=torch.bool, device="cpu")
-    for layout in planned:
-        without_graph[layout.cells] &= not layout.graph
+    without_graph[with_graph.cells] = False
     without = without_graph.nonzero().squeeze(1)
     if not hidden.requires_grad or not len(without):
         return

@@ -219,7 +219,7 @@ def run_in_head(
             returned = run(call)
         fields: dict[str, Any] = returned[FIELDS]
         has_scalar = any(isinstance(x, Tensor) and x.dim() == 0 for x in pytree.tree_leaves(fields))
-        part = of_trunk.computed
+        part = of_trunk.computed()
         if has_scalar and not is_whole and most_of_ranks(groups, [int(part is not None)])[0]:
             _models_with_scalars.add(base)  # such as an aux_loss, which may need all hidden states
             continue
@@ -242,7 +242,7 @@ def _nan_but_at(computed: Tensor, x: Any) -> Any:
     """Set `x`, a tensor (B, L, ...) of an output, to NaN outside the cells `computed` (B, L)."""
     if not isinstance(x, Tensor) or x.shape[:2] != computed.shape or not x.is_floating_point():
         return x
-    cells = computed.to(x.device).reshape(*computed.shape, *(1,) * (x.dim() - 2))
+    cells = computed.to(x.device, non_blocking=True).reshape(*computed.shape, *(1,) * (x.dim() - 2))
     return x.masked_fill(~cells, float("nan"))
 
 
