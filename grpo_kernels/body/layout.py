@@ -40,14 +40,15 @@ _RETURNED = ("output_hidden_states", "output_attentions", "output_router_logits"
 
 @dataclass(frozen=True)
 class Way:
-    """How to call the trunk's forward so that a layout is exact.
+    """A layout, and how to call the trunk's forward so that it is exact.
 
-    `positions` says where position ids come from: "given" by the caller; "column", each cell's
-    column in the padded batch, which the model would count itself; "depth", the number of tokens
-    before the cell; "none", no ids are passed.
+    `positions` says which position ids the model gets: "column", each cell's column in the padded
+    batch, which the model would count itself; "depth", the number of tokens before the cell; None,
+    those of the caller, if any.
     """
 
-    positions: Literal["given", "column", "depth", "none"]
+    mode: str  # name of the layout
+    positions: Literal["column", "depth"] | None = None
     varlen: bool = False  # use `torch.nn.attention.varlen` for a tree if possible
     layers: int | None = None  # number of calls along a tree's paths; None: not known yet
     chunk: int = 0  # tokens that recurrences compute at a time; 0: no recurrences
@@ -124,8 +125,8 @@ class TrunkInputs:
         """True if a needed cell is padding."""
         return bool((self.needed & ~self.attended).any())
 
-    def layout(self, mode: str, way: Way, chosen: Tensor, *, multiple: int = 1) -> TrunkLayout:
-        """Lay out sequences `chosen` (S,) bool as `mode` says. At least one of them is read.
+    def layout(self, way: Way, chosen: Tensor, *, multiple: int = 1) -> TrunkLayout:
+        """Lay out sequences `chosen` (S,) bool as `way` says. At least one of them is read.
 
         The layout's width is a multiple of `multiple`. If recurrences compute `way.chunk` tokens at
         a time, a branch of the tree must save at least half a chunk.
@@ -133,14 +134,14 @@ class TrunkInputs:
         length = self.needed.shape[1]
         numbers = (chosen & self.is_read).nonzero()
         first, end = (x[numbers] for x in self.spans)
-        if mode == "padded":
+        if way.mode == "padded":
             first, end = torch.zeros_like(first), torch.full_like(end, length)
         columns = first + _range(int((end - first).amax()))
         computed = columns < end
         cells = numbers * length + columns.clamp(max=length - 1)
         attended = self.attended.reshape(-1)[cells] & computed
         places = self.places.reshape(-1)[cells]
-        if mode != "tree":
+        if way.mode != "tree":
             return by_rows(places, computed, attended, multiple=multiple)
         values = [x.reshape(-1)[cells] for x in self.values.values()]
         values += [columns] if way.positions == "column" else []

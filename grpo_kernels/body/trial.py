@@ -183,7 +183,7 @@ class _Trial:
         self.parameters, self.evaluates = [] if self.is_divided else small, False
         length, width = size  # tokens of the first row, columns
         every = torch.ones(len(like.needed), dtype=torch.bool, device="cpu")
-        rows = like.layout("trim", Way("none"), every)
+        rows = like.layout(Way("trim"), every)
         count = len(rows.sources)
         longest_first = rows.attended.sum(1).argsort(descending=True, stable=True)
         pool = rows.sources[longest_first][rows.attended[longest_first]]
@@ -213,16 +213,16 @@ class _Trial:
 
     def outcome(self, mode: str) -> Way | str:
         """How layout `mode` is exact for these rows, or the reason against it."""
-        together, padded = 2 if mode == "tree" else 1, self._ways("padded")[0]
+        together = 2 if mode == "tree" else 1
         parts = [[*range(together)], [*range(together, len(self.needed))]]
-        want, reason = self._run("padded", padded, self.of_padded), None
+        want, reason = self._run(Way("padded"), self.of_padded), None
         if want.is_random:  # even without dropout, so both forwards run in evaluation mode
             self.evaluates = True
-            want = self._run("padded", padded, self.of_padded)
+            want = self._run(Way("padded"), self.of_padded)
         for way in self._ways(mode):
             try:
-                got = self._run(mode, way, [x for x in parts if x])
-                reason = self._against(mode, got, want)
+                got = self._run(way, [x for x in parts if x])
+                reason = self._against(got, want)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -233,18 +233,15 @@ class _Trial:
 
     def _ways(self, mode: str) -> list[Way]:
         """Ways to call the model for layout `mode`, best first."""
-        if "position_ids" in self.inputs.given:
-            found = [Way("given")]
-        elif mode == "padded" or not _takes_positions(self.trunk, self.forward):
-            found = [Way("none")]
-        else:
-            found = [Way("column"), Way("depth"), *([] if mode == "tree" else [Way("none")])]
+        found, is_given = [Way(mode)], "position_ids" in self.inputs.given
+        if mode != "padded" and not is_given and _takes_positions(self.trunk, self.forward):
+            found = [Way(mode, "column"), Way(mode, "depth"), *(found if mode == "trim" else [])]
         fits = paths.has_varlen(attention_of(self.trunk), self.device, self.dtype)
         return [replace(way, varlen=True) for way in found if mode == "tree" and fits] + found
 
-    def _against(self, mode: str, got: _Found, want: _Found) -> str | None:
-        """Say why `got`, from layout `mode`, differs from `want`, padded; None if it does not."""
-        if mode == "tree" and not got.way.layers:
+    def _against(self, got: _Found, want: _Found) -> str | None:
+        """Say why `got` differs from `want`, which is padded; None if it does not."""
+        if got.way.mode == "tree" and not got.way.layers:
             return "its attention is not looked up in transformers' table, so it sees no segments"
         for name in {*want.changed, *got.changed}:
             one, other = want.changed.get(name), got.changed.get(name)
@@ -257,8 +254,8 @@ class _Trial:
         off, names = self._off(got, want), ("hidden states", "gradients")
         if off[0] <= min(floor, most) and off[1] <= min(2 * floor, most):
             return None
-        padded, columns = self._ways("padded")[0], self.needed.shape[1] + _MORE_COLUMNS
-        rounding = self._off(self._run("padded", padded, self.of_padded, columns), want)
+        columns = self.needed.shape[1] + _MORE_COLUMNS
+        rounding = self._off(self._run(Way("padded"), self.of_padded, columns), want)
         for i, name in enumerate(names):
             allowed = min(max((i + 1) * floor, _ROUNDING * rounding[i]), most)
             if not off[i] <= allowed:
@@ -271,7 +268,7 @@ class _Trial:
         states = torch.stack([_distance(got.hidden[x], want.hidden[x]) for x in ranges])
         return states.amax().item(), _distance(got.gradient, want.gradient).item()
 
-    def _run(self, mode: str, way: Way, parts: list[list[int]], multiple: int = 1) -> _Found:
+    def _run(self, way: Way, parts: list[list[int]], multiple: int = 1) -> _Found:
         hidden, gradient = torch.zeros((), device=self.device), torch.zeros(1, device=self.device)
         with (
             torch.compiler.set_stance("force_eager"),  # do not compile for the trial's shapes
@@ -285,7 +282,7 @@ class _Trial:
             for part in parts:
                 chosen = torch.zeros(len(self.needed), dtype=torch.bool, device="cpu")
                 chosen[part] = True
-                layout = self.inputs.layout(mode, way, chosen, multiple=multiple)
+                layout = self.inputs.layout(way, chosen, multiple=multiple)
                 output, found = run_layout(self.trunk, self.forward, self.inputs, layout, way)
                 read = filled([(layout, output)], self.needed.shape)
                 read = read[self.needed.to(read.device)]  # 0 in the rows of other parts

@@ -277,7 +277,7 @@ class TrunkCall:
                 reasons.setdefault(way, mode)
                 continue
             try:
-                planned = self._planned(inputs, mode, way)
+                planned = self._planned(inputs, way)
                 if modes[:1] == ["trim"] and self._loses_to_trim(exactness, way, planned):
                     modes.insert(1, mode)  # tried again if trim fails
                     continue
@@ -292,12 +292,12 @@ class TrunkCall:
             say_once(self.trunk, f"{found}; {instead}")
         return output
 
-    def _planned(self, inputs: TrunkInputs, mode: str, way: Way) -> Layouts:
+    def _planned(self, inputs: TrunkInputs, way: Way) -> Layouts:
         """Layouts of the sequences with gradient, and of those without, if there are any."""
         live = (self.live & torch.is_grad_enabled())[inputs.places[:, 0] // self.needed.shape[1]]
         multiple = _COMPILED_COLUMNS if _is_compiled(self.trunk.modules()) else 1
         return {
-            graph: inputs.layout(mode, way, chosen, multiple=multiple)
+            graph: inputs.layout(way, chosen, multiple=multiple)
             for graph, chosen in ((True, live), (False, ~live))
             if (chosen & inputs.is_read).any()
         }
@@ -312,7 +312,7 @@ class TrunkCall:
         def cost(layouts: Layouts) -> float:
             return sum(paths.cost(x.sources, x.paths, way.chunk, device) for x in layouts.values())
 
-        return cost(planned) > cost(self._planned(inputs, "trim", way))
+        return cost(planned) > cost(self._planned(inputs, Way("trim")))
 
     def _in_parts(
         self, inputs: TrunkInputs, way: Way, planned: Layouts, forward: Callable[..., Any]
@@ -386,7 +386,7 @@ class Exactness:
             self._verdicts[mode] = trial.Verdict(reason=reason)
         verdict, size = self._verdicts[mode], self.inputs.size
         if size[0] <= 0 and verdict.reason is None:
-            return Way("none")  # no cell is read, so none is computed
+            return Way(mode)  # no cell is read, so none is computed
         fits = all(one <= other for one, other in zip(size, verdict.size, strict=True))
         return verdict.way if verdict.way is not None and fits else verdict.reason
 
