@@ -459,7 +459,7 @@ class _Groups(NamedTuple):
 
 
 def _one_group(x: Tensor, process_group: ProcessGroup | None) -> _Groups:
-    check_group("process_group", process_group)
+    check_group(process_group)
     return _Groups(torch.zeros(len(x), dtype=torch.int64, device=x.device), 1, process_group)
 
 
@@ -470,7 +470,7 @@ def _groups(
     process_group: ProcessGroup | None,
     fewest: int = 2,  # in a group of one, no other row gives a baseline
 ) -> _Groups:
-    check_group("process_group", process_group)
+    check_group(process_group)
     rows, device = len(table), table.device
     hint = "pass num_generations=, the completions per prompt"
     _check_one_of("num_generations, group_ids", num_generations, group_ids, hint)

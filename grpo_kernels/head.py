@@ -216,7 +216,7 @@ Reference = tuple[Tensor, Head]
 def with_its_group(hidden: Any, head: Any) -> Head:
     """Set the process group of `head`, from the argument or from DTensors."""
     if head.process_group is not None:
-        check_group("process_group", head.process_group)
+        check_group(head.process_group)
     elif is_dtensor(hidden) and is_dtensor(head.weight):
         return replace(head, process_group=_sharding_group(head.weight))
     return head

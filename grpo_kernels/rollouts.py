@@ -165,7 +165,7 @@ def correct(
     Sources: https://fengyao.notion.site/off-policy-rl (TIS), https://richardli.xyz/rl-collapse
     (MIS, rejection); verl's ``rollout_corr_helper``.
     """
-    check_group("process_group", process_group)
+    check_group(process_group)
     check_choice("mode", mode, choices(CorrectionMode))
     if not isinstance(batch_normalize, bool):
         raise TypeError(f"batch_normalize: expected True or False, got {batch_normalize!r}")

@@ -204,13 +204,11 @@ def hints_names(function: F, name: str = "") -> F:
         return function
     parameters = inspect.signature(function).parameters
     of_self = int("self" in parameters)
-    own = [x for x in parameters.values() if x.name != "self"]
+    own = [x for x in parameters.values() if x.name != "self" and x.kind is not x.VAR_KEYWORD]
     by_position = [x.name for x in own if x.kind is x.POSITIONAL_OR_KEYWORD]
-    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = [x.name for x in own if x.kind in plain]
-    needed = [x.name for x in own if x.kind in plain and x.default is x.empty]
-    takes_any = any(x.kind is x.VAR_POSITIONAL for x in own)
-    takes_more = any(x.kind is x.VAR_KEYWORD for x in own)  # the function checks these names
+    names = [x.name for x in own]
+    needed = [x.name for x in own if x.default is x.empty]
+    takes_more = len(own) + of_self < len(parameters)  # the function checks these names
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -218,7 +216,7 @@ def hints_names(function: F, name: str = "") -> F:
         if unknown and not takes_more:
             hint = did_you_mean(unknown[0], names) or f"; it has {', '.join(names)}"
             raise TypeError(f"{unknown[0]}: {name} has no such argument{hint}")
-        if count > len(by_position) and not takes_any:
+        if count > len(by_position):
             most = ", ".join(by_position) or "nothing"
             others = "; pass the others by name" if len(names) > len(by_position) else ""
             raise TypeError(

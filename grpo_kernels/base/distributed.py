@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def check_group(name: str, process_group: Any) -> None:
-    """Require a process group or None."""
+def check_group(process_group: Any) -> None:
+    """Require a process group or None, as ``process_group``."""
     if process_group is None:
         return
     from torch.distributed import ProcessGroup
 
     if not isinstance(process_group, ProcessGroup):
         raise TypeError(
-            f"{name}: expected a torch.distributed.ProcessGroup that this rank is in, or None, got "
-            f"{type(process_group).__name__}"
+            "process_group: expected a torch.distributed.ProcessGroup that this rank is in, or "
+            f"None, got {type(process_group).__name__}"
         )
 
 
