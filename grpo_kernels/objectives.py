@@ -33,11 +33,10 @@ from torch import Tensor
 
 from grpo_kernels.backends.formulas import times_or_zero
 from grpo_kernels.base.checks import (
-    check_logps,
     check_number,
     check_tensor,
     only_public,
-    read_mask,
+    read_sampled,
 )
 from grpo_kernels.base.tensors import discounted_sums, scored_difference, sequence_means
 from grpo_kernels.objective.config import preset_hint
@@ -392,14 +391,8 @@ def m2po_mask(
     example uses 0.04.
     """
     check_number("threshold", threshold, lowest=0.0)
-    check_tensor("completion_mask", completion_mask)
     old, sampling = old_per_token_logps, sampling_per_token_logps
-    for name, x in (("old_per_token_logps", old), ("sampling_per_token_logps", sampling)):
-        shape = "completion_mask.shape", completion_mask.shape
-        check_tensor(name, x, shape, like=completion_mask, floating=True)
-    counts = read_mask(completion_mask)
-    check_logps("old_per_token_logps", old[counts])
-    check_logps("sampling_per_token_logps", sampling[counts])
+    counts = read_sampled(old, sampling, completion_mask)
     wide = old.to(torch.promote_types(old.dtype, torch.float32))
     moved = scored_difference(wide, sampling)[counts].square()
     places = moved.argsort(descending=True)

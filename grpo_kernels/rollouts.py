@@ -15,13 +15,10 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import (
     check_choice,
-    check_finite,
-    check_logps,
     check_number,
-    check_tensor,
     hints_names,
     only_public,
-    read_mask,
+    read_sampled,
 )
 from grpo_kernels.base.choices import CorrectionLevel, CorrectionMode, choices
 from grpo_kernels.base.distributed import all_reduce, check_group
@@ -188,7 +185,8 @@ def correct(
         raise TypeError(f"reject: expected {expected}, got {type(reject).__name__}")
     rules = {name: _bounds(name, bound) for name, bound in (reject or {}).items()}
     packed = cu_seqlens is not None
-    counted = _counted(old_per_token_logps, sampling_per_token_logps, completion_mask, packed)
+    wanted = ("(N,), since there are cu_seqlens", (None,)) if packed else ("(B, T)", (None, None))
+    counted = read_sampled(old_per_token_logps, sampling_per_token_logps, completion_mask, wanted)
     batch, columns, locate = sequences_of(old_per_token_logps, cu_seqlens)
     place = locate(torch.arange(counted.numel(), device=counted.device))
 
@@ -275,22 +273,6 @@ def _bounds(name: str, bound: Any) -> tuple[float, float]:
     if is_k1:
         return math.log(low) if low else -math.inf, math.log(high)
     return low, high
-
-
-def _counted(old: Any, sampling: Any, completion_mask: Any, packed: bool) -> Tensor:
-    """Check the three tensors, and mark the counted positions with True."""
-    wanted = ("(N,), since there are cu_seqlens", (None,)) if packed else ("(B, T)", (None, None))
-    check_tensor("old_per_token_logps", old, wanted, floating=True)
-    others = {"sampling_per_token_logps": sampling, "completion_mask": completion_mask}
-    for name, x in others.items():
-        shape = "that of old_per_token_logps", old.shape
-        check_tensor(name, x, shape, like=old, floating=x is sampling)
-    counts = read_mask(completion_mask)
-    rows = old[counts].cpu()  # checks read numbers on a CPU
-    check_finite("old_per_token_logps", rows)
-    check_logps("old_per_token_logps", rows)
-    check_logps("sampling_per_token_logps", sampling[counts].cpu())
-    return counts
 
 
 # Metrics with verl's names and formulas (verl/trainer/ppo/rollout_corr_helper.py), over the R

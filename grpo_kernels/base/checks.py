@@ -532,6 +532,21 @@ def check_logps(name: str, rows: Tensor | None) -> None:
         )
 
 
+def read_sampled(old: Any, sampling: Any, completion_mask: Any, *shapes: Shape) -> Tensor:
+    """Check a policy's and its sampler's log-probabilities; mark unmasked positions, as bool.
+
+    `old` has one of `shapes`. The host waits for the device.
+    """
+    check_tensor("old_per_token_logps", old, *shapes, floating=True)
+    shape = "that of old_per_token_logps", old.shape
+    check_tensor("sampling_per_token_logps", sampling, shape, like=old, floating=True)
+    check_tensor("completion_mask", completion_mask, shape, like=old)
+    counts = read_mask(completion_mask)
+    check_logps("old_per_token_logps", old[counts].cpu())
+    check_logps("sampling_per_token_logps", sampling[counts].cpu())
+    return counts
+
+
 def check_entropies(name: str, rows: Tensor) -> None:
     """Require values (n,) that look like entropies, on a CPU. NaN passes; it makes the loss NaN."""
     if rows.device.type == "cpu":
