@@ -1,11 +1,10 @@
-"""Tensor helpers: records, sums, quantiles, ratios, sequences of a batch, division into calls."""
+"""Tensor helpers: records, sums, quantiles, ratios, sequences of a batch."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -92,7 +91,7 @@ def sequence_means(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def counted_first(mask: Tensor) -> Tensor:
-    """Order (B, T) that puts each row's counted positions first."""
+    """Order (B, T) that puts each row's counted positions first, in their order."""
     return (~mask).to(torch.uint8).argsort(dim=1, stable=True)
 
 
@@ -178,45 +177,6 @@ def sequences_of(
         return sequence, positions - on_device[sequence]
 
     return len(lengths), max(lengths, default=0), locate
-
-
-def cut(costs: Sequence[float], overhead: float) -> list[tuple[int, int]]:
-    """Divide ascending `costs` into parts (first, end) of least total cost.
-
-    A part costs its size times its largest member c, plus `overhead`. This is a dynamic program
-    over the start of the last part. A part that starts at `first` costs ``least[first] - first *
-    c``, a line in c, plus terms without `first`. Slopes fall and c rises, so a line that is beaten
-    once stays beaten; `lines` holds the lines that are not, best first.
-    """
-    least, begin, lines = [0.0], [0], deque[int]()
-
-    def crossing(one: int, other: int) -> float:
-        return (least[other] - least[one]) / (other - one)
-
-    for end, cost in enumerate(costs, start=1):
-        new = end - 1
-        while len(lines) > 1 and crossing(lines[-1], new) <= crossing(lines[-2], lines[-1]):
-            lines.pop()
-        lines.append(new)
-        while len(lines) > 1 and crossing(lines[0], lines[1]) < cost:
-            lines.popleft()
-        begin.append(lines[0])
-        least.append(least[lines[0]] + (end - lines[0]) * cost + overhead)
-    parts, end = [], len(costs)
-    while end > 0:
-        parts.append((begin[end], end))
-        end = begin[end]
-    return parts[::-1]
-
-
-def places(calls: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Find each token's place in the concatenated `calls`, (tokens, bool) each.
-
-    A call owns the tokens where its bool is True; exactly one call owns each token.
-    """
-    tokens = torch.cat([tokens[own] for tokens, own in calls])
-    found = torch.cat([own.flatten() for _, own in calls]).nonzero().squeeze(1)
-    return found[tokens.argsort()]
 
 
 def extreme(x: Tensor, *, largest: bool) -> Tensor:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from grpo_kernels.base.tensors import counted_first
 from grpo_kernels.body.paths import (
     ENDS,
     LONGEST,
@@ -238,8 +239,7 @@ def tree(
 
     Rows share a branch only if that saves at least `least` tokens.
     """
-    left = (~attended).to(torch.uint8).argsort(dim=1, stable=True)  # puts attended cells first
-    lengths = attended.sum(1)
+    left, lengths = counted_first(attended), attended.sum(1)
     places = _range(int(lengths.amax()))
     inside, left = places < lengths[:, None], left[:, : len(places)]
     cells = cells.gather(1, left)

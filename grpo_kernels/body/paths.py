@@ -28,7 +28,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,8 +39,6 @@ from torch.nn.attention import varlen as torch_varlen
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils import _pytree as pytree
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
-
-from grpo_kernels.base.tensors import cut, places
 
 # Floating-point operations of attention that a device computes in the time of one more call,
 # forward and backward. A CPU core: 120 us at 20 GFLOP/s (measured with AVX2). A GPU: five launches
@@ -96,7 +95,7 @@ def group(paths: Paths, call_cells: float) -> tuple[list[tuple[Tensor, Tensor]],
         members = order[contexts[order] == context]
         lengths = paths.lengths[members].tolist()
         cells = [k * k / 2 if context == 0 else (k - context) * k for k in lengths]
-        for first, end in cut(cells, call_cells):
+        for first, end in _cut(cells, call_cells):
             part = members[first:end]
             length = paths.lengths[part, None]
             columns = torch.arange(int(length.amax()), device="cpu")
@@ -104,7 +103,46 @@ def group(paths: Paths, call_cells: float) -> tuple[list[tuple[Tensor, Tensor]],
             calls.append((keys[:, context:], keys))
             own = (columns >= paths.contexts[part, None]) & (columns < length)  # the segments'
             owned.append((keys[:, context:], own[:, context:]))
-    return calls, places(owned)
+    return calls, _places(owned)
+
+
+def _cut(costs: Sequence[float], overhead: float) -> list[tuple[int, int]]:
+    """Divide ascending `costs` into parts (first, end) of least total cost.
+
+    A part costs its size times its largest member c, plus `overhead`. This is a dynamic program
+    over the start of the last part. A part that starts at `first` costs ``least[first] - first *
+    c``, a line in c, plus terms without `first`. Slopes fall and c rises, so a line that is beaten
+    once stays beaten; `lines` holds the lines that are not, best first.
+    """
+    least, begin, lines = [0.0], [0], deque[int]()
+
+    def crossing(one: int, other: int) -> float:
+        return (least[other] - least[one]) / (other - one)
+
+    for end, cost in enumerate(costs, start=1):
+        new = end - 1
+        while len(lines) > 1 and crossing(lines[-1], new) <= crossing(lines[-2], lines[-1]):
+            lines.pop()
+        lines.append(new)
+        while len(lines) > 1 and crossing(lines[0], lines[1]) < cost:
+            lines.popleft()
+        begin.append(lines[0])
+        least.append(least[lines[0]] + (end - lines[0]) * cost + overhead)
+    parts, end = [], len(costs)
+    while end > 0:
+        parts.append((begin[end], end))
+        end = begin[end]
+    return parts[::-1]
+
+
+def _places(calls: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Find each token's place in the concatenated `calls`, (tokens, bool) each.
+
+    A call owns the tokens where its bool is True; exactly one call owns each token.
+    """
+    tokens = torch.cat([tokens[own] for tokens, own in calls])
+    found = torch.cat([own.flatten() for _, own in calls]).nonzero().squeeze(1)
+    return found[tokens.argsort()]
 
 
 class Segments:
@@ -370,7 +408,7 @@ class Runs(NamedTuple):
             parents, leaves = runs[self.is_parent[runs]], runs[~self.is_parent[runs]]
             lengths = self.lengths[parents]
             chunks = (-(-self.lengths[leaves] // chunk)).tolist()
-            parts = [leaves[first:end] for first, end in cut(chunks, _call_chunks(device))]
+            parts = [leaves[first:end] for first, end in _cut(chunks, _call_chunks(device))]
             yield [*(parents[lengths == x] for x in lengths.unique()), *parts]
 
 
@@ -397,7 +435,7 @@ def _calls(
                 place[chosen] = kept + torch.arange(len(chosen), device="cpu")
                 kept += len(chosen)
         depths.append(calls)
-    return depths, places(owned)
+    return depths, _places(owned)
 
 
 def cost(tokens: Tensor, paths: Paths | None, chunk: int, device: torch.device) -> float:
