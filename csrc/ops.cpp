@@ -90,17 +90,6 @@ void check_out(const Matrix& out) {
   STD_TORCH_CHECK((out.dtype == Dtype::f64) == (sizeof(T) == 8), "out: float64 goes with float64 alone");
 }
 
-struct TokenTensors {
-  MaybeTensor advantages, d_policy;
-  Tensor weights;
-  MaybeTensor old, ref, gate;
-};
-
-struct FusedResults {
-  Tensor logps, max_logit, log_sum, entropies, loss, d_logp, log_ratio;
-  MaybeTensor kl, sum_k, reference_max_logit, reference_log_sum, out;
-};
-
 // Write the reference's statistics of row i.
 template <class T>
 void write_reference_stats(const Chunk<T>& chunk, const DivergenceColumns<T>& out, int64_t i) {
@@ -109,56 +98,6 @@ void write_reference_stats(const Chunk<T>& chunk, const DivergenceColumns<T>& ou
   const RowStats stats = row_stats(sums);
   out.max_logit[i] = static_cast<T>(stats.max);
   out.log_sum[i] = static_cast<T>(stats.log_sum);
-}
-
-template <class T>
-void fused_of(const Chunk<T>& chunk, const TokenTensors& tokens, const LossConstants<double>& given,
-              const FusedResults& results) {
-  const int64_t n = chunk.n;
-  const T *advantages = column<T>(tokens.advantages, n, "advantages"), *d_policy = column<T>(tokens.d_policy, n, "d_policy");
-  const T* weights = column<T>(tokens.weights, n, "weights");
-  const T *old = column<T>(tokens.old, n, "old"), *ref = column<T>(tokens.ref, n, "ref");
-  const T* gate = column<T>(tokens.gate, n, "gate");
-  const StatColumns<T> stats(n, results.logps, results.max_logit, results.log_sum, results.entropies);
-  const DivergenceColumns<T> reference(n, results.kl, results.sum_k, results.reference_max_logit, results.reference_log_sum);
-  T *loss = column<T>(results.loss, n, "loss"), *d_logp = column<T>(results.d_logp, n, "d_logp");
-  T *log_ratio = column<T>(results.log_ratio, n, "log_ratio"), *kl = reference.value;
-  const LossConstants<T> constants = given.template to<T>();
-  const bool estimates = constants.estimator != Estimator::none, has_reference = chunk.reference.has_value();
-  STD_TORCH_CHECK(!(estimates && has_reference), "estimator: expected none with a reference");
-  STD_TORCH_CHECK(tokens.ref.has_value() == estimates && results.kl.has_value() == (estimates || has_reference),
-                  "ref, kl: expected with an estimator, without one neither, but kl with a reference");
-  const bool is_given[] = {reference.sum_k != nullptr, reference.max_logit != nullptr, reference.log_sum != nullptr};
-  for (const bool x : is_given) {
-    STD_TORCH_CHECK(x == has_reference,
-                    "sum_k, reference_max_logit, reference_log_sum: expected with a reference, and without one none");
-  }
-  const bool on_policy = !tokens.old.has_value();
-  STD_TORCH_CHECK(tokens.d_policy.has_value() == on_policy && tokens.advantages.has_value() != on_policy,
-                  "old, advantages: expected together, and without them d_policy");
-  STD_TORCH_CHECK((constants.surrogate == Surrogate::none) == on_policy, "surrogate: expected with old, none without");
-  std::optional<Matrix> gradients;
-  if (results.out.has_value()) {
-    gradients.emplace(*results.out, n, chunk.vocab, "out");
-    check_out<T>(*gradients);
-  }
-  chunk.each_row([&](int64_t i) {
-    write_stats(chunk, stats, i, false);
-    if (has_reference) {
-      write_reference_stats(chunk, reference, i);
-      write_divergence(chunk, stats.max_logit, stats.log_sum, reference, i);
-    }
-    const Token<T> token{on_policy ? T(0) : advantages[i], on_policy ? d_policy[i] : T(0), weights[i],
-                         gate ? gate[i] : T(1), old ? old[i] : T(0), ref ? ref[i] : T(0),
-                         has_reference ? kl[i] : T(0), on_policy, gate != nullptr, has_reference};
-    const TokenTerms<T> terms = token_terms(constants, token, stats.logps[i]);
-    loss[i] = terms.loss, d_logp[i] = terms.d_logp, log_ratio[i] = terms.log_ratio;
-    if (kl != nullptr) kl[i] = terms.kl;
-    const Coefficients<T> coefficients{terms.d_logp, constants.d_entropy, terms.d_divergence};
-    if (gradients.has_value()) {
-      write_gradient(chunk, stats, reference, i, coefficients, constants.d_entropy != T(0), *gradients);
-    }
-  });
 }
 
 // Calls f(chunk) with the chunk of float or, if the logits are double, of double.
@@ -250,9 +189,51 @@ void fused(ROWS_IN, REFERENCE_IN, const MaybeTensor& advantages, const MaybeTens
                               beta, d_entropy, {}};
   std::copy(constants.begin(), constants.end(), given.constants);
   with_chunk(ROWS_GIVEN, REFERENCE_GIVEN, [&](const auto& chunk) {
-    fused_of(chunk, {advantages, d_policy, weights, old, ref, gate}, given,
-             {logps, max_logit, log_sum, entropies, loss, d_logp, log_ratio, kl, sum_k, reference_max_logit, reference_log_sum,
-              out});
+    using T = typename std::decay_t<decltype(chunk)>::Scalar;
+    const int64_t n = chunk.n;
+    const T *advantage_of = column<T>(advantages, n, "advantages"), *d_policy_of = column<T>(d_policy, n, "d_policy");
+    const T *weight_of = column<T>(weights, n, "weights"), *gate_of = column<T>(gate, n, "gate");
+    const T *old_of = column<T>(old, n, "old"), *ref_of = column<T>(ref, n, "ref");
+    const StatColumns<T> stats(n, logps, max_logit, log_sum, entropies);
+    const DivergenceColumns<T> reference(n, kl, sum_k, reference_max_logit, reference_log_sum);
+    T *losses = column<T>(loss, n, "loss"), *d_logps = column<T>(d_logp, n, "d_logp");
+    T *log_ratios = column<T>(log_ratio, n, "log_ratio"), *kls = reference.value;
+    const LossConstants<T> c = given.template to<T>();
+    const bool estimates = c.estimator != Estimator::none, has_reference = chunk.reference.has_value();
+    STD_TORCH_CHECK(!(estimates && has_reference), "estimator: expected none with a reference");
+    STD_TORCH_CHECK(ref.has_value() == estimates && kl.has_value() == (estimates || has_reference),
+                    "ref, kl: expected with an estimator, without one neither, but kl with a reference");
+    const bool is_given[] = {reference.sum_k != nullptr, reference.max_logit != nullptr, reference.log_sum != nullptr};
+    for (const bool x : is_given) {
+      STD_TORCH_CHECK(x == has_reference,
+                      "sum_k, reference_max_logit, reference_log_sum: expected with a reference, and without one none");
+    }
+    const bool on_policy = !old.has_value();
+    STD_TORCH_CHECK(d_policy.has_value() == on_policy && advantages.has_value() != on_policy,
+                    "old, advantages: expected together, and without them d_policy");
+    STD_TORCH_CHECK((c.surrogate == Surrogate::none) == on_policy, "surrogate: expected with old, none without");
+    std::optional<Matrix> gradients;
+    if (out.has_value()) {
+      gradients.emplace(*out, n, chunk.vocab, "out");
+      check_out<T>(*gradients);
+    }
+    chunk.each_row([&](int64_t i) {
+      write_stats(chunk, stats, i, false);
+      if (has_reference) {
+        write_reference_stats(chunk, reference, i);
+        write_divergence(chunk, stats.max_logit, stats.log_sum, reference, i);
+      }
+      const Token<T> token{on_policy ? T(0) : advantage_of[i], on_policy ? d_policy_of[i] : T(0), weight_of[i],
+                           gate_of ? gate_of[i] : T(1), old_of ? old_of[i] : T(0), ref_of ? ref_of[i] : T(0),
+                           has_reference ? kls[i] : T(0), on_policy, gate_of != nullptr, has_reference};
+      const TokenTerms<T> terms = token_terms(c, token, stats.logps[i]);
+      losses[i] = terms.loss, d_logps[i] = terms.d_logp, log_ratios[i] = terms.log_ratio;
+      if (kls != nullptr) kls[i] = terms.kl;
+      const Coefficients<T> coefficients{terms.d_logp, c.d_entropy, terms.d_divergence};
+      if (gradients.has_value()) {
+        write_gradient(chunk, stats, reference, i, coefficients, c.d_entropy != T(0), *gradients);
+      }
+    });
   });
 }
 
