@@ -108,15 +108,17 @@ void with_chunk(const Tensor& logits, const Tensor& ids, const Transform& transf
   f(Chunk<float>(logits, ids, transform, reference));
 }
 
+// `extras` are the statistics of grpo_kernels.base.choices.EXTRAS, in that order; those that are not wanted are absent.
 void stats(ROWS_IN, const Tensor& logps, const Tensor& max_logit, const Tensor& log_sum, const MaybeTensor& entropies,
-           const MaybeTensor& log_sum_sq_probs, const MaybeTensor& mean_logits, const MaybeTensor& is_top1) {
+           std::vector<MaybeTensor> extras) {
+  STD_TORCH_CHECK(extras.size() == 3, "extras: expected 3, got ", extras.size());
   with_chunk(ROWS_GIVEN, {}, [&](const auto& chunk) {
     using T = typename std::decay_t<decltype(chunk)>::Scalar;
     const int64_t n = chunk.n;
     const StatColumns<T> out(n, logps, max_logit, log_sum, entropies);
-    T* const squares = column<T>(log_sum_sq_probs, n, "log_sum_sq_probs");
-    T* const means = column<T>(mean_logits, n, "mean_logits");
-    bool* const top1 = column<bool>(is_top1, n, "is_top1");
+    T* const squares = column<T>(extras[0], n, "log_sum_sq_probs");
+    T* const means = column<T>(extras[1], n, "mean_logits");
+    bool* const top1 = column<bool>(extras[2], n, "is_top1");
     chunk.each_row([&](int64_t i) {
       const Sums sums = write_stats(chunk, out, i, squares != nullptr || means != nullptr);
       // sum p^2 = (1 + squares) / (1 + rest)^2
@@ -249,7 +251,7 @@ std::string isa(std::string name) {
 STABLE_TORCH_LIBRARY(grpo_kernels_cpp, m) {
   m.def("stats(" ROWS
         "*, Tensor(a!) logps, Tensor(b!) max_logit, Tensor(c!) log_sum, Tensor(d!)? entropies, "
-        "Tensor(e!)? log_sum_sq_probs, Tensor(f!)? mean_logits, Tensor(g!)? is_top1) -> ()");
+        "Tensor(e!)?[] extras) -> ()");
   m.def("diverge(" ROWS REFERENCE
         "Tensor max_logit, Tensor log_sum, Tensor reference_max_logit, Tensor reference_log_sum, "
         "*, Tensor(a!) value, Tensor(b!) sum_k) -> ()");

@@ -69,7 +69,7 @@ class CppRows(FusedRowBackend):
         entropies = new() if entropy else None
         more = {name: new(dtype=statistic_dtype(name, found["logps"].dtype)) for name in extras}
         torch.ops.grpo_kernels_cpp.stats(
-            *_rows(chunk), **found, entropies=entropies, **{x: more.get(x) for x in EXTRAS}
+            *_rows(chunk), **found, entropies=entropies, extras=[more.get(x) for x in EXTRAS]
         )
         return RowStats(**found, entropies=entropies, extras=more)
 
