@@ -73,6 +73,12 @@ class TestSurrogates(SurrogateSuite):
     slack = 16
 
 
+def test_a_statistic_that_the_kernel_lacks_is_refused() -> None:
+    chunk = Chunk(*rows(2, 16), PLAIN)
+    with pytest.raises(ValueError, match="extras: expected statistics of stats_kernel, got median"):
+        SmallTiles().stats(chunk, entropy=False, extras=("mean_logits", "median"))
+
+
 @pytest.mark.parametrize("n", NS)
 def test_every_kernel_on_every_shape(n: int) -> None:
     """Each vocabulary with two of `NS`; every other shape and its gradient are in fp16."""
