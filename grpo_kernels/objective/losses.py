@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,9 @@ from grpo_kernels.backends.formulas import LINEAR, phi
 from grpo_kernels.base.choices import ImportanceSamplingLevel, LossTypeName
 from grpo_kernels.tokens import Layout, Tokens
 
-LossConfig = Any  # the class of config.py, which imports this file
+if TYPE_CHECKING:
+    from grpo_kernels.objective.config import LossConfig
+
 _LOWEST_LOG_WEIGHT, _HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # VESPO's range, as in TRL
 
 
