@@ -23,7 +23,7 @@ from grpo_kernels.engine.plan import Run
 from grpo_kernels.head import Head
 from grpo_kernels.loss import grpo_loss
 from grpo_kernels.module import gather_of
-from grpo_kernels.objective.config import LossConfig, loss_type_of
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.patching import Patches, needed, parameter_names
 from grpo_kernels.scores import linear_logps
 
@@ -167,7 +167,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 ).logps
         # ZeRO-3 shards the weight again when the trainer's own gathering context ends
         gather = gather_of(x for x in (lin_weight, bias) if x is not None)
-        if loss_type_of(config).normalizer != "num_items":
+        if config.definition.normalizer != "num_items":
             num_items_in_batch = None
         elif dist.is_available() and dist.is_initialized():
             if num_items_in_batch is None:
@@ -197,16 +197,16 @@ def _clipped(
     config: LossConfig, logps: Tensor, counted: Tensor, advantages: Tensor, old: Tensor | None
 ) -> Tensor:
     """Share of counted tokens whose ratio is clipped, without regard to `delta`."""
-    loss_type, config = loss_type_of(config), replace(config, delta=None)
+    definition, config = config.definition, replace(config, delta=None)
     log_ratio = torch.zeros_like(logps) if old is None else logps - old.to(logps)
     if config.importance_sampling_level == "sequence":
         log_ratio = sequence_means(log_ratio, counted)
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]
     clipped = torch.zeros_like(counted)
-    if loss_type.capped_tokens is not None:
-        clipped = loss_type.capped_tokens(log_ratio.exp(), log_ratio, advantages, config)
-    elif loss_type.clipped_tokens is not None:
-        below, above = loss_type.clipped_tokens(log_ratio.exp(), log_ratio, advantages, config)
+    if definition.capped_tokens is not None:
+        clipped = definition.capped_tokens(log_ratio.exp(), log_ratio, advantages, config)
+    elif definition.clipped_tokens is not None:
+        below, above = definition.clipped_tokens(log_ratio.exp(), log_ratio, advantages, config)
         clipped = below | above
     return (clipped & counted).sum().to(logps.dtype) / counted.sum().clamp(min=1)
 

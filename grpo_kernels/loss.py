@@ -117,7 +117,6 @@ from grpo_kernels.objective.config import (
     check_names,
     check_objective,
     config_with,
-    loss_type_of,
     warn_of_inputs,
 )
 from grpo_kernels.objective.custom import CustomLoss, PerTokenLoss
@@ -634,7 +633,7 @@ def _row_loss(
     has_entropies: bool = True,
 ) -> PolicyLoss | CustomLoss:
     """The loss that `config` describes, or the custom one."""
-    w = loss_type_of(config).token_weights(
+    w = config.definition.token_weights(
         tokens.layout, num_items_in_batch, config.max_completion_length, tokens.advantages.dtype
     )
     of_config = PolicyLoss(config, tokens, w, has_num_items=num_items_in_batch is not None)

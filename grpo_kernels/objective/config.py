@@ -221,7 +221,7 @@ class LossConfig:
                 f"vllm_importance_sampling_clip_max = {high}, got {low}"
             )
         corrects = self.vllm_importance_sampling_correction
-        if corrects and truncates_sampling_ratio(self) and low is high is None:
+        if corrects and self.truncates_sampling_ratio and low is high is None:
             raise ValueError(
                 "vllm_importance_sampling_clip_max: expected a number here or in "
                 "vllm_importance_sampling_clip_min, which vllm_importance_sampling_mode = "
@@ -270,7 +270,32 @@ class LossConfig:
     def corrects_sampling(self) -> bool:
         """True if the loss computes the ratio to the sampler, from `sampling_per_token_logps`."""
         wanted = self.vllm_importance_sampling_correction
-        return wanted and loss_type_of(self).sampling_ratio is not None
+        return wanted and self.definition.sampling_ratio is not None
+
+    @property
+    def sampling_ratio_is_per_sequence(self) -> bool:
+        """True if the importance sampling ratio that the loss computes is per sequence."""
+        return self.vllm_importance_sampling_mode in ("sequence_truncate", "sequence_mask")
+
+    @property
+    def truncates_sampling_ratio(self) -> bool:
+        """True if the ratio is clamped to its bounds, False if it is 0 outside them."""
+        return self.vllm_importance_sampling_mode.endswith("_truncate")
+
+    @property
+    def masks_off_policy(self) -> bool:
+        """True if off-policy sequences are dropped."""
+        return self.off_policy_mask_threshold is not None and self.definition.applies_masks
+
+    @property
+    def divides_by_length(self) -> bool:
+        """True if the loss is divided by `max_completion_length`."""
+        return self.definition.normalizer == "max_length"
+
+    @property
+    def definition(self) -> LossType:
+        """The definition of its loss type."""
+        return LOSSES[self.loss_type]
 
     @classmethod
     def from_trl(cls, args: Any, **overrides: Unpack[LossFields]) -> LossConfig:
@@ -320,31 +345,6 @@ _TYPES = get_type_hints(LossConfig)
 _BESIDE_AN_OBJECTIVE = ("loss_type", "max_completion_length", "temperature")
 
 
-def loss_type_of(config: LossConfig) -> LossType:
-    """The loss type that a config names."""
-    return LOSSES[config.loss_type]
-
-
-def divides_by_length(config: LossConfig) -> bool:
-    """True if the loss is divided by `max_completion_length`."""
-    return loss_type_of(config).normalizer == "max_length"
-
-
-def masks_off_policy(config: LossConfig) -> bool:
-    """True if off-policy sequences are dropped."""
-    return config.off_policy_mask_threshold is not None and loss_type_of(config).applies_masks
-
-
-def sampling_ratio_is_per_sequence(config: LossConfig) -> bool:
-    """True if the importance sampling ratio that the loss computes is per sequence."""
-    return config.vllm_importance_sampling_mode in ("sequence_truncate", "sequence_mask")
-
-
-def truncates_sampling_ratio(config: LossConfig) -> bool:
-    """True if the ratio is clamped to its bounds, False if it is 0 outside them."""
-    return config.vllm_importance_sampling_mode.endswith("_truncate")
-
-
 def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
     """Do as `LossConfig.from_trl`, but accept the options that TRL's trainer handles itself."""
     found = {name: getattr(args, name) for name in FIELDS if hasattr(args, name)}
@@ -361,7 +361,7 @@ def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
     if getattr(args, "vllm_importance_sampling_cap", None) is not None:
         found["vllm_importance_sampling_clip_max"] = args.vllm_importance_sampling_cap
     config = LossConfig(**{**found, **overrides})
-    if "max_completion_length" in overrides or divides_by_length(config):
+    if "max_completion_length" in overrides or config.divides_by_length:
         return config
     return replace(config, max_completion_length=None)  # it only limits the generation
 
@@ -427,7 +427,7 @@ def check_kind(config: Any) -> None:
 def check_config(config: Any) -> None:
     """Require a LossConfig with every field that its loss needs."""
     check_kind(config)
-    if divides_by_length(config) and config.max_completion_length is None:
+    if config.divides_by_length and config.max_completion_length is None:
         raise ValueError(
             "max_completion_length: expected the most tokens that you generate in a completion, by "
             f"which loss_type = {config.loss_type!r} divides, got None: set it in the config, "
@@ -514,8 +514,8 @@ def _refuse_full_kl(config: LossConfig, why: str) -> None:
 
 def check_loss_is_read(config: LossConfig) -> None:
     """Refuse terms, and warn of names, that an objective without `tokens.loss` leaves unused."""
-    loss_type = loss_type_of(config)
-    plain = next(x.name for x in LOSSES.values() if x.normalizer == loss_type.normalizer)
+    definition = config.definition
+    plain = next(x.name for x in LOSSES.values() if x.normalizer == definition.normalizer)
     for option in fields(LossConfig):
         value, default = getattr(config, option.name), option.default
         if option.name not in _BESIDE_AN_OBJECTIVE and value != default:
@@ -524,12 +524,12 @@ def check_loss_is_read(config: LossConfig) -> None:
                 f"tokens.loss, and so replaces the config's loss, got {value!r}; pass loss_type = "
                 f"{plain!r} alone, without a preset, or build on tokens.loss"
             )
-    if loss_type.surrogate != "clipped":
+    if definition.surrogate != "clipped":
         warn_once(
             f"loss_type: {config.loss_type!r} only sets the normalizer with an objective that does "
             f"not read tokens.loss; pass {plain!r}, which has the same, or build on tokens.loss"
         )
-    if config.max_completion_length is not None and not divides_by_length(config):
+    if config.max_completion_length is not None and not config.divides_by_length:
         warn_once(f"max_completion_length: {_UNUSED.format(config.loss_type)}")
 
 
@@ -615,7 +615,7 @@ def _check_centering(config: LossConfig, inputs: Mapping[str, Any]) -> None:
     for name in ("objective", "kept_ids", "old_per_token_logps", "importance_sampling_ratio"):
         if inputs[name] is not None:
             raise ValueError(f"{name}: expected None {why}, got {type(inputs[name]).__name__}")
-    if loss_type_of(config).surrogate != "clipped" or config.importance_sampling_level != "token":
+    if config.definition.surrogate != "clipped" or config.importance_sampling_level != "token":
         *first, last = (repr(x.name) for x in LOSSES.values() if x.surrogate == "clipped")
         raise ValueError(
             f"loss_type: expected {', '.join(first)} or {last} {why}, with "
@@ -639,9 +639,9 @@ def warn_of_inputs(tokens: Tokens, inputs: Mapping[str, Any]) -> None:
     config, objective = inputs["config"], inputs["objective"]
     old = inputs["old_per_token_logps"]
     sampling = inputs["sampling_per_token_logps"]
-    loss_type, layout = loss_type_of(config), tokens.layout
+    definition, layout = config.definition, tokens.layout
     on_cpu = tokens.advantages.device.type == "cpu"  # elsewhere, reading them would wait
-    most = config.max_completion_length if divides_by_length(config) and on_cpu else None
+    most = config.max_completion_length if config.divides_by_length and on_cpu else None
     if most is not None and layout.batch and int(layout.lengths.max()) > most:
         warn_once(
             f"max_completion_length: loss_type = {config.loss_type!r} divides by it, and {most} is "
@@ -649,7 +649,7 @@ def warn_of_inputs(tokens: Tokens, inputs: Mapping[str, Any]) -> None:
         )
     items = inputs["num_items_in_batch"]
     is_known = items is not None and not (isinstance(items, Tensor) and items.device.type != "cpu")
-    if is_known and loss_type.normalizer == "num_items" and layout.total:
+    if is_known and definition.normalizer == "num_items" and layout.total:
         # with data parallelism, trainers divide it by the number of ranks
         is_divided = dist.is_available() and dist.is_initialized()
         if float(items) < (1 if is_divided else layout.total):
@@ -660,13 +660,13 @@ def warn_of_inputs(tokens: Tokens, inputs: Mapping[str, Any]) -> None:
                 "of the whole batch, such as completion_mask.sum()",
                 key="num_items_in_batch: few",
             )
-    if items is not None and loss_type.normalizer != "num_items":
+    if items is not None and definition.normalizer != "num_items":
         warn_once(
             f"num_items_in_batch: not used by loss_type = {config.loss_type!r}, a mean over the "
             "call. Under gradient accumulation divide the loss by the number of steps, and leave "
             "num_items_in_batch out"
         )
-    reads_sampling = objective is not None or masks_off_policy(config) or config.corrects_sampling
+    reads_sampling = objective is not None or config.masks_off_policy or config.corrects_sampling
     if sampling is not None and not reads_sampling:
         warn_once(
             "sampling_per_token_logps: used for a metric only; set off_policy_mask_threshold or "
@@ -689,18 +689,18 @@ _UNUSED = "not used by loss_type = {!r}; leave it out"
 @functools.cache
 def _unread(config: LossConfig) -> tuple[str, ...]:
     """The fields that are set and that only other loss types read."""
-    read = {*loss_type_of(config).reads}
+    read = {*config.definition.reads}
     if "epsilon_high" in read and config.epsilon_high is None:
         read.add("epsilon")
     of_others = {name for x in LOSSES.values() for name in x.reads} - read
-    if not loss_type_of(config).applies_masks:
+    if not config.definition.applies_masks:
         of_others.add("off_policy_mask_threshold")
-    if loss_type_of(config).sampling_ratio is None:
+    if config.definition.sampling_ratio is None:
         of_others.add("vllm_importance_sampling_correction")
     corrects_kl = config.estimates_kl and config.use_bias_correction_kl
-    if loss_type_of(config).argument is not None and not corrects_kl:
+    if config.definition.argument is not None and not corrects_kl:
         of_others.add("importance_sampling_level")  # no term has R
-    if not divides_by_length(config):
+    if not config.divides_by_length:
         of_others.add("max_completion_length")
     is_set = {x.name: getattr(config, x.name) != x.default for x in fields(config)}
     return tuple(name for name in is_set if is_set[name] and name in of_others)
@@ -711,7 +711,7 @@ def warn_of_loss(config: LossConfig, tokens: Tokens) -> None:
 
     Warn of a clip range that is likely a mistake, too. As in TRL, these are not errors.
     """
-    loss_type, layout, old = loss_type_of(config), tokens.layout, tokens.old_per_token_logps
+    definition, layout, old = config.definition, tokens.layout, tokens.old_per_token_logps
     if tokens.advantages.device.type == "cpu" and config.importance_sampling_level == "sequence":
         is_next = layout.sequence.diff() == 0
         if bool(((tokens.advantages.diff() != 0) & is_next).any()):
@@ -723,7 +723,7 @@ def warn_of_loss(config: LossConfig, tokens: Tokens) -> None:
     options = [f"vllm_importance_sampling_{x}" for x in ("mode", "clip_max", "clip_min")]
     is_set = [x for x in options if getattr(config, x) != getattr(_DEFAULT, x)]
     if tokens.importance_sampling_ratio is not None:  # may come from a trainer with these options
-        if loss_type.sampling_ratio is None:
+        if definition.sampling_ratio is None:
             warn_once(f"importance_sampling_ratio: {_UNUSED.format(config.loss_type)}")
     elif is_set and not config.vllm_importance_sampling_correction:
         warn_once(
@@ -731,7 +731,7 @@ def warn_of_loss(config: LossConfig, tokens: Tokens) -> None:
             "vllm_importance_sampling_correction, pass importance_sampling_ratio, or leave "
             f"{'it' if len(is_set) == 1 else 'them'} out"
         )
-    if masks_off_policy(config) and old is tokens.sampling_per_token_logps is None:
+    if config.masks_off_policy and old is tokens.sampling_per_token_logps is None:
         warn_once(
             "off_policy_mask_threshold: drops nothing without sampling_per_token_logps or "
             "old_per_token_logps; pass one of them, or leave it out"
@@ -745,7 +745,7 @@ def warn_of_loss(config: LossConfig, tokens: Tokens) -> None:
     for name in unread:
         warn_once(f"{name}: {_UNUSED.format(config.loss_type)}")
     low, high = config.epsilon, config.clip_high
-    if loss_type.surrogate == "cispo" and high < 1.0:
+    if definition.surrogate == "cispo" and high < 1.0:
         warn_once(
             f"epsilon_high: in {config.loss_type!r} it is the cap on the ratio itself, so {high:g} "
             "caps nearly every token; pass 5 (presets.CISPO)"
@@ -755,7 +755,7 @@ def warn_of_loss(config: LossConfig, tokens: Tokens) -> None:
             f"delta: {config.delta:g} is below the clip range's bound, 1 + epsilon_high = "
             f"{1.0 + high:g}, and lowers ratios within it; INTELLECT-2's is 4"
         )
-    if old is None or loss_type.surrogate != "clipped":
+    if old is None or definition.surrogate != "clipped":
         return
     if config.epsilon_high is not None and high >= 1.0:
         warn_once(

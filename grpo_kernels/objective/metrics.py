@@ -15,7 +15,6 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import warn_of_ratio
 from grpo_kernels.base.tensors import extreme
-from grpo_kernels.objective.config import loss_type_of, sampling_ratio_is_per_sequence
 from grpo_kernels.objective.custom import CustomLoss
 from grpo_kernels.objective.policy import Evaluation, PolicyLoss
 from grpo_kernels.results import Metrics
@@ -86,7 +85,7 @@ def loss_metrics(
     if inputs is not None and inputs.sampling_ratio is not None:
         ratio = inputs.sampling_ratio
     if difference is not None:
-        per_sequence = sampling_ratio_is_per_sequence(config)
+        per_sequence = config.sampling_ratio_is_per_sequence
     if ratio is not None:
         (over_sequences if per_sequence else over_tokens)("importance_sampling_ratio", ratio)
     if inputs is not None and inputs.off_policy_mask is not None:
@@ -104,20 +103,20 @@ def loss_metrics(
             extremes[name] = extreme(ratio, largest=bound == "max")
 
     if inputs is not None:
-        loss_type, ratios = loss_type_of(config), torch.exp(inputs.log_ratio)
-        per_sequence = loss_type.shares_ratio(config.importance_sampling_level)
+        definition, ratios = config.definition, torch.exp(inputs.log_ratio)
+        per_sequence = definition.shares_ratio(config.importance_sampling_level)
         mean_of("ratio", ratios, per_sequence, empty=1.0)
         # with one ratio and one advantage per sequence, TRL counts clipped sequences, else tokens
-        follows_level = loss_type.ratio_per == "level"
+        follows_level = definition.ratio_per == "level"
         counts_sequences = follows_level and per_sequence and tokens.advantages_per_sequence
         for name, x in inputs.of_loss_type.items():
             mean_of(name, x, tokens.advantages_per_sequence, empty=1.0)
         clip_inputs = ratios, inputs.token_log_ratio, tokens.advantages, config
-        if loss_type.capped_tokens is not None:
-            capped = loss_type.capped_tokens(*clip_inputs)
-            mean_of(f"{loss_type.name}_clip_ratio", capped, counts_sequences)
-        if loss_type.clipped_tokens is not None:
-            low, high = loss_type.clipped_tokens(*clip_inputs)
+        if definition.capped_tokens is not None:
+            capped = definition.capped_tokens(*clip_inputs)
+            mean_of(f"{definition.name}_clip_ratio", capped, counts_sequences)
+        if definition.clipped_tokens is not None:
+            low, high = definition.clipped_tokens(*clip_inputs)
             mean_of("clip_ratio/low_mean", low, counts_sequences)
             mean_of("clip_ratio/high_mean", high, counts_sequences)
             mean_of("clip_ratio/region_mean", low | high, counts_sequences)

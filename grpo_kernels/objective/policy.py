@@ -65,13 +65,7 @@ from torch import Tensor
 from grpo_kernels.backends import TOPK_LOGPS, Coefficients, FusedLoss, RowStats
 from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times_or_zero
 from grpo_kernels.base.tensors import bounded, is_nonzero, quantile, scored_difference
-from grpo_kernels.objective.config import (
-    LossConfig,
-    loss_type_of,
-    masks_off_policy,
-    sampling_ratio_is_per_sequence,
-    truncates_sampling_ratio,
-)
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import LogRatio
 from grpo_kernels.tokens import Tokens
 
@@ -175,22 +169,22 @@ class PolicyLoss:
             tokens, lacks_ratio = _with_sampling_ratio(config, tokens, old), False
         self.lacks_sampling_ratio = lacks_ratio
         self.config, self.tokens, self.token_weights = config, tokens, token_weights
-        self.loss_type = loss_type_of(config)
-        self.averaged_over = self.loss_type.averaged_over(num_items=has_num_items)
+        self.definition = config.definition
+        self.averaged_over = self.definition.averaged_over(num_items=has_num_items)
         self.is_centered = tokens.sampling_topk_logps is not None
-        self.shares_ratio = self.loss_type.shares_ratio(config.importance_sampling_level)
+        self.shares_ratio = self.definition.shares_ratio(config.importance_sampling_level)
         # True if the ratio couples the tokens of a sequence in the policy term
-        self.ratio_couples_tokens = self.shares_ratio or self.loss_type.argument is not None
+        self.ratio_couples_tokens = self.shares_ratio or self.definition.argument is not None
         # True if the KL estimate is multiplied by the ratio
         self.corrects_kl = (
-            config.estimates_kl and config.use_bias_correction_kl and self.loss_type.may_correct_kl
+            config.estimates_kl and config.use_bias_correction_kl and self.definition.may_correct_kl
         )
         self.has_entropy_gradient = config.entropy_coef != 0.0
 
     @cached_property
     def row_by_row(self) -> bool:
         config, sampled = self.config, self.tokens.sampling_per_token_logps is not None
-        compares = masks_off_policy(config) and (sampled or not self.on_policy)
+        compares = config.masks_off_policy and (sampled or not self.on_policy)
         if config.top_entropy_quantile < 1.0 or compares:
             return False
         couples = self.ratio_couples_tokens
@@ -229,7 +223,7 @@ class PolicyLoss:
         if self.on_policy and not reads_logps:
             return self._at_ratio_one.d_logp != 0
         live = tokens.advantages != 0
-        is_factor = self.loss_type.sampling_ratio == "factor"
+        is_factor = self.definition.sampling_ratio == "factor"
         if is_factor and tokens.importance_sampling_ratio is not None:
             live &= tokens.importance_sampling_ratio != 0
         if self.ratio_couples_tokens:
@@ -273,7 +267,7 @@ class PolicyLoss:
 
     @property
     def _constants(self) -> tuple[float, ...]:
-        return tuple(float(x) for x in self.loss_type.constants(self.config))
+        return tuple(float(x) for x in self.definition.constants(self.config))
 
     def fused_loss(self) -> FusedLoss | None:
         """The loss in a row kernel's form; None if tokens are coupled or lack their ratio."""
@@ -287,13 +281,13 @@ class PolicyLoss:
             ref=tokens.ref_per_token_logps if config.estimates_kl else None,
             beta=float(config.beta),
             d_entropy=self._d_entropy if self.has_entropy_gradient else 0.0,
-            is_linear=self.loss_type.is_linear,
+            is_linear=self.definition.is_linear,
         )
         if self.on_policy:
             return replace(shared, d_policy=self._at_ratio_one.d_logp)
         return replace(
             shared,
-            surrogate=self.loss_type.surrogate,
+            surrogate=self.definition.surrogate,
             constants=self._constants,
             advantages=tokens.advantages,
             old=tokens.old_per_token_logps,
@@ -319,7 +313,7 @@ class PolicyLoss:
         )
         if self.on_policy:
             at_one = self._at_ratio_one
-            if not self.loss_type.is_linear:
+            if not self.definition.is_linear:
                 loss_without_entropy = loss_without_entropy + at_one.loss_without_entropy
             read = cast(MetricInputs, at_one.metric_inputs)
             metric_inputs = replace(
@@ -422,7 +416,7 @@ class PolicyLoss:
         Without `divergences` l_t lacks beta D_t; a_t never includes it.
         """
         config, tokens, weights = self.config, self.tokens, self.token_weights
-        loss_type, constants = self.loss_type, self._constants
+        definition, constants = self.definition, self._constants
         if self.lacks_sampling_ratio:
             complete = PolicyLoss(config, _with_sampling_ratio(config, tokens, logps), weights)
             return complete._per_token(logps, entropy_mask, divergences)
@@ -430,14 +424,14 @@ class PolicyLoss:
         token_log_ratio = (
             torch.where(torch.isnan(logps), logps, 0.0) if old is None else logps - old
         )
-        if loss_type.log_ratio is not None:
-            log_ratio = loss_type.log_ratio(tokens, token_log_ratio, entropy_mask, config)
+        if definition.log_ratio is not None:
+            log_ratio = definition.log_ratio(tokens, token_log_ratio, entropy_mask, config)
         else:
             log_ratio = LogRatio(tokens if self.shares_ratio else None, token_log_ratio)
         argument, advantages = log_ratio.value, tokens.advantages
-        if loss_type.argument is not None:
-            argument = loss_type.argument(tokens, token_log_ratio, config)
-        surrogate = SURROGATES[loss_type.surrogate]
+        if definition.argument is not None:
+            argument = definition.argument(tokens, token_log_ratio, config)
+        surrogate = SURROGATES[definition.surrogate]
         loss, d_log_ratio, d_logps = surrogate(argument, advantages, logps, *constants)
 
         off_policy_mask = _off_policy_mask(config, tokens, logps)
@@ -461,7 +455,7 @@ class PolicyLoss:
             log_ratio=log_ratio.value,
             token_log_ratio=token_log_ratio,
             kl=kl,
-            of_loss_type=loss_type.more_metrics(argument, advantages, config),
+            of_loss_type=definition.more_metrics(argument, advantages, config),
             off_policy_mask=off_policy_mask,
             sampling_ratio=tokens.unexpanded_sampling_ratio,
         )
@@ -473,10 +467,10 @@ class PolicyLoss:
         It is 0 if a mask drops the token, else the importance sampling ratio.
         """
         tokens, gate = self.tokens, None
-        if self.loss_type.sampling_ratio == "factor":
+        if self.definition.sampling_ratio == "factor":
             gate = tokens.importance_sampling_ratio
         for mask in (off_policy_mask, entropy_mask):
-            if mask is not None and self.loss_type.applies_masks:
+            if mask is not None and self.definition.applies_masks:
                 gate = torch.ones_like(tokens.advantages) if gate is None else gate
                 gate = torch.where(mask, gate, 0.0)
         return gate
@@ -547,7 +541,7 @@ def _off_policy_mask(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tenso
     Source: https://arxiv.org/abs/2512.02556
     """
     threshold = config.off_policy_mask_threshold
-    if threshold is None or not masks_off_policy(config):
+    if threshold is None or not config.masks_off_policy:
         return None
     sampled = tokens.sampling_per_token_logps
     sampled = tokens.old_per_token_logps if sampled is None else sampled
@@ -563,7 +557,7 @@ def _off_policy_mask(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tenso
 def bounded_ratio(config: LossConfig, log_ratio: Tensor) -> Tensor:
     """exp(`log_ratio`), of any shape, clamped to the config's bounds or set to 0 outside them."""
     low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
-    return bounded(torch.exp(log_ratio), low, high, truncates=truncates_sampling_ratio(config))
+    return bounded(torch.exp(log_ratio), low, high, truncates=config.truncates_sampling_ratio)
 
 
 def _centering_weights(config: LossConfig, logp: Tensor, logq: Tensor) -> Tensor:
@@ -592,7 +586,7 @@ def _with_sampling_ratio(config: LossConfig, tokens: Tokens, logps: Tensor) -> T
         inside = (bounded_ratio(config, means) != 0)[layout.sequence]
         ratio = torch.where(inside, torch.exp(difference), 0.0)
         return replace(tokens, importance_sampling_ratio=ratio)
-    if not sampling_ratio_is_per_sequence(config):
+    if not config.sampling_ratio_is_per_sequence:
         return replace(tokens, importance_sampling_ratio=bounded_ratio(config, difference))
     ratio = bounded_ratio(config, layout.sequence_sum(difference))
     return replace(

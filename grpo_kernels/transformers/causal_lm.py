@@ -46,7 +46,7 @@ from grpo_kernels.head import Head
 from grpo_kernels.kept_ids import KeptIds
 from grpo_kernels.loss import GRPOLoss, LossInputKeywords, policy_expectation
 from grpo_kernels.module import whole_reference, without_adapter
-from grpo_kernels.objective.config import LossConfig, loss_type_of, preset_hint
+from grpo_kernels.objective.config import LossConfig, preset_hint
 from grpo_kernels.patching import replaced
 from grpo_kernels.results import LossOutput, Scores
 from grpo_kernels.scores import linear_divergence, linear_logps
@@ -169,7 +169,7 @@ def causal_lm_loss(
     if zero_advantage == "skip" and live is not None:
         check_skip(config)
         has_items = loss_inputs.get("num_items_in_batch") is not None
-        if loss_type_of(config).averaged_over(num_items=has_items) == "tokens":
+        if config.definition.averaged_over(num_items=has_items) == "tokens":
             raise ValueError(
                 "zero_advantage: expected 'score' or 'train' for a mean over the tokens of all "
                 f"sequences, as in {config.loss_type!r}, got 'skip'; or use "

@@ -25,7 +25,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
 from grpo_kernels.loss import policy_expectation
-from grpo_kernels.objective.config import LossConfig, config_of_trainer, loss_type_of
+from grpo_kernels.objective.config import LossConfig, config_of_trainer
 from grpo_kernels.objective.expected import Expectation
 from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.patching import all_replaced, divided, numbered
@@ -101,7 +101,7 @@ def foreseen(
         if config.estimates_kl:  # without scores yet, zeros predict the same rows
             zeros = torch.zeros_like(inputs["completion_mask"], dtype=torch.float32)
             given[REFERENCE] = inputs.get(REFERENCE, zeros)
-        if is_corrected(trainer) or loss_type_of(config).sampling_ratio == "argument":
+        if is_corrected(trainer) or config.definition.sampling_ratio == "argument":
             given[RATIO] = inputs.get(RATIO)
         expected = policy_expectation(config, completion_mask=counted_tokens(inputs), **given)
     except (TypeError, ValueError) as error:  # options or shapes that TRL accepts and we do not
@@ -123,7 +123,7 @@ def without_dead(
     for name, x in inputs.items():
         if name.endswith("_per_token_logps") and isinstance(x, Tensor):
             found[name] = x.masked_fill(~keep, 0.0)  # so that no ratio overflows
-    if config is None or loss_type_of(config).averaged_over(num_items=True) != "tokens":
+    if config is None or config.definition.averaged_over(num_items=True) != "tokens":
         return found, 1.0
     counted = counted_tokens(inputs)  # bnpo: a mean over all tokens of the micro-batch
     return found, (counted * keep).sum() / counted.sum().clamp(min=1)
@@ -136,15 +136,15 @@ def with_exact_kl(trainer: Any, loss: Tensor, inputs: Batch, divergences: Tensor
     """
     config = config_of(trainer)
     mask, trains = counted_tokens(inputs), trainer.model.training
-    loss_type, items, per_item = loss_type_of(config), None, 1.0
+    definition, items, per_item = config.definition, None, 1.0
     # `items` counts the tokens of the generated batch, items / per_item those of a micro-batch.
-    if loss_type.normalizer == "num_items":
+    if definition.normalizer == "num_items":
         items = inputs["num_items_in_batch"].clamp(min=1.0)
         steps = trainer.args.steps_per_generation if trains else 1
         per_item = trainer.accelerator.num_processes * steps
     layout = read_tokens(mask, mask, mask.new_zeros(len(mask)), divergences.dtype).layout
     most, dtype = config.max_completion_length, divergences.dtype
-    weights = per_item * loss_type.token_weights(layout, items, most, dtype)
+    weights = per_item * definition.token_weights(layout, items, most, dtype)
     term = config.beta * (weights * divergences.reshape(-1)[layout.index]).sum()
     accumulated = trainer.current_gradient_accumulation_steps if trains else 1
     metrics = metrics_of(trainer)
@@ -214,9 +214,9 @@ def is_empty(batch: Batch) -> bool:
 
 def reason_against_regrouping(trainer: Any) -> str | None:
     """Say why samples cannot be regrouped; None if they can."""
-    args, owner, loss_type = trainer.args, trainer.loss_owner, LOSSES.get(trainer.loss_type)
+    args, owner, definition = trainer.args, trainer.loss_owner, LOSSES.get(trainer.loss_type)
     # a mean over a micro-batch's tokens depends on which samples these are
-    depends = loss_type is None or loss_type.normalizer == "token_mean"
+    depends = definition is None or definition.normalizer == "token_mean"
     # These are the values that TRL's loss reads; a callback may change them.
     for what, is_set in (
         (f"{owner.__name__}'s own loss", owner is not GRPOTrainer),

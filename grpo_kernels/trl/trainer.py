@@ -73,12 +73,7 @@ from grpo_kernels.base.modes import random_rates
 from grpo_kernels.base.tensors import scored_difference
 from grpo_kernels.body.trunk import fits_trees, trunk_of
 from grpo_kernels.engine.plan import Run
-from grpo_kernels.objective.config import (
-    LossConfig,
-    config_of_trainer,
-    loss_type_of,
-    sampling_ratio_is_per_sequence,
-)
+from grpo_kernels.objective.config import LossConfig, config_of_trainer
 from grpo_kernels.objective.policy import bounded_ratio
 from grpo_kernels.patching import LogsShares, Shares, all_replaced, replaced
 from grpo_kernels.results import Scores
@@ -511,7 +506,7 @@ class FusedLossMixin(LogsShares):
             config = LossConfig(**micro_batches.correction_options(self))
             mask = micro_batches.counted_tokens(inputs).bool()
             log_ratio = torch.where(mask, scored_difference(logps, sampling), 0.0)
-            per_sequence = sampling_ratio_is_per_sequence(config)
+            per_sequence = config.sampling_ratio_is_per_sequence
             if per_sequence:
                 log_ratio = log_ratio.sum(dim=-1, keepdim=True)
             inputs[RATIO] = ratio = bounded_ratio(config, log_ratio)
@@ -593,8 +588,8 @@ class FusedLossMixin(LogsShares):
         else:
             with micro_batches.unlogged(self):
                 loss, kept = self._loss_of(model, inputs)
-            loss_type = loss_type_of(micro_batches.config_of(self))
-            if loss_type.averaged_over(num_items=True) == "sequences":
+            definition = micro_batches.config_of(self).definition
+            if definition.averaged_over(num_items=True) == "sequences":
                 size = len(part.window.batches[0]["prompt_ids"])  # TRL's micro-batch size
                 loss = len(inputs["prompt_ids"]) / size * loss
             part.window.keep(part.samples, kept)
