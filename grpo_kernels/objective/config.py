@@ -269,8 +269,7 @@ class LossConfig:
     @property
     def corrects_sampling(self) -> bool:
         """True if the loss computes the ratio to the sampler, from `sampling_per_token_logps`."""
-        wanted = self.vllm_importance_sampling_correction
-        return wanted and self.definition.sampling_ratio is not None
+        return self.vllm_importance_sampling_correction and self.definition.has_factors
 
     @property
     def sampling_ratio_is_per_sequence(self) -> bool:
@@ -285,7 +284,7 @@ class LossConfig:
     @property
     def masks_off_policy(self) -> bool:
         """True if off-policy sequences are dropped."""
-        return self.off_policy_mask_threshold is not None and self.definition.applies_masks
+        return self.off_policy_mask_threshold is not None and self.definition.has_factors
 
     @property
     def divides_by_length(self) -> bool:
@@ -693,10 +692,8 @@ def _unread(config: LossConfig) -> tuple[str, ...]:
     if "epsilon_high" in read and config.epsilon_high is None:
         read.add("epsilon")
     of_others = {name for x in LOSSES.values() for name in x.reads} - read
-    if not config.definition.applies_masks:
-        of_others.add("off_policy_mask_threshold")
-    if config.definition.sampling_ratio is None:
-        of_others.add("vllm_importance_sampling_correction")
+    if not config.definition.has_factors:
+        of_others |= {"off_policy_mask_threshold", "vllm_importance_sampling_correction"}
     corrects_kl = config.estimates_kl and config.use_bias_correction_kl
     if config.definition.argument is not None and not corrects_kl:
         of_others.add("importance_sampling_level")  # no term has R
@@ -723,7 +720,7 @@ def warn_of_loss(config: LossConfig, tokens: Tokens) -> None:
     options = [f"vllm_importance_sampling_{x}" for x in ("mode", "clip_max", "clip_min")]
     is_set = [x for x in options if getattr(config, x) != getattr(_DEFAULT, x)]
     if tokens.importance_sampling_ratio is not None:  # may come from a trainer with these options
-        if definition.sampling_ratio is None:
+        if not definition.has_factors:
             warn_once(f"importance_sampling_ratio: {_UNUSED.format(config.loss_type)}")
     elif is_set and not config.vllm_importance_sampling_correction:
         warn_once(

@@ -142,17 +142,15 @@ class LossType:
     normalizer: Literal["sequence_mean", "token_mean", "num_items", "max_length", "sequence_sum"]
     # the surrogate's constants, in its order: config
     constants: Callable[[LossConfig], tuple[float, ...]]
-    # what has one R: as `importance_sampling_level` says, always a token, always a sequence
-    ratio_per: Literal["level", "token", "sequence"] = "level"
-    # R in place of the log-ratio or its mean: tokens, token log-ratios (n,), entropy mask (n,) or
-    # None, config
+    # R of a sequence, whatever `importance_sampling_level` says: tokens, token log-ratios (n,),
+    # entropy mask (n,) or None, config
     log_ratio: Callable[[Tokens, Tensor, Tensor | None, LossConfig], LogRatio] | None = None
-    # the surrogate's argument (n,) in place of R: tokens, token log-ratios, config
+    # the surrogate's argument (n,) in place of R, with the importance sampling ratio in it: tokens,
+    # token log-ratios, config
     argument: Callable[[Tokens, Tensor, LossConfig], Tensor] | None = None
-    # how the importance sampling ratio enters: a factor on the policy term, a part of `argument`
-    sampling_ratio: Literal["factor", "argument"] | None = "factor"
-    applies_masks: bool = True  # off-policy and top-entropy mask are factors on the policy term
-    may_correct_kl: bool = True  # the KL estimate may be multiplied by the ratio
+    # the masks and, without `argument`, the importance sampling ratio multiply the policy term;
+    # the ratio may multiply the KL estimate
+    has_factors: bool = True
 
     # for metrics: the tokens that are clipped (below a range, above it), and the capped ones, from
     # ratios, token log-ratios, advantages, config
@@ -168,7 +166,7 @@ class LossType:
 
     def shares_ratio(self, level: ImportanceSamplingLevel) -> bool:
         """True if one R serves all tokens of a sequence."""
-        return (level if self.ratio_per == "level" else self.ratio_per) == "sequence"
+        return level == "sequence" or self.log_ratio is not None
 
     def token_weights(
         self,
@@ -246,15 +244,14 @@ LOSSES = {
         LossType(
             "vespo", "vespo",
             ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "num_items",
-            vespo_shape, argument=sequence_log_weight, sampling_ratio="argument",
+            vespo_shape, argument=sequence_log_weight,
             more_metrics=lambda log_weight, advantages, config: {
                 "vespo/phi_seq_mean": phi(log_weight, advantages, *vespo_shape(config))
             },
         ),
         LossType(  # `log_ratio` has the range, and the surrogate no constants
             "gmpo", "unclipped", ("epsilon", "epsilon_high"), "sequence_mean", lambda _: (),
-            ratio_per="sequence", log_ratio=clipped_mean, sampling_ratio=None, applies_masks=False,
-            may_correct_kl=False, clipped_tokens=outside_log_range,
+            log_ratio=clipped_mean, has_factors=False, clipped_tokens=outside_log_range,
         ),
     )
 }  # fmt: skip

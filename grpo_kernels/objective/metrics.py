@@ -107,7 +107,7 @@ def loss_metrics(
         per_sequence = definition.shares_ratio(config.importance_sampling_level)
         mean_of("ratio", ratios, per_sequence, empty=1.0)
         # with one ratio and one advantage per sequence, TRL counts clipped sequences, else tokens
-        follows_level = definition.ratio_per == "level"
+        follows_level = definition.log_ratio is None
         counts_sequences = follows_level and per_sequence and tokens.advantages_per_sequence
         for name, x in inputs.of_loss_type.items():
             mean_of(name, x, tokens.advantages_per_sequence, empty=1.0)

@@ -177,7 +177,7 @@ class PolicyLoss:
         self.ratio_couples_tokens = self.shares_ratio or self.definition.argument is not None
         # True if the KL estimate is multiplied by the ratio
         self.corrects_kl = (
-            config.estimates_kl and config.use_bias_correction_kl and self.definition.may_correct_kl
+            config.estimates_kl and config.use_bias_correction_kl and self.definition.has_factors
         )
         self.has_entropy_gradient = config.entropy_coef != 0.0
 
@@ -223,9 +223,8 @@ class PolicyLoss:
         if self.on_policy and not reads_logps:
             return self._at_ratio_one.d_logp != 0
         live = tokens.advantages != 0
-        is_factor = self.definition.sampling_ratio == "factor"
-        if is_factor and tokens.importance_sampling_ratio is not None:
-            live &= tokens.importance_sampling_ratio != 0
+        if self._sampling_factor is not None:
+            live &= self._sampling_factor != 0
         if self.ratio_couples_tokens:
             # a token whose own term is 0 still gets gradient through the shared ratio
             layout = tokens.layout
@@ -466,14 +465,18 @@ class PolicyLoss:
 
         It is 0 if a mask drops the token, else the importance sampling ratio.
         """
-        tokens, gate = self.tokens, None
-        if self.definition.sampling_ratio == "factor":
-            gate = tokens.importance_sampling_ratio
+        gate = self._sampling_factor
         for mask in (off_policy_mask, entropy_mask):
-            if mask is not None and self.definition.applies_masks:
-                gate = torch.ones_like(tokens.advantages) if gate is None else gate
+            if mask is not None and self.definition.has_factors:
+                gate = torch.ones_like(self.tokens.advantages) if gate is None else gate
                 gate = torch.where(mask, gate, 0.0)
         return gate
+
+    @property
+    def _sampling_factor(self) -> Tensor | None:
+        """The importance sampling ratio (n,), if it is a factor on the policy term."""
+        is_factor = self.definition.has_factors and self.definition.argument is None
+        return self.tokens.importance_sampling_ratio if is_factor else None
 
     def _estimated_kl(self, log_ratio: LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
         """The KL estimate per token, without beta; and the part of a_t from it, with beta."""

@@ -28,9 +28,7 @@ EXTRAS: tuple[Extra, ...] = get_args(Extra)
 PLAIN = LogitTransform()
 ISAS = ("portable", "avx2", "avx512")  # of the C++ kernels
 FUSED = {
-    loss.surrogate: loss
-    for loss in LOSSES.values()
-    if loss.ratio_per == "level" and not loss.argument
+    loss.surrogate: loss for loss in LOSSES.values() if not loss.log_ratio and not loss.argument
 }
 ON_POLICY = ("constant", "linear")  # losses whose derivative is known
 
