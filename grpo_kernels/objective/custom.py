@@ -195,7 +195,7 @@ class CustomLoss:
         call `has_entropies`, the function gets None.
         """
         self.function, self.tokens, self.of_config = function, tokens, of_config
-        self.config, self.averaged_over = of_config.config, of_config.averaged_over
+        self.config, self.loss_over = of_config.config, of_config.loss_over
         self._chosen, self.has_entropies = chosen, has_entropies
         # what chunks of tokens gave, (n,) each, by name; on a CPU alone
         self._of_chunks: dict[str, Tensor] = {}

@@ -195,7 +195,7 @@ class LossType:
         # a number on the CPU is read: copying it to the device would wait for the device
         return one_over(max(float(num_items_in_batch), 1.0))
 
-    def averaged_over(self, *, num_items: bool) -> str:
+    def loss_over(self, *, num_items: bool) -> str:
         """What a call's policy loss is a mean over: "sequences", "tokens", or "nothing".
 
         "nothing" means that the losses of a batch's calls add up. `num_items` is True if

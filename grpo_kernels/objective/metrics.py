@@ -134,4 +134,4 @@ def loss_metrics(
         if summands:
             sums = torch.stack([*summands.values()]).sum(dim=1, dtype=entropies.dtype)
             pairs |= {k: (x, pairs[k][1]) for k, x in zip(summands, sums.unbind(), strict=True)}
-    return Metrics(pairs, extremes, sequences=layout.batch, loss_over=row_loss.averaged_over)
+    return Metrics(pairs, extremes, sequences=layout.batch, loss_over=row_loss.loss_over)

@@ -149,7 +149,7 @@ class PolicyLoss:
             call's log-probabilities.
         row_by_row: True if a token's gradient is known with the token's own numbers, or before.
         has_entropy_gradient: True if the loss depends on the entropies.
-        averaged_over: see `LossType.averaged_over`.
+        loss_over: see `LossType.loss_over`.
     """
 
     is_expected = False
@@ -170,7 +170,7 @@ class PolicyLoss:
         self.lacks_sampling_ratio = lacks_ratio
         self.config, self.tokens, self.token_weights = config, tokens, token_weights
         self.definition = config.definition
-        self.averaged_over = self.definition.averaged_over(num_items=has_num_items)
+        self.loss_over = self.definition.loss_over(num_items=has_num_items)
         self.is_centered = tokens.sampling_topk_logps is not None
         self.shares_ratio = self.definition.shares_ratio(config.importance_sampling_level)
         # True if the ratio couples the tokens of a sequence in the policy term

@@ -169,7 +169,7 @@ def causal_lm_loss(
     if zero_advantage == "skip" and live is not None:
         check_skip(config)
         has_items = loss_inputs.get("num_items_in_batch") is not None
-        if config.definition.averaged_over(num_items=has_items) == "tokens":
+        if config.definition.loss_over(num_items=has_items) == "tokens":
             raise ValueError(
                 "zero_advantage: expected 'score' or 'train' for a mean over the tokens of all "
                 f"sequences, as in {config.loss_type!r}, got 'skip'; or use "

@@ -123,7 +123,7 @@ def without_dead(
     for name, x in inputs.items():
         if name.endswith("_per_token_logps") and isinstance(x, Tensor):
             found[name] = x.masked_fill(~keep, 0.0)  # so that no ratio overflows
-    if config is None or config.definition.averaged_over(num_items=True) != "tokens":
+    if config is None or config.definition.loss_over(num_items=True) != "tokens":
         return found, 1.0
     counted = counted_tokens(inputs)  # bnpo: a mean over all tokens of the micro-batch
     return found, (counted * keep).sum() / counted.sum().clamp(min=1)

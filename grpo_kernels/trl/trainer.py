@@ -589,7 +589,7 @@ class FusedLossMixin(LogsShares):
             with micro_batches.unlogged(self):
                 loss, kept = self._loss_of(model, inputs)
             definition = micro_batches.config_of(self).definition
-            if definition.averaged_over(num_items=True) == "sequences":
+            if definition.loss_over(num_items=True) == "sequences":
                 size = len(part.window.batches[0]["prompt_ids"])  # TRL's micro-batch size
                 loss = len(inputs["prompt_ids"]) / size * loss
             part.window.keep(part.samples, kept)
