@@ -323,7 +323,7 @@ def grpo_loss(
         )  # fmt: skip
         results = scores.logps, scores.entropies
         out = _loss_of_logps(row_loss, *results, "kept_sets")
-        return replace(out, metrics=out.metrics.joined(of_sets))
+        return replace(out, metrics=out.metrics.with_pairs({**out.metrics.pairs, **of_sets}))
 
     # the loop over the rows; in one_pass and frozen it computes d hidden and d weight too
     first = first_pass(job, head_tensors, reference_tensors, row_loss)
@@ -553,7 +553,8 @@ def policy_loss_from_logps(
     if has_entropies:
         return out
     absent: Any = None
-    return replace(out, entropies=absent, metrics=out.metrics.without("entropy"))
+    pairs = {name: x for name, x in out.metrics.pairs.items() if name != "entropy"}
+    return replace(out, entropies=absent, metrics=out.metrics.with_pairs(pairs))
 
 
 _LOGPS_ARGUMENTS = [

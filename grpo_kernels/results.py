@@ -117,14 +117,8 @@ class Metrics(Mapping[str, Tensor]):
         """Convert the metrics to numbers, for a logger. The host waits for the device once."""
         return dict(zip(self, torch.stack([*self.values()]).tolist(), strict=True))
 
-    def joined(self, more: Mapping[str, tuple[Tensor, Tensor]]) -> Metrics:
-        """Add `more` pairs to a copy of these metrics."""
-        pairs = {**self.pairs, **more}
-        return Metrics(pairs, self._extremes, sequences=self.sequences, loss_over=self.loss_over)
-
-    def without(self, name: str) -> Metrics:
-        """Leave the pair `name` out of a copy of these metrics."""
-        pairs = {key: x for key, x in self.pairs.items() if key != name}
+    def with_pairs(self, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> Metrics:
+        """Copy these metrics, with `pairs` in place of their own."""
         return Metrics(pairs, self._extremes, sequences=self.sequences, loss_over=self.loss_over)
 
     def __getitem__(self, name: str) -> Tensor:

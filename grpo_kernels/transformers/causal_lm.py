@@ -204,7 +204,8 @@ def causal_lm_loss(
             "of experts, pass output_router_logits=True"
         )
     pairs = {k: (loss.new_tensor(n), loss.new_tensor(total)) for k, (n, total) in counts.items()}
-    return replace(done[0], loss=loss, metrics=done[0].metrics.joined(pairs))
+    metrics = done[0].metrics
+    return replace(done[0], loss=loss, metrics=metrics.with_pairs({**metrics.pairs, **pairs}))
 
 
 def _live(
