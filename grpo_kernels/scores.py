@@ -391,7 +391,6 @@ def topk_divergence(
             a position with an invalid id gives NaN.
     """
     arguments, head = {**locals()}, with_its_group(hidden, head)
-    measured = (divergence, tail, log_prob_min_clamp, loss_max_clamp)
     with checked_on_all_ranks("topk_divergence", head.process_group, arguments) as ranks:
         hidden, head, _ = read_heads(hidden, head)
         check_topk("teacher_ids", teacher_ids, hidden, teacher_logps)
@@ -399,7 +398,9 @@ def topk_divergence(
         dtype, memory = dtype_and_memory(hidden, head, run)
         rows = _read_rows(dtype, _no_ids(hidden), completion_mask, temperature)
         weights = divergence_weights("expected", expected, hidden, rows.positions, dtype)
-        measure = _measure_of(*measured, dtype, teacher_logps.dtype)
+        measure = _measure_of(
+            divergence, tail, log_prob_min_clamp, loss_max_clamp, dtype, teacher_logps.dtype
+        )
         ids, logps = (
             x.detach().flatten(0, -2)[rows.positions] for x in (teacher_ids, teacher_logps)
         )
