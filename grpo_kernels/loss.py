@@ -449,13 +449,10 @@ class GRPOLoss(nn.Module):
 
     # so that help() shows the arguments by name
     forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-        + [
-            x
-            for name, x in inspect.signature(grpo_loss).parameters.items()
-            if name not in (*_OWN_ARGUMENTS, "fields")
-        ],
-        return_annotation="LossOutput",
+        [
+            inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            *(inspect.signature(grpo_loss).parameters[name] for name in _MODULES_CALL),
+        ]
     )
 
     # `nn.Module` declares that a call, which runs hooks and `forward`, returns Any.
