@@ -147,9 +147,8 @@ def expected_divergence(
     Only an `Expectation` can also hold the expected gradient of the entropies.
     """
     if isinstance(expected, Expectation):
-        shape = hidden.shape[:-1]
-        of_ids = hidden.new_zeros((), dtype=torch.long).expand(shape) if ids is None else ids
-        return read_expected(expected, of_ids, positions, dtype, entropy=entropy, divergence=True)
+        shaped = hidden.detach()[..., 0]  # as the ids are
+        return read_expected(expected, shaped, positions, dtype, entropy=entropy, divergence=True)
     pair = expected if isinstance(expected, tuple) else (expected,)
     if len(pair) not in ((1,) if ids is None else (1, 2)):
         raise ValueError(
