@@ -66,13 +66,15 @@ def mirrored(name: str, constants: Constants, *inputs: Tensor) -> Tensor:
     return torch.stack([loss, d_log_ratio + d_logp])
 
 
-def steepness(name: str, constants: Constants, log_ratio: Tensor) -> Tensor:
-    """How many times a relative error of the ratio there is in a loss."""
-    ratio = log_ratio.double().exp()
-    ratio = torch.where(ratio < 1e3, ratio, 0.0)  # beyond it a sigmoid is 0 or 1, and phi is 0
-    if name == "vespo":
-        return max(constants) * (1 + ratio + torch.where(ratio > 0, log_ratio.double().abs(), 0.0))
-    return 1 + (0 * ratio if name in ("clipped", "cispo", "unclipped") else ratio)
+def sizes(name: str, constants: Constants, *inputs: Tensor) -> Tensor:
+    """The larger of |x| and |dx / dR| (3, n), x what the formula returns: how much a relative error
+    of the result or of the ratio changes it, for each unit of that error."""
+    log_ratio, *others = (x.double() for x in inputs)
+    leaf = log_ratio.clone().requires_grad_()
+    found = SURROGATES[name](leaf, *others, *constants)
+    slopes = [torch.autograd.grad((x + 0 * leaf).sum(), leaf, retain_graph=True)[0] for x in found]
+    steep = torch.stack(slopes).abs().nan_to_num(0.0, 0.0)  # not of a ratio that overflows
+    return torch.maximum(torch.stack(found).detach().abs(), steep)
 
 
 def is_nothing(name: str, log_ratio: Tensor, advantages: Tensor) -> Tensor:
@@ -127,7 +129,8 @@ class SurrogateSuite:
             got = torch.stack([terms["loss"], terms["d_logp"]])
             inputs = terms["log_ratio"], advantages, logps
             want = mirrored(name, constants, *(x.double() for x in inputs))
-            bound = self.slack * unit * want.abs() * steepness(name, constants, inputs[0])
+            of_loss, *of_slopes = sizes(name, constants, *inputs)
+            bound = self.slack * unit * torch.stack([of_loss, sum(of_slopes)])
             check_like(f"{name} {dtype}", got, want, bound, mirrored(name, constants, *inputs))
             assert (got[:, is_nothing(name, *inputs[:2])] == 0).all()
 
