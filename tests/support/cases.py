@@ -60,7 +60,7 @@ def group_f_ratios() -> Iterator[Case]:
         kind, tag = loss(x, level), f"{x}-{level[0]}"
         if x != "gmpo":
             yield extreme(f"overflow-zero-advantage/{tag}", -300.0, None, **kind)
-        yield extreme(f"overflow-clipped/{tag}", -700.0, +1, **kind)
+        yield extreme(f"overflow-clipped/{tag}", -500.0, +1, **kind)
         yield extreme(f"underflow/{tag}", 300.0, -1 if level == "token" else +1, **kind)
     for x in CLIPPED:
         yield extreme(f"overflow-delta/{x}", -300.0, -1, delta=4.0, loss_type=x)
@@ -186,8 +186,8 @@ def loss_options(draw: Draw) -> Options:
         "zero_adv": draw.random() < 0.25,
         "num_items": draw.sometimes(0.3, draw.choice((0.0, 3.0, 50.5))),
     }
-    if kind in ("sapo", "vespo") and draw.random() < 0.5:
-        names = [x for x in DEFAULTS if x.startswith(kind)]
+    names = [x for x in DEFAULTS if x.startswith(kind)]
+    if names and draw.random() < 0.5:
         options |= {name: draw.uniform(0.4, 2.3) for name in names}
     if kind != "gmpo":
         options |= {
