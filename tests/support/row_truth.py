@@ -159,6 +159,7 @@ def check(name: str, got: Tensor, want: Tensor, bound: Tensor) -> None:
 
 def check_stats(got: RowStats, at: Truth) -> None:
     """Every statistic there is but `is_top1`."""
+    assert got.extras.keys() <= at.want.keys() | {"is_top1"}, "a statistic's truth is missing"
     found = tensors_of(got)
     for name in found.keys() & at.want.keys():
         check(name, found[name], at.want[name], at.bound[name])
