@@ -734,9 +734,8 @@ def _warn_of_prompts(attention_mask: Tensor | None, completion_mask: Tensor) -> 
 
 def _warn_of_packed(config: LossConfig, positions: Any, attention_mask: Any) -> None:
     """Warn once if a row holds several sequences in a loss that counts rows. On a CPU alone."""
-    loss_type = loss_type_of(config)
-    counts_rows = loss_type.averaged_over(num_items=True) == "sequences"
-    counts_rows |= loss_type.shares_ratio(config.importance_sampling_level)
+    counts_rows = config.definition.loss_over(num_items=True) == "sequences"
+    counts_rows |= config.definition.shares_ratio(config.importance_sampling_level)
     on_cpu = isinstance(positions, Tensor) and positions.device.type == "cpu"
     if not counts_rows or not on_cpu or positions.dim() != 2:
         return
