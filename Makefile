@@ -171,7 +171,7 @@ roofline: $(STAMP)  ## what the kernels cost an element, counted in SASS, agains
 sanitize: $(STAMP)  ## the C++ kernels under AddressSanitizer and UBSan: row tests, engine, random cases (SANITIZE_ARGS=--quick)
 	$(PY) -m tests.sanitize $(SANITIZE_ARGS) </dev/null
 
-gpu:  ## smoke test, GPU tests, sanitizers and benchmarks (GPU_ARGS="--only bench"; docs/gpu.md; --dry-run needs no GPU)
+gpu:  ## smoke test, GPU tests, sanitizers and benchmarks (GPU_ARGS="--only bench"; docs/dev/testing.md; --dry-run needs no GPU)
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS) </dev/null
 
 tune:  ## on a GPU: times kernel configurations and writes the table (TUNE_ARGS="--budget-seconds 300"; --dry-run needs none)

@@ -2,7 +2,7 @@
 
 The JSON file has each benchmark's result at once, and those of tests when their pytest ends. Exit
 status: 0 if smoke and tests passed, the sanitizers found nothing in our kernels and no goal was
-missed; 1 otherwise; 2 if it could not start. docs/gpu.md says how to use it.
+missed; 1 otherwise; 2 if it could not start. docs/dev/testing.md says how to use it.
 """
 
 from __future__ import annotations

@@ -364,7 +364,8 @@ def reinforce_plus_plus(
     Args:
         rewards, reward_weights, process_group: as in `group_advantages`.
         completion_mask: (B, T), nonzero where a token counts.
-        per_token_kl: (B, T), KL of the formula, a penalty on each token; None means no penalty.
+        per_token_kl: (B, T), the KL_k above; each token's penalty is `beta` times this. None: no
+            penalty.
         beta: weight of the KL penalty.
         gamma: discount, in [0, 1].
         num_generations, group_ids: pass one of these two for the baseline variant, which first
@@ -486,7 +487,7 @@ def _groups(
     if num_generations is not None:
         total = sum(sizes)
         if total % num_generations:
-            expected = f"expected a divisor of the {total} rewards"
+            expected = f"expected a divisor of {total}, the number of rewards"
             raise ValueError(f"num_generations: {expected}, got {num_generations}")
         of_row = torch.arange(start, start + rows, device=device) // num_generations
         return _Groups(of_row, total // num_generations, process_group)

@@ -142,9 +142,7 @@ class Head:
             order; the shards may be uneven. All other arguments must be the same on every rank; the
             results are then the same, too. Each rank gets the gradient of its own rows of the head,
             and the whole gradient of the hidden states. You need no group if the weight is a
-            DTensor with `Shard(0)` and the hidden states are a replicated DTensor. The ranks
-            exchange three numbers per token, or four with the entropy, and sum the gradient of the
-            hidden states. They exchange no tensor of the vocabulary's size.
+            DTensor with `Shard(0)` and the hidden states are a replicated DTensor.
         vocab_size: number of ids, at most the V of all shards together. The head's rows beyond this
             number are padding.
         final_logit_softcapping: the cap, > 0, or None.

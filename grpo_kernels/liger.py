@@ -251,5 +251,5 @@ def patch_liger() -> bool:
 
 
 def unpatch_liger() -> None:
-    """Restore Liger's class; losses that are already built keep the replacement."""
+    """Restore Liger's class. Loss objects that were created before remain ours."""
     _patches.restore()

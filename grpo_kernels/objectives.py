@@ -2,7 +2,7 @@
 them as ``objective=``::
 
     out = grpo_loss(..., sampling_per_token_logps=sampled, objective=objectives.ipo)
-    near = functools.partial(objectives.ipo, eps=0.1)  # another parameter
+    near = functools.partial(objectives.ipo, eps=0.1)  # eps other than the default
 
 Symbols: A is the token's advantage. p, old and mu are the probabilities of the sampled token under
 the policy, the old policy and the sampler. r = p / mu, R = log(p / old), logp = log(p), and sg[x]
@@ -96,10 +96,10 @@ def ipo(
 ) -> Tensor:
     """IPO (INTELLECT policy optimization), prime-rl's default: a trust region in probability.
 
-    -A min(r, `ratio_max`) where |p - mu| <= `eps`, else 0; plus `kl_tau` log(r)^2. Use IPO for
-    samples that are some steps old: it reads no old log-probabilities.
+    -A min(r, `ratio_max`) where |p - mu| <= `eps`, else 0; plus `kl_tau` log(r)^2. IPO needs no old
+    log-probabilities, which suits samples that are several steps old.
 
-    The gradient is not cut off where r is capped: with respect to log(p), it is -A `ratio_max`.
+    Where r is capped, there is still a gradient: -A `ratio_max` with respect to log(p).
     `eps` bounds the difference of the probabilities, whatever the sign of A.
     Source: https://github.com/PrimeIntellect-ai/prime-rl/pull/3418, with the defaults of prime-rl's
     #3586.

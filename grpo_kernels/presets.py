@@ -9,21 +9,21 @@ the sampled token, and w a weight without gradient, which each row defines.
 Preset    | Paper      | Loss
 --------- | ---------- | ----
 GRPO      | 2402.03300 | mean over each sequence, then over sequences; a KL term with beta 0.04
-DR_GRPO   | 2503.20783 | constant normalizer `max_completion_length`, for unscaled advantages
+DR_GRPO   | 2503.20783 | divided by `max_completion_length`; advantages not divided by the std
 DAPO      | 2503.14476 | ratios clipped to [0.8, 1.28]
 GSPO      | 2507.18071 | GRPO's mean, no KL term; a ratio per sequence, in [1 - 0.0003, 1 + 0.0004]
-CISPO     | 2506.13585 | -w A log p: w is the token's ratio, capped at 5
+CISPO     | 2506.13585 | -w A log p, where w is the token's ratio, capped at 5
 SAPO      | 2511.20347 | GRPO's mean, no KL term; a sigmoid gate instead of the clip
 LUSPO     | 2602.05261 | a ratio per sequence, in [0.998, 1.0025]; a sum over each sequence
-VESPO     | 2602.10693 | -w A log p: w is a gamma-shaped function of the sequence's ratio
+VESPO     | 2602.10693 | -w A log p, where w is a gamma-shaped function of the sequence's ratio
 GMPO      | 2507.20673 | geometric mean of the sequence's ratios, each clipped to exp(+-0.4)
 PPO       | 1707.06347 | mean over the call's tokens; one ratio and one advantage (`gae`) per token
-REINFORCE | Williams   | -A log p (1992); if off-policy, times the ratio, capped at 1
+REINFORCE | Williams   | -w A log p, where w is the token's ratio, capped at 1
 RLOO      | 2402.14740 | a sum over each sequence, for the advantages of `rloo_advantages`
-TIS       | (blog)     | the default loss times w, a token's ratio of old to sampler, at most 2
-ICEPOP    | 2510.18855 | as TIS, but w is not truncated, and is 0 outside [0.5, 5]
-MIS       | (TRL)      | as TIS, but w is the sequence's ratio, and is 0 above 3
-OPSM      | 2512.02556 | GRPO's mean, no KL term; 0 for off-policy sequences with A < 0
+TIS       | (blog)     | default loss times w, the token's ratio old policy / sampler, capped at 2
+ICEPOP    | 2510.18855 | as TIS, but w is not capped; outside [0.5, 5], w is 0
+MIS       | (TRL)      | as TIS, but w is the sequence's ratio; above 3, w is 0
+OPSM      | 2512.02556 | GRPO's mean, no KL term; off-policy sequences with A < 0 are dropped
 """
 
 from __future__ import annotations

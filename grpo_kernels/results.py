@@ -193,9 +193,9 @@ class LossOutput(_Output):
         loss: a 0-d tensor, attached to the graph, in fp32 (fp64 for fp64 inputs).
         logps: (B, T) or (N,) log-probabilities in the dtype of `loss`, 0 where masked. A backward
             through them raises an error; to use them as constants, call ``.detach()``.
-        entropies: entropies in the shape and dtype of `logps`, also without gradient. None if
-            `policy_loss_from_logps` got none; annotated as Tensor, since all other calls return
-            them.
+        entropies: entropies in the shape and dtype of `logps`, also without gradient. None only
+            from `policy_loss_from_logps` without ``entropies=``. The annotation is Tensor because
+            all other calls return one.
         metrics: `Metrics`, a mapping from names to means; ``metrics.pairs`` maps names to (sum,
             count).
         engine: name of the engine that ran the call: an `EngineName`, ``"kept_sets"`` with

@@ -48,7 +48,7 @@ class Correction(NamedTuple):
     Attributes:
         weights: importance weights, (B, T) or (N,), 0 where masked.
         keep: the completion mask in the same shape, with 0 at rejected tokens.
-        metrics: names and numbers, for a logger.
+        metrics: a dict from names to numbers, for a logger.
     """
 
     weights: Tensor

@@ -346,7 +346,7 @@ def topk_divergence(
     # how it is computed
     run: Run | None = None,
 ) -> Scores:
-    """Compute the divergence at each position from a teacher's K ids and their log-probabilities.
+    """Compute the student's divergence from a teacher that gives log-probabilities of only K ids.
 
     ::
 
@@ -368,8 +368,8 @@ def topk_divergence(
             student).
         tail: True counts all other ids, the tail, as one more outcome. None: True for
             ``"reverse_kl"``, which needs the tail, and False otherwise. The tail's probability is
-            clamped to at least eps: the larger of the two dtypes', `teacher_logps`' and the
-            result's. Smaller values are rounding noise.
+            clamped to at least the machine epsilon of the dtype of `teacher_logps` or of the
+            result, whichever is larger. Smaller values are rounding noise.
         log_prob_min_clamp: lower bound, < 0, to which the student's and the teacher's
             log-probabilities are clamped. An id whose student log-probability is below this bound
             gets no gradient. Only for the forward KL without a tail; otherwise an error.

@@ -451,7 +451,7 @@ def config_with(
     for name in options:
         if name not in FIELDS:
             hint = did_you_mean(name, [*FIELDS, *call])
-            missing = f"{function} has no such argument, and LossConfig no such field"
+            missing = f"not an argument of {function}, nor a field of LossConfig"
             raise TypeError(f"{name}: {missing}{hint}")
     return replace(config, **options)
 

@@ -143,10 +143,11 @@ def token_level(objective: PerTokenLoss) -> PerTokenLoss:
         def penalized(tokens):
             return tokens.loss + 0.01 * tokens.logps.square()
 
-    The function is evaluated in chunks of tokens for the gradient, and on all tokens for the loss.
-    So it must be deterministic and use nothing but its argument. On a CPU, a call raises if chunks
-    give another gradient than all tokens. A call with one chunk, or on another device, does not
-    notice: call `grpo_kernels.testing.check_token_level` in a test.
+    A call evaluates the function on chunks of tokens for the gradient, and on all tokens for the
+    loss. So the function must be deterministic and use nothing but its argument. On a CPU, a call
+    raises an error if the gradient by chunks differs from that of all tokens at once. A call with
+    one chunk, or on another device, does not notice a difference. To check your function on any
+    device, call `grpo_kernels.testing.check_token_level` in a test.
 
     Args:
         objective: a function of `TokenInputs` with n tokens that returns their losses, (n,).

@@ -810,8 +810,8 @@ def _check_names(
             first = [*own, *sorted({*of_loss, *_named(call)} - {*own})]
             hint = did_you_mean(name, [x for x in first if x not in unread], "", sorted(known))
             hint = hint or f"; it has {', '.join(own)}"
-            of_model = f"{kind} and the loss" if of_loss else kind
-            missing = f"{call.__name__} has no such argument, and {of_model} no such input"
+            of_model = f"{kind} or the loss" if of_loss else kind
+            missing = f"not an argument of {call.__name__}, nor an input of {of_model}"
             raise TypeError(f"{name}: {missing}{hint}")
 
 

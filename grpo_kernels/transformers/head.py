@@ -97,10 +97,11 @@ def gathering(head: Head, run: Run | None) -> Run:
 def describe_head(model: nn.Module) -> Head:
     """Make the `Head` of a causal language model, text or vision-language, wrapped or not.
 
-    Its `weight` is the head's module. Its scale, soft-cap and number of ids are those that the
-    model applies after the product. Operations on the hidden states before the head are left out.
+    Its `weight` is the head's module. The `Head` includes what the model does to the logits (scale,
+    soft-cap, number of ids), but not what the model does to the hidden states before the head.
 
-    The constants come from the config, or are measured if the library has already run the model.
+    If the library has already run the model, it has measured these constants. Otherwise, they come
+    from the config.
 
     Args:
         model: as in `completion_logps`.
@@ -109,8 +110,8 @@ def describe_head(model: nn.Module) -> Head:
         `Head`, for `linear_logps` and `grpo_loss`.
 
     Raises:
-        TypeError: not a transformers model, an encoder-decoder model, or a head that is not one
-            linear layer; the message says what was found.
+        TypeError: `model` is not a transformers model or is an encoder-decoder model, or its head
+            is not one linear layer; the message says what was found.
     """
     return known_head(model, {})[0]
 

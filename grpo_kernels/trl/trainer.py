@@ -709,8 +709,9 @@ class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
         )
         trainer.train()
 
-    The trainer also logs ``tokens/computed`` and ``rows/projected``, which show that it is active,
-    and more metrics. Other trainers in the process are unaffected; `patch_trl` speeds them up.
+    The trainer logs additional metrics. Two of them, ``tokens/computed`` and ``rows/projected``,
+    show that it is active. Other trainers in the process are unaffected; `patch_trl` speeds them
+    up.
 
     Args:
         fused_sampling_correction: whether to skip the forward with which TRL scores a batch before
@@ -739,7 +740,7 @@ class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
         on_missing_set: None: score over the whole vocabulary, as TRL does. ``"error"`` or
             ``"full"``: score over the ids that a truncating sampler kept, which your `rollout_func`
             returns as ``"sampling_mask"``. With ``"error"``, a token without a set raises an error
-            on a CPU, and gives NaN elsewhere. ``"full"`` scores such tokens over the whole
+            on a CPU and gives NaN on other devices. ``"full"`` scores such tokens over the whole
             vocabulary. Both settings log ``kept/size``, the mean size of a set, and
             ``kept/without_set``, the share of tokens without one.
         engine, backend, workspace_bytes: as in `grpo_kernels.Run`, for every call of the head. On a

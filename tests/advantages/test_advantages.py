@@ -482,7 +482,8 @@ def test_groups_that_span_ranks() -> None:
     for own, call in zip(first["alone"], CALLS.values(), strict=True):
         assert torch.equal(own, call(of_ranks("unequal")))
     for result in (first, second):
-        assert result["message"] == "num_generations: expected a divisor of the 7 rewards, got 4"
+        expected = "expected a divisor of 7, the number of rewards"
+        assert result["message"] == f"num_generations: {expected}, got 4"
 
 
 R, M = torch.zeros(4), torch.ones(4, 3)
@@ -503,7 +504,7 @@ WRONG: list[tuple[type[Exception], str, Any, str]] = [
     (ValueError, "rewards", R + torch.tensor([0, 0, INF, 0]), r"expected finite .* inf at \(2, "),
     (ValueError, "reward_weights", [1, 2], r"expected shape \(F,\) = \(1,\), got \(2,\)"),
     (TypeError, "reward_weights", [None], r"expected a tensor or a list of numbers, got \[None\]"),
-    (ValueError, "num_generations", 3, "expected a divisor of the 4 .* got 3"),
+    (ValueError, "num_generations", 3, "expected a divisor of 4, .* got 3"),
     (ValueError, "num_generations", 0, "expected at least [12].*, got 0"),
     (TypeError, "group_ids", R, "expected integers, got torch.float32"),
     (TypeError, "group_ids", object(), "expected integers, got <object"),
