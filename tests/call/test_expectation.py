@@ -287,5 +287,5 @@ def test_an_expectation_that_fits_few_tokens_is_said_once() -> None:
             assert run(A, None, entropy=False, expected=A.flip(0).abs() + 0.1)[0] > 5.5
     (message,) = (str(x.message) for x in said)
     assert message.startswith(
-        "grpo_kernels: expected: in most tokens the upstream gradient is no multi"
+        "grpo_kernels: expected: in most tokens the upstream gradient is not a multi"
     )
