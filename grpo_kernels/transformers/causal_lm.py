@@ -10,7 +10,7 @@ Not supported: encoder-decoder models, several heads (codebooks), quantized head
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from inspect import signature
 from typing import Any, Literal, overload
@@ -149,7 +149,8 @@ def causal_lm_loss(
     config = loss_fn.config
     unread = {"ref_per_token_logps" if config.kl_estimator == "full" else "reference"}
     _check_names(model, inputs, causal_lm_loss, _LOSS_INPUTS, unread)
-    batch = Batch(input_ids, completion_mask)
+    of_models = {"attention_mask": attention_mask, **inputs}
+    batch = Batch(input_ids, completion_mask, of_models, layout, logits_dtype)
     if config.needs_reference_head and reference is None:
         raise ValueError(
             "reference: expected the reference model, since kl_estimator = 'full' and beta = "
@@ -177,21 +178,19 @@ def causal_lm_loss(
             )
         counted = batch.completion_mask * live.to(batch.completion_mask.device)[:, None]
         batch = replace(batch, completion_mask=counted)
-    model_inputs = {"attention_mask": attention_mask, **inputs}
     if reference is not None and config.needs_reference_head:
-        second = _states_and_head("reference", reference, batch, model_inputs, layout, logits_dtype)
-        loss_inputs["reference"] = second
+        loss_inputs["reference"] = _states_and_head("reference", reference, batch)
     done: list[LossOutput] = []
 
     def score(head: Head, states: Tensor, ids: Tensor, mask: Tensor) -> Results:
         given = {name: _moved(x, states) for name, x in loss_inputs.items()}
         loss = copy.copy(loss_fn)
         loss.run = heads.gathering(head, loss_fn.run)
-        whole = heads.read(head, states, logits_dtype)
+        whole = heads.read(head, states)
         done[:] = [loss(states, whole, ids, mask, _moved(advantages, states), **given)]
         return {"loss": done[0].loss}
 
-    results, output, counts = run_scored(model, batch, score, model_inputs, layout, live)
+    results, output, counts = run_scored(model, batch, score, live)
     loss, aux_loss = results["loss"], getattr(output, "aux_loss", None)
     if aux_loss is not None:
         if router_aux_loss_coef is None:
@@ -324,7 +323,8 @@ def completion_logps(
             )
         temperature = loss_fn.config.temperature
     divisor = 1.0 if temperature is None else temperature
-    batch = Batch(input_ids, completion_mask)
+    inputs = {"attention_mask": attention_mask, **model_inputs}
+    batch = Batch(input_ids, completion_mask, inputs, layout, logits_dtype)
     if not torch.is_grad_enabled() and draws_random(model):
         warn_once(
             "model: it is in train mode and has dropout or noise, so these log-probabilities are "
@@ -334,7 +334,7 @@ def completion_logps(
     def score(head: Head, states: Tensor, ids: Tensor, mask: Tensor) -> Results:
         return linear_logps(
             states,
-            heads.read(head, states, logits_dtype),
+            heads.read(head, states),
             ids,
             completion_mask=mask,
             temperature=divisor,
@@ -344,8 +344,7 @@ def completion_logps(
             run=heads.gathering(head, run),
         ).given
 
-    inputs = {"attention_mask": attention_mask, **model_inputs}
-    results, output, _ = run_scored(model, batch, score, inputs, layout)
+    results, output, _ = run_scored(model, batch, score)
     return (Scores(**results), output) if return_output else Scores(**results)
 
 
@@ -397,7 +396,8 @@ def causal_lm_divergence(
         TypeError, ValueError, RuntimeError: as `completion_logps` and `linear_divergence`.
     """
     check_run(run)
-    batch = Batch(input_ids, completion_mask)
+    inputs = {"attention_mask": attention_mask, **model_inputs}
+    batch = Batch(input_ids, completion_mask, inputs, layout, logits_dtype)
     _check_head("student", student)
     _check_second("teacher", teacher, student)
     for model in (student, teacher):
@@ -408,14 +408,13 @@ def causal_lm_divergence(
             "student, teacher: only the teacher's parameters train; are they swapped? Else call "
             "teacher.requires_grad_(False)"
         )
-    inputs = {"attention_mask": attention_mask, **model_inputs}
     # The teacher runs before the student, because both may have the same module as their head.
-    reference = _states_and_head("teacher", teacher, batch, inputs, layout, logits_dtype)
+    reference = _states_and_head("teacher", teacher, batch)
 
     def score(head: Head, states: Tensor, ids: Tensor, mask: Tensor) -> Results:
         return linear_divergence(
             states,
-            heads.read(head, states, logits_dtype),
+            heads.read(head, states),
             reference,
             completion_mask=mask,
             divergence=divergence,
@@ -426,17 +425,22 @@ def causal_lm_divergence(
             run=heads.gathering(head, run),
         ).given
 
-    return Scores(**run_scored(student, batch, score, inputs, layout)[0])
+    return Scores(**run_scored(student, batch, score)[0])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
-    """The ids of a call, and the mask of those that count."""
+    """What the models of a call get, and which ids count."""
 
     input_ids: Tensor  # (B, L)
     completion_mask: Tensor  # (B, T)
+    inputs: dict[str, Any]  # of the models, besides the ids; without those that are None
+    layout: BatchLayout
+    logits_dtype: LogitsDtype
 
     def __post_init__(self) -> None:
+        inputs = {name: x for name, x in self.inputs.items() if x is not None}
+        object.__setattr__(self, "inputs", inputs)
         check_tensor("input_ids", self.input_ids)
         check_tensor("completion_mask", self.completion_mask)
         if self.input_ids.is_floating_point() or self.input_ids.dtype == torch.bool:
@@ -449,17 +453,31 @@ class Batch:
                 f"completion_mask: expected shape (B, T) with B = {sequences} and 0 < T <= "
                 f"{length}, got {shape}"
             )
+        check_choice("layout", self.layout, choices(BatchLayout))
+        if "labels" in inputs:
+            raise ValueError(
+                "labels: expected none, since there are no logits to compare with; got labels"
+            )
+        attended, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+        # only the model reads 4-dimensional masks and dicts of masks
+        if attended is not None and not isinstance(attended, dict):
+            check_tensor("attention_mask", attended)
+            if attended.dim() != 4:
+                check_shape("attention_mask", attended, ("(B, L)", (sequences, length)))
+                check_not_swapped("input_ids", self.input_ids, "attention_mask", attended)
+        if isinstance(positions, Tensor) and positions.dim() < 3:  # (3, B, L) for images
+            shapes: Any = ("(B, L)", (sequences, length)), ("(1, L)", (1, length))
+            check_shape("position_ids", positions, *shapes)
 
-    def check_ids(self, base: Any, inputs: Mapping[str, Any]) -> None:
+    def check_ids(self, base: Any) -> None:
         """Raise ValueError if an attended id is outside the vocabulary of `base`, the causal model.
 
-        The check is skipped if it would have to wait for a device. It is also skipped if `inputs`
-        has further entries, such as images, since these have their own ids.
+        The check is skipped if it would have to wait for a device. It is also skipped if there are
+        further inputs, such as images, since these have their own ids.
         """
-        ids, attended = self.input_ids, inputs.get("attention_mask")
-        if inputs.keys() - {"attention_mask", "position_ids"} or base.config.is_encoder_decoder:
-            return
-        if ids.device.type != "cpu":
+        ids, attended = self.input_ids, self.inputs.get("attention_mask")
+        others = self.inputs.keys() - {"attention_mask", "position_ids"}
+        if others or base.config.is_encoder_decoder or ids.device.type != "cpu":
             return
         if isinstance(attended, Tensor) and attended.shape == ids.shape:
             ids = ids[attended.to(ids.device) != 0]
@@ -495,37 +513,16 @@ def run_scored(
     model: nn.Module,
     batch: Batch,
     score: Callable[..., Results],
-    inputs: dict[str, Any],
-    layout: BatchLayout,
-    live: Tensor | None = None,  # (B,) bool
+    live: Tensor | None = None,  # (B,) bool, as in `live_trunk`
 ) -> tuple[Results, ModelOutput, dict[str, tuple[int, int]]]:
     """Run `model` with `score` in its head: (results, output without logits, counts by metric).
 
-    `score` gets the head and what `Batch.aligned` returns. `inputs` are the model's inputs besides
-    the ids; `layout` and `live` are as in `live_trunk`.
+    `score` gets the head and what `Batch.aligned` returns.
     """
-    check_choice("layout", layout, choices(BatchLayout))
-    if inputs.get("labels") is not None:
-        raise ValueError(
-            "labels: expected none, since there are no logits to compare with; got labels"
-        )
-    inputs = _with_positions(model, {name: x for name, x in inputs.items() if x is not None})
-    base, attention_mask = heads.causal_lm(model), inputs.get("attention_mask")
-    # transformers also accepts 4-dimensional masks and dicts of masks; only the model reads those
-    if attention_mask is not None and not isinstance(attention_mask, dict):
-        check_tensor("attention_mask", attention_mask)
-        if attention_mask.dim() != 4:
-            shape = "(B, L)", tuple(batch.input_ids.shape)
-            check_shape("attention_mask", attention_mask, shape)
-            check_not_swapped("input_ids", batch.input_ids, "attention_mask", attention_mask)
-    positions = inputs.get("position_ids")
-    if isinstance(positions, Tensor) and positions.dim() < 3:  # (3, B, L) for images
-        sequences, length = batch.input_ids.shape
-        shapes: Any = ("(B, L)", (sequences, length)), ("(1, L)", (1, length))
-        check_shape("position_ids", positions, *shapes)
-    batch.check_ids(base, inputs)
+    base, inputs = heads.causal_lm(model), _with_positions(model, batch.inputs)
+    batch.check_ids(base)
     if takes(type(base).forward, "use_cache"):
-        inputs.setdefault("use_cache", False)
+        inputs = {"use_cache": False, **inputs}
     inputs = {"input_ids": batch.input_ids, **inputs}
     before = batch.input_ids.shape[1] - batch.completion_mask.shape[1]
     # (B, L) bool, positions whose hidden states predict a counted token
@@ -560,9 +557,10 @@ def run_scored(
         return returned
 
     def score_aligned(hidden: Tensor, head: Head) -> Results:
+        head = replace(head, logits_dtype=batch.logits_dtype)
         return score(head, *batch.aligned(hidden))
 
-    return heads.run_in_head(model, run, score_aligned, inputs, layout, needed, live)
+    return heads.run_in_head(model, run, score_aligned, inputs, batch.layout, needed, live)
 
 
 def _with_positions(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -690,23 +688,16 @@ def _check_second(name: str, model: Any, policy: nn.Module) -> None:
         )
 
 
-def _states_and_head(
-    name: str,
-    model: nn.Module,
-    batch: Batch,
-    inputs: dict[str, Any],
-    layout: BatchLayout,
-    logits_dtype: LogitsDtype,
-) -> tuple[Tensor, Head]:
+def _states_and_head(name: str, model: nn.Module, batch: Batch) -> tuple[Tensor, Head]:
     """Run a reference or a teacher: (states (B, T, H) that predict the ids, head)."""
     used: list[Head] = []
 
     def keep(head: Head, states: Tensor, *_: Tensor) -> Results:
-        used[:] = [replace(head, logits_dtype=logits_dtype)]
+        used[:] = [head]
         return {"states": states}
 
     with torch.no_grad():
-        states = run_scored(model, batch, keep, inputs, layout)[0]["states"]
+        states = run_scored(model, batch, keep)[0]["states"]
     found: tuple[Tensor, Head] = whole_reference((states, used[0]), states, used[0], f"{name}.")
     return found
 

@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from grpo_kernels.base.choices import BatchLayout, LogitsDtype
+from grpo_kernels.base.choices import BatchLayout
 from grpo_kernels.base.distributed import most_of_ranks
 from grpo_kernels.base.modes import evaluating, guest, identity
 from grpo_kernels.body.trunk import live_trunk, ordinary_id, trunk_of, unwrapped
@@ -81,10 +81,10 @@ def logit_constants(head: Head) -> Constants:
     return head.logit_scale, head.final_logit_softcapping, head.vocab_size
 
 
-def read(head: Head, hidden: Tensor, logits_dtype: LogitsDtype = "float32") -> Head:
+def read(head: Head, hidden: Tensor) -> Head:
     """Read the tensors of the head's module, for `hidden` (..., H); call this in that forward."""
     weight, bias, lora = parameters_of(head.weight, hidden)
-    return replace(head, weight=weight, bias=bias, lora=lora, logits_dtype=logits_dtype)
+    return replace(head, weight=weight, bias=bias, lora=lora)
 
 
 def gathering(head: Head, run: Run | None) -> Run:

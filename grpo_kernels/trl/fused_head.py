@@ -183,7 +183,7 @@ class FusedHead:
             with precision:
                 return compute(
                     states,
-                    heads.read(head, states, options.logits_dtype),
+                    replace(heads.read(head, states), logits_dtype=options.logits_dtype),
                     ids.clamp(min=0).to(states.device),
                     completion_mask=counted.to(states.device),
                     temperature=self.temperature,
