@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from transformers.utils import ModelOutput
 from grpo_kernels.base.choices import BatchLayout
 from grpo_kernels.base.distributed import most_of_ranks
 from grpo_kernels.base.modes import evaluating, guest, identity
-from grpo_kernels.body.trunk import live_trunk, ordinary_id, trunk_of, unwrapped
+from grpo_kernels.body.trunk import TrunkCall, live_trunk, ordinary_id, trunk_of, unwrapped
 from grpo_kernels.engine.plan import Run
 from grpo_kernels.head import Head
 from grpo_kernels.module import (
@@ -54,9 +54,8 @@ from grpo_kernels.patching import forward_name, replaced
 from grpo_kernels.scores import linear_logps
 
 RESULTS, FIELDS = "results", "others"  # keys of the dict that the model returns to its wrappers
-# Maximum number of runs per call: a second run may use measured constants, or the whole batch, if
-# the output has a scalar.
-_MOST_RUNS = 4
+_MOST_RUNS = 3  # per call; the second uses measured constants
+T = TypeVar("T")
 Results = dict[str, Tensor]
 Score = Callable[[Tensor, Head], Results]  # (the head's input (B, L, H), head) -> results
 # models with a scalar output, which may need the whole batch
@@ -68,17 +67,13 @@ _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _FACTS = 16  # entries of `_known` kept per head
+# (scale, soft-cap, number of ids) of a head; without a number of ids, all rows are ids
 Constants = tuple[float, float | None, int | None]
 # head -> facts of the call (`_facts`) -> (measured constants, True if a row of logits was
 # compared too)
 _known: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Constants, bool]]] = (
     weakref.WeakKeyDictionary()
 )
-
-
-def logit_constants(head: Head) -> Constants:
-    """(scale, soft-cap, number of ids) of a head. Without a number of ids, all rows are ids."""
-    return head.logit_scale, head.final_logit_softcapping, head.vocab_size
 
 
 def read(head: Head, hidden: Tensor) -> Head:
@@ -174,6 +169,10 @@ def inner_head(head: nn.Module) -> nn.Module:
     return copies[active[0]] if active else wrapper.original_module
 
 
+def _constants(head: Head) -> Constants:
+    return head.logit_scale, head.final_logit_softcapping, head.vocab_size
+
+
 def _from_config(base: PreTrainedModel) -> Constants:
     config = base.config.get_text_config(decoder=True)
 
@@ -196,12 +195,12 @@ def run_in_head(
 ) -> tuple[Results, ModelOutput, dict[str, tuple[int, int]]]:
     """Run a model with `score` in its head: (results, output without logits, counts by metric).
 
-    `run` runs the model on `inputs`, and packs its output with the call that it gets. The first
-    time, the model's logits are checked. If the config was wrong, the model runs once more, with
-    the measured constants.
+    `run` runs the model on `inputs`, and packs its output with the call that it gets. A model whose
+    output has a scalar may need the whole batch, so the first time it runs once more, on all of it.
     """
     base = causal_lm(model)
-    if "adapter_names" in inputs:  # PEFT expects one per sequence of the padded batch
+    # PEFT expects an adapter name per sequence of the padded batch
+    if base in _models_with_scalars or "adapter_names" in inputs:
         layout, live = "padded", None
 
     def score_whole(hidden: Tensor, head: Head) -> Results:
@@ -212,31 +211,22 @@ def run_in_head(
             root._mp_policy = replace(root._mp_policy, output_dtype=None)
         return score(hidden, head)
 
-    groups, call = rank_groups(trunk_of(model)), HeadCall(model, score_whole, inputs, needed)
-    for _ in range(_MOST_RUNS):
-        is_whole = base in _models_with_scalars
-        runs = ("padded", None) if is_whole else (layout, live)
-        with live_trunk(model, *runs, needed) as of_trunk, call.in_head():
-            returned = run(call)
-        fields: dict[str, Any] = returned[FIELDS]
-        has_scalar = any(isinstance(x, Tensor) and x.dim() == 0 for x in pytree.tree_leaves(fields))
-        part = of_trunk.computed()
-        if has_scalar and not is_whole and most_of_ranks(groups, [int(part is not None)])[0]:
-            _models_with_scalars.add(base)  # such as an aux_loss, which may need all hidden states
-            continue
-        if not call.verify():  # equal on all ranks, so all run again
-            continue
-        if part is not None:
-            fields = pytree.tree_map(functools.partial(_nan_but_at, part), fields)
-        return returned[RESULTS], call.output_type(**fields), of_trunk.counts()
-    raise _differing_constants(call.head)
+    call = HeadCall(model, score_whole, inputs, needed)
 
+    def run_trunk() -> tuple[dict[str, Any], TrunkCall]:
+        with live_trunk(model, layout, live, needed) as of_trunk:
+            return run(call), of_trunk
 
-def _differing_constants(head: Head) -> ValueError:
-    return ValueError(
-        "model: expected one scale, soft-cap or cut of the logits, got another in each run: "
-        f"{logit_constants(head)}"
-    )
+    returned, of_trunk = call.run(run_trunk)
+    fields: dict[str, Any] = returned[FIELDS]
+    has_scalar = any(isinstance(x, Tensor) and x.dim() == 0 for x in pytree.tree_leaves(fields))
+    part, is_new = of_trunk.computed(), has_scalar and base not in _models_with_scalars
+    if is_new and most_of_ranks(rank_groups(trunk_of(model)), [int(part is not None)])[0]:
+        _models_with_scalars.add(base)  # such as an aux_loss, which may need all hidden states
+        return run_in_head(model, run, score, inputs, layout, needed, live)
+    if part is not None:
+        fields = pytree.tree_map(functools.partial(_nan_but_at, part), fields)
+    return returned[RESULTS], call.output_type(**fields), of_trunk.counts()
 
 
 def _nan_but_at(computed: Tensor, x: Any) -> Any:
@@ -268,17 +258,16 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
     module, linear = call.head.weight, linear_of(call.head.weight)
     if not call.is_checked or module not in _factors:
         ids = torch.full((1, 2), ordinary_id(base), device=linear.weight.device)
-        for _ in range(_MOST_RUNS):
-            with torch.no_grad(), guest(base, ids.device), evaluating(base), call.in_head():
+
+        def run_two_tokens() -> None:
+            with torch.no_grad(), guest(base, ids.device), evaluating(base):
                 looking = trunk_of(base).register_forward_hook(look)
                 try:
                     call.pack_output(forward(input_ids=ids))
                 finally:
                     looking.remove()
-            if call.verify():
-                break
-        else:
-            raise _differing_constants(call.head)
+
+        call.run(run_two_tokens)
         of_body, made = (x[0, -1].double() for x in states[-2:])
         factor = ((made @ of_body) / (of_body @ of_body)).item()
         factor = 1.0 if abs(factor - 1.0) < 1e-3 else factor
@@ -305,7 +294,7 @@ class HeadCall:
     head `is_checked`, the two rows of a `HeadCheck` come first.
 
     For each forward: `in_head`, inside it `pack_output` with what the model returns; then
-    `verify`.
+    `verify`. `run` does so until the head's constants are right.
 
     Args:
         inputs: the model's inputs, on which the head's constants may depend.
@@ -330,6 +319,18 @@ class HeadCall:
     ) -> None:
         self.model, self.score, self.needed = causal_lm(model), score, needed
         self.head, self.facts, self.is_checked = known_head(model, inputs or {})
+
+    def run(self, forward: Callable[[], T]) -> T:
+        """Call `forward` with this in the head's place, and again if a constant was wrong."""
+        for _ in range(_MOST_RUNS):
+            with self.in_head():
+                found = forward()
+            if self.verify():  # equal on all ranks, so all run again
+                return found
+        raise ValueError(
+            "model: expected one scale, soft-cap or cut of the logits, got another in each run: "
+            f"{_constants(self.head)}"
+        )
 
     @contextmanager
     def in_head(self) -> Iterator[None]:
@@ -362,12 +363,11 @@ class HeadCall:
             raise ValueError(
                 f"model: expected its head to get only hidden states, got {given} as well"
             )
-        if not self.is_checked:
-            self.check = HeadCheck(self.head, self.needed, hidden, self.project)
+        sample = None if self.is_checked else self._sample(hidden)
 
         def compute(hidden: Tensor) -> tuple[Tensor, ...]:
-            if self.check:
-                self.check.score()
+            if sample is not None:
+                self.check = HeadCheck(self.head, *sample)
             found = self.score(hidden, self.head)
             self.result_specs = {name: (x.shape, x.dtype) for name, x in found.items()}
             return tuple(found.values())
@@ -385,6 +385,21 @@ class HeadCall:
         # a copy: if it were a view, a model that writes into its logits would remove FSDP2's hook
         self.output = rows[None].clone()
         return self.output
+
+    @torch.no_grad()
+    def _sample(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(a state (H,) of `hidden` that is read, its logits (V,) by the head's own forward)."""
+        cell = 0
+        if self.needed is not None:  # `hidden` may lack columns on the left, or have more of them
+            columns = min(hidden.shape[-2], self.needed.shape[1])
+            hidden = hidden[..., -columns:, :]
+            cell = int(self.needed[:, -columns:].to(torch.uint8).argmax())
+        states = hidden.reshape(-1, hidden.shape[-1])
+        dtype = linear_of(self.head.weight).weight.dtype  # TRL's fp32 head gets 16-bit states
+        # a wrong shape is reported by the score
+        state = states[min(cell, len(states) - 1)].detach().to(dtype)
+        with evaluating(self.head.weight):
+            return state, self.project(state.view(1, 1, -1)).view(-1)
 
     def _unpack(self, module: nn.Module, args: Any, output: Tensor) -> None:
         """Read the results from the head's `output`, after all other hooks."""
@@ -432,7 +447,7 @@ class HeadCall:
         if self.check is None:
             return True
         used, self.head = self.head, self.check.verified(self.model, self.facts)
-        return logit_constants(self.head) == logit_constants(used)
+        return self.head is used
 
 
 class HeadInputs:
@@ -514,60 +529,37 @@ class HeadCheck:
     log-probabilities. The second row holds known numbers. If the model changes them in any way
     other than the constants predict, they serve to measure the constants.
 
-    Order of calls: `score` inside the head, which returns its `rows`; set `made`; then `verified`.
+    It is made inside the head's forward, where the parameters are complete.
     """
 
     rows: Tensor  # (2, V), to return to the model as logits
-    made: Tensor  # what the model returns for them, (2, V) or with fewer columns
+    made: Tensor  # what the model returned for them, (2, V) or with fewer columns; for `verified`
 
     @torch.no_grad()
-    def __init__(
-        self,
-        head: Head,
-        needed: Tensor | None,  # (B, L) bool, cells whose states are read; None: all
-        hidden: Tensor,  # (B, l, H), may lack columns on the left, or have more of them
-        forward: Callable[..., Tensor],  # the head's own
-    ) -> None:
-        self._head, cell = head, 0
-        if needed is not None:
-            columns = min(hidden.shape[-2], needed.shape[1])
-            hidden = hidden[..., -columns:, :]
-            cell = int(needed[:, -columns:].to(torch.uint8).argmax())
-        states = hidden.reshape(-1, hidden.shape[-1])
-        dtype = linear_of(head.weight).weight.dtype  # TRL's fp32 head gets 16-bit states
-        # a wrong shape is reported by the score
-        self._state = states[min(cell, len(states) - 1)].detach().to(dtype)  # (H,)
+    def __init__(self, head: Head, state: Tensor, logits: Tensor) -> None:
+        self._head, self._eps, size = head, torch.finfo(logits.dtype).eps, len(logits)
+        count = head.vocab_size or size
+        self._ids = torch.linspace(0, count - 1, 8, device=logits.device).long()
+        self._ids[0] = logits[:count].argmax()
+        states = state.expand(len(self._ids), -1)
         with evaluating(head.weight):
-            self._logits = forward(self._state.view(1, 1, -1)).view(-1)  # (V,)
-        self._eps = torch.finfo(self._logits.dtype).eps
-
-    @torch.no_grad()
-    def score(self) -> None:
-        """Score some ids with that state; call this where the head's parameters are complete."""
-        logits = self._logits
-        count = self._head.vocab_size or logits.shape[0]
-        ids = torch.linspace(0, count - 1, 8, device=logits.device).long()
-        ids[0] = logits[:count].argmax()
-        states = self._state.expand(ids.shape[0], -1)
-        with evaluating(self._head.weight):
-            found = linear_logps(states, read(self._head, states), ids, entropy=False)
-        self._logps = found.logps
-        self._ids, self._logits = ids, logits.to(self._logps.dtype)
+            self._logps = linear_logps(states, read(head, states), self._ids, entropy=False).logps
         # (V,) numbers of both signs from 0.01 to 1e8, which reveal any factor and any cap
         steps = 10.0 ** torch.arange(-2, 9, dtype=self._logps.dtype, device=logits.device)
-        vocab, both = logits.shape[0], torch.stack([steps, -steps], dim=1).reshape(-1)
-        self._rungs = both.repeat(vocab // 22 + 1)[:vocab]
-        self.rows = torch.stack([self._logits, self._rungs])
+        both = torch.stack([steps, -steps], dim=1).reshape(-1)
+        rungs = both.repeat(size // 22 + 1)[:size]
+        self.rows = torch.stack([logits.to(self._logps.dtype), rungs])
 
+    @torch.no_grad()
     def verified(self, model: nn.Module, facts: Any) -> Head:
         """The head with the constants that `model` really uses, measured if necessary.
 
         From now on, `known_head` returns it for these `facts`.
         """
-        head, (own, climbed), rungs = self._head, self.made, self._rungs
-        agrees, name = _agrees(head, rungs, climbed), type(model).__name__
+        head, (own, climbed), (logits, rungs) = self._head, self.made, self.rows
+        agrees, name = not len(_wrong_ids(head, rungs, climbed)), type(model).__name__
         # logits at padding may be NaN, which cannot be compared
-        is_finite = bool(self._logits.isfinite().all())
+        is_finite = bool(logits.isfinite().all())
         if agrees:
             theirs = own.log_softmax(-1, dtype=self._logps.dtype)[self._ids]
             allowed = max(1e-4, 4 * self._eps) * max(1.0, own.abs().max().item())
@@ -581,25 +573,22 @@ class HeadCheck:
         else:
             head = _measured(head, rungs, climbed, name)
         known = _known.setdefault(head.weight, {})
-        known[facts] = logit_constants(head), agrees and is_finite
+        known[facts] = _constants(head), agrees and is_finite
         if len(known) > _FACTS:  # some arguments have a new value in each call
             del known[next(iter(known))]
         return head
 
 
-def _agrees(head: Head, rungs: Tensor, logits: Tensor) -> bool:
-    """True if `head` maps `rungs` (V,) to the model's own logits, up to rounding."""
-    wrong = _wrong_ids(head, rungs, logits)
-    return wrong is not None and not len(wrong)
+def _wrong_ids(head: Head, rungs: Tensor, logits: Tensor) -> Tensor:
+    """Ids whose logit `head` makes differently from `rungs` (V,), up to rounding.
 
-
-def _wrong_ids(head: Head, rungs: Tensor, logits: Tensor) -> Tensor | None:
-    """Ids whose logit `head` makes differently from `rungs`; None if it makes another number."""
+    If it makes another number of logits, these are the first ids of positive rungs.
+    """
     cap = head.final_logit_softcapping
     expected = head.logit_scale * rungs[: head.vocab_size].double()
     expected = expected if cap is None else cap * torch.tanh(expected / cap)
     if expected.shape != logits.shape:
-        return None
+        return torch.arange(0, 8, 2)
     tolerance = 16 * torch.finfo(logits.dtype).eps
     agrees = (logits.double() - expected).abs() <= tolerance * expected.abs()
     return (~agrees).nonzero().squeeze(1)
@@ -625,10 +614,9 @@ def _measured(head: Head, rungs: Tensor, logits: Tensor, name: str) -> Head:
             final_logit_softcapping=None if linear else cap.item(),
             vocab_size=None if count == rungs.shape[0] else count,
         )
-        if _agrees(found, rungs, logits):
+        if not len(_wrong_ids(found, rungs, logits)):
             return found
-    wrong = _wrong_ids(head, rungs, logits)
-    ids = [0, 2, 4, 6] if wrong is None else wrong[:4].tolist()
+    ids = _wrong_ids(head, rungs, logits)[:4].tolist()
     pairs = ", ".join(f"{rungs[i]:g} -> {logits[i]:g} (id {i})" for i in ids if i < count)
     raise ValueError(
         f"model: expected a scale, a soft-cap or a cut of the logits, but {name} turns "
