@@ -62,13 +62,6 @@ VALUES = {
 }
 TOP_K = "forward_kl_topk"  # verl's loss_mode of a distillation
 
-# parameters of verl's prepare_micro_batches, and the last parameters of its steps
-DIVIDE = (
-    *("data", "dp_group", "num_batches_divided_by", "same_micro_num_in_dp"),
-    *("min_num_micro_batch", "use_dynamic_bsz_balance"),
-)
-OF_STEP = ("loss_function", "forward_only")
-
 Changes = Iterator[tuple[Any, str, Any]]  # (object, attribute, replacement)
 
 
@@ -248,9 +241,14 @@ def changes(module: ModuleType) -> Changes:
     """Yield the replacements for verl.workers.engine.fsdp.transformer_impl."""
     engine = found_in(module, "FSDPEngineWithLMHead")
     prepare = function_of(engine, "prepare_model_inputs", ("self", "micro_batch"))
-    step = function_of(engine, "forward_step", ("self", "micro_batch", *OF_STEP))
-    run = function_of(engine, "forward_backward_batch", ("self", "data", *OF_STEP))
-    divide = function_of(module, "prepare_micro_batches", DIVIDE)
+    of_step = "loss_function", "forward_only"
+    step = function_of(engine, "forward_step", ("self", "micro_batch", *of_step))
+    run = function_of(engine, "forward_backward_batch", ("self", "data", *of_step))
+    parameters = (
+        *("data", "dp_group", "num_batches_divided_by", "same_micro_num_in_dp"),
+        *("min_num_micro_batch", "use_dynamic_bsz_balance"),
+    )
+    divide = function_of(module, "prepare_micro_batches", parameters)
     join = function_of(module, "postprocess_batch_func", ("output_lst", "indices", "data"))
     function_of(engine, "_get_packed_pad_size", ("self", "packed_length"))
 

@@ -30,8 +30,6 @@ from grpo_kernels.scores import topk_divergence
 from grpo_kernels.verl.engine import BACKEND, MARK, OPTIONS, Changes, found_in
 from grpo_kernels.verl.rows import HeadTask, score_rows
 
-# parameters of verl's patch_forward_with_backends
-PARAMETERS = ("model", "use_fused_kernels", "fused_kernels_backend")
 # Model type -> verl's module below verl.models.transformers, and its function that runs everything
 # but the head ("": ``model.model``), as in verl's patch_forward_with_backends
 FAMILIES = {
@@ -52,7 +50,8 @@ _own: dict[type, Callable[..., Any]] = {}  # model class -> its original forward
 
 def changes(module: ModuleType) -> Changes:
     """Yield the replacements for verl.models.transformers.monkey_patch."""
-    theirs = function_of(module, "patch_forward_with_backends", PARAMETERS)
+    parameters = "model", "use_fused_kernels", "fused_kernels_backend"
+    theirs = function_of(module, "patch_forward_with_backends", parameters)
 
     @functools.wraps(theirs)
     def patch_forward_with_backends(

@@ -32,14 +32,7 @@ from grpo_kernels.patching import during, function_of
 from grpo_kernels.verl.engine import BACKEND, OPTIONS, Changes, found_in, options_of
 from grpo_kernels.verl.rows import HeadTask, Reorder, flag, head_task, score_rows
 
-MARK = "_grpo_kernels_score"  # attribute of a head's weight that holds the function to call
-# parameters of verl's preprocess_thd_engine, of the forward of its head, and of forward_step
-DIVIDE = (
-    *("input_ids", "pre_process", "need_roll", "use_fp8_padding"),
-    *("local_cp_size", "min_local_rows", "pad_to_length_bucket", "cp_layout"),
-)
-PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
-STEP = ("self", "batch_iter", "model", "logits_processor_func", "postprocess_micro_batch_func")
+SCORE = "_grpo_kernels_score"  # attribute of a head's weight that holds the function to call
 
 # Within a step: `head_task` of the micro-batch, still without the order of the rows; and, once the
 # labels are divided, the result of that function.
@@ -49,14 +42,13 @@ _task: ContextVar[HeadTask] = ContextVar("task")
 
 def function_changes(module: ModuleType) -> Changes:
     """Yield the replacement in `module`, a module of verl.models.mcore with a fused forward."""
-    theirs: Any = getattr(module, "linear_cross_entropy", None)
-    function = getattr(theirs, "__self__", None)  # the autograd Function of this `apply`
-    if function is None:
-        raise LookupError(f"{module.__name__} has no linear_cross_entropy")
-    function_of(function, "forward", PARAMETERS)
+    theirs = found_in(module, "linear_cross_entropy")
+    parameters = "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group"
+    # the autograd Function whose `apply` this is
+    function_of(getattr(theirs, "__self__", theirs), "forward", ("ctx", *parameters))
 
     def linear_cross_entropy(hidden: Tensor, weight: Tensor, *more: Any) -> Any:
-        return getattr(weight, MARK, theirs)(hidden, weight, *more)
+        return getattr(weight, SCORE, theirs)(hidden, weight, *more)
 
     yield module, "linear_cross_entropy", linear_cross_entropy
 
@@ -64,7 +56,11 @@ def function_changes(module: ModuleType) -> Changes:
 def forward_changes(module: ModuleType) -> Changes:
     """Yield the replacements in verl.models.mcore.model_forward_fused."""
     yield from function_changes(module)
-    divide = function_of(module, "preprocess_thd_engine", DIVIDE)
+    parameters = (
+        *("input_ids", "pre_process", "need_roll", "use_fp8_padding"),
+        *("local_cp_size", "min_local_rows", "pad_to_length_bucket", "cp_layout"),
+    )
+    divide = function_of(module, "preprocess_thd_engine", parameters)
 
     @functools.wraps(divide)
     def preprocess_thd_engine(
@@ -89,7 +85,8 @@ def engine_changes(module: ModuleType) -> Changes:
     engine = found_in(module, "MegatronEngine")
     with_head = found_in(module, "MegatronEngineWithLMHead")
     enable = function_of(engine, "_maybe_enable_fused_kernels", ("self",))
-    step = function_of(with_head, "forward_step", STEP)
+    of_step = "batch_iter", "model", "logits_processor_func", "postprocess_micro_batch_func"
+    step = function_of(with_head, "forward_step", ("self", *of_step))
 
     @functools.wraps(enable)
     def _maybe_enable_fused_kernels(self: Any) -> None:
@@ -150,7 +147,7 @@ def _mark(model: Any, vocab_size: int) -> None:
     for layer in layers:
         weight = getattr(layer, "weight", None)
         if weight is not None:  # some pipeline stages have none
-            setattr(weight, MARK, ours)
+            setattr(weight, SCORE, ours)
 
 
 def _score(

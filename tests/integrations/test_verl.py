@@ -256,7 +256,7 @@ def test_what_is_not_as_we_know_it_is_left_alone(name: str) -> None:
     with pytest.raises(LookupError, match="has no"):
         list(plugin.PATCHERS[name](ModuleType(name)))
     module: Any = Other(name, (), {})
-    with pytest.raises(LookupError, match=r"expected the parameters|has no linear_cross"):
+    with pytest.raises(LookupError, match="expected the parameters"):
         list(plugin.PATCHERS[name](module))
 
 
