@@ -136,24 +136,19 @@ class FusedHead:
 
     forward: Callable[..., Any]  # the model's own
     options: HeadOptions
-    temperature: float = 1.0
-    in_fp32: bool = False
-    outputs: Sequence[str] = ("log_probs",)
+    temperature: float
+    in_fp32: bool
+    outputs: Sequence[str]
     scoring: Scoring | None = None  # a trainer sets this for the duration of a forward
     # kept ids of completions from a truncating sampler; if set, every call scores over them
     sets: Sequence[SampledSets | None] | None = None
 
     @torch.compiler.disable  # the number of rows depends on data
-    def run(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        labels: Tensor | None,  # (B, L)
-        shift_labels: Tensor | None,  # (B, L)
-        num_items_in_batch: Tensor | int | None,
-    ) -> FusedCausalLMOutput:
+    def run(self, model: Any, inputs: dict[str, Any]) -> FusedCausalLMOutput:
         """Make TRL's record of labeled positions, (B, L - 1), or (B, L) with `shift_labels`."""
         inputs = {name: x for name, x in inputs.items() if x is not None} | {"use_cache": False}
+        of_loss = "labels", "shift_labels", "num_items_in_batch"
+        labels, shift_labels, num_items_in_batch = (inputs.pop(name, None) for name in of_loss)
         if shift_labels is not None:
             targets = shift_labels
         elif labels is not None:
@@ -251,21 +246,9 @@ def add_fused_lm_head(
     names = [*inspect.signature(type(model).forward).parameters][1:]
 
     @functools.wraps(type(model).forward)  # `generate` reads the signature
-    def forward(
-        self: Any,
-        *args: Any,
-        fused_lm_head: bool = False,
-        labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        of_loss = labels, shift_labels, num_items_in_batch
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if fused_lm_head:
-            inputs = {**dict(zip(names, args, strict=False)), **kwargs}
-            return head_of(self).run(self, inputs, *of_loss)
-        given = zip(("labels", "shift_labels", "num_items_in_batch"), of_loss, strict=True)
-        kwargs |= {name: x for name, x in given if x is not None}
+            return head_of(self).run(self, {**dict(zip(names, args, strict=False)), **kwargs})
         return vars(self)[_HEADS][place].forward(*args, **kwargs)  # `self` may be a copy of model
 
     model.forward = types.MethodType(forward, model)
