@@ -234,17 +234,16 @@ def divided(
     lengths: Sequence[int],
     live: Sequence[bool],
     parts: int,
-    budget: int,
-    size: int,
     *,
-    in_trees: bool,
+    tokens: int | None = None,
+    rows: int | None = None,
 ) -> list[list[int]]:
-    """Divide samples into `parts` of at most `budget` tokens, keeping prompts together.
+    """Divide samples into `parts`, keeping prompts together.
 
-    Prompts with live samples come first, and among these the prompts with the most completion
-    tokens. A sample that fits nowhere goes to the part with the fewest tokens. With `in_trees`, a
-    part computes each prompt once. Otherwise it has one row per sample, and at most `size` rows.
-    `prompts` come from `numbered`.
+    A part has at most so many `tokens`, counting a prompt once, and at most so many `rows`, one per
+    sample. A sample that fits nowhere goes to the part with the fewest tokens. Prompts with live
+    samples come first, and among these the prompts with the most completion tokens. `prompts` come
+    from `numbered`.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for i, prompt in enumerate(prompts):
@@ -253,10 +252,10 @@ def divided(
     used, inside = [0] * parts, [set[tuple[int, int]]() for _ in range(parts)]
 
     def place(prompt: tuple[int, int], samples: Sequence[int], *, anywhere: bool) -> bool:
-        tokens = sum(lengths[i] for i in samples)
-        added = [tokens if prompt in inside[k] else tokens + prompt[1] for k in range(parts)]
-        room = [k for k in range(parts) if in_trees or len(result[k]) + len(samples) <= size]
-        fits = [k for k in room if not in_trees or used[k] + added[k] <= budget]
+        own = sum(lengths[i] for i in samples)
+        added = [own if prompt in inside[k] else own + prompt[1] for k in range(parts)]
+        room = [k for k in range(parts) if rows is None or len(result[k]) + len(samples) <= rows]
+        fits = [k for k in room if tokens is None or used[k] + added[k] <= tokens]
         if not fits and not anywhere:
             return False
         part = min(fits, key=added.__getitem__) if fits else min(room, key=used.__getitem__)

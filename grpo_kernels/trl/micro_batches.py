@@ -258,7 +258,8 @@ def regrouped(trainer: Any, batches: list[Batch], *, in_trees: bool) -> list[Bat
         prompts = numbered([tuple(ids[mask != 0].tolist()) for ids, mask in both])
         lengths = batch["completion_mask"].sum(1).tolist()
         budget = trainer.tokens_per_forward or size * columns
-        parts = divided(prompts, lengths, is_live, count, budget, size, in_trees=in_trees)
+        most = {"tokens": budget} if in_trees else {"rows": size}
+        parts = divided(prompts, lengths, is_live, count, **most)
         for i, samples in enumerate(parts):
             own = samples_of(batch, samples or [0])
             if not samples:

@@ -179,9 +179,9 @@ class MiniBatch:
         count, parts, prompts = len(verls), None, self.prompts
         if prompts is not None:
             own, lengths = [prompts.of[i] for i in rows], [prompts.lengths[i] for i in rows]
-            live, size = [True] * len(rows), len(rows)
+            live = [True] * len(rows)
             for n in range(-(-prompts.tokens(rows) // budget), count + 1):
-                found = divided(own, lengths, live, n, budget, size, in_trees=True)
+                found = divided(own, lengths, live, n, tokens=budget)
                 found = [[rows[i] for i in part] for part in found]
                 if max(map(prompts.tokens, found)) <= budget:
                     count, parts = n, found

@@ -80,21 +80,22 @@ def test_shares_are_of_all_calls_since_the_last_log() -> None:
 def test_samples_are_divided_by_prompts_within_a_budget() -> None:
     prompts = numbered([(1, 2, 3)] * 4 + [(4,) * 6] * 4 + [(5,) * 2] * 4)
     lengths, live = [7, 8, 9, 6, 6, 6, 6, 6, 1, 1, 2, 1], [False] * 4 + [True] * 8
-    parts = divided(prompts, lengths, live, 4, 40, 3, in_trees=True)
+    parts = divided(prompts, lengths, live, 4, tokens=40)
     assert parts == [[4, 5, 6, 7, 8, 9, 10, 11], [0, 1, 2, 3], [], []]
     draw = random.Random(0)
     for i in range(100):
-        groups, size, count, in_trees = draw.randrange(1, 6), draw.randrange(1, 5), 4, i % 2 == 0
+        groups, size, count = draw.randrange(1, 6), draw.randrange(1, 5), 4
         samples, budget = size * count, size * 14
+        most = {"tokens": budget} if i % 2 == 0 else {"rows": size}
         prompts = [(draw.randrange(groups), 5) for _ in range(samples)]
         lengths = [draw.randrange(1, 9) for _ in range(samples)]
         live = [True] * samples
-        parts = divided(prompts, lengths, live, count, budget, size, in_trees=in_trees)
+        parts = divided(prompts, lengths, live, count, **most)
         assert sorted(i for part in parts for i in part) == [*range(samples)]
         for part in parts:
             used = sum(lengths[i] for i in part) + 5 * len({prompts[i] for i in part})
             assert used <= budget, "a padded micro-batch has as many"
-            assert in_trees or len(part) == size
+            assert "tokens" in most or len(part) == size
 
 
 @pytest.mark.parametrize(
