@@ -64,6 +64,9 @@ class HeadOptions:
         Head(None, logits_dtype=self.logits_dtype)
         check_choice("layout", self.layout, choices.choices(choices.BatchLayout))
         check_run(self.run)
+        if self.on_missing_set is not None:
+            modes, hint = choices.choices(choices.OnMissingSet), "; None: the whole vocabulary"
+            check_choice("on_missing_set", self.on_missing_set, modes, hint)
 
 
 @dataclass(eq=False)

@@ -75,7 +75,7 @@ from grpo_kernels.body.trunk import fits_trees, trunk_of
 from grpo_kernels.engine.plan import Run
 from grpo_kernels.objective.config import LossConfig, config_of_trainer
 from grpo_kernels.objective.policy import bounded_ratio
-from grpo_kernels.patching import LogsShares, Shares, all_replaced, replaced
+from grpo_kernels.patching import LogsShares, all_replaced, replaced
 from grpo_kernels.results import Scores
 from grpo_kernels.transformers.causal_lm import check_skip
 from grpo_kernels.trl import fused_head, micro_batches
@@ -163,14 +163,11 @@ class FusedLossMixin(LogsShares):
         **kwargs: Any,
     ) -> None:
         _check_names(type(self), kwargs)
-        self._shares, self._figures = Shares(), {True: [], False: []}
         run = Run(engine, backend, workspace_bytes)
-        options = HeadOptions(run, layout, on_missing_set=on_missing_set, shares=self._shares)
+        options = HeadOptions(run, layout, on_missing_set=on_missing_set)
+        self._shares, self._figures = options.shares, {True: [], False: []}
         check_choice("zero_advantage", zero_advantage, choices.choices(choices.ZeroAdvantage))
         check_choice("kl_estimator", kl_estimator, ("k3", "full"), "; 'k3' is TRL's own")
-        if on_missing_set is not None:
-            modes, hint = choices.choices(choices.OnMissingSet), "; None: the whole vocabulary"
-            check_choice("on_missing_set", on_missing_set, modes, hint)
         for name, value in (
             ("regroup", regroup),
             ("fused_sampling_correction", fused_sampling_correction),
