@@ -36,7 +36,7 @@ class SampledSets(NamedTuple):
 
 def taken_sets(
     generated: tuple[Any, ...], accelerator: Any, metrics: dict[str, list[float]]
-) -> list[SampledSets | None]:
+) -> list[SampledSets]:
     """Pop the sets from the results of TRL's ``_generate``, and log the ``kept/*`` metrics."""
     prompts, completions, tool_masks, _, _, extra_fields, *_ = generated
     rows = extra_fields.pop(SETS, None)
@@ -46,7 +46,7 @@ def taken_sets(
         raise ValueError(
             f"sampling_mask: expected the sets of {len(completions)} completions, got {len(rows)}"
         )
-    found: list[SampledSets | None] = []
+    found: list[SampledSets] = []
     drawn_counts = []
     for i, (sets, ids) in enumerate(zip(rows, completions, strict=True)):
         if len(sets) != len(ids):

@@ -73,7 +73,7 @@ from grpo_kernels.base.modes import random_rates
 from grpo_kernels.base.tensors import scored_difference
 from grpo_kernels.body.trunk import fits_trees, trunk_of
 from grpo_kernels.engine.plan import Run
-from grpo_kernels.objective.config import LossConfig, config_of_trainer
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.policy import bounded_ratio
 from grpo_kernels.patching import LogsShares, all_replaced, replaced
 from grpo_kernels.results import Scores
@@ -216,7 +216,7 @@ class FusedLossMixin(LogsShares):
         args, sets, has_sets = self.args, self.on_missing_set, self.on_missing_set is not None
         skips, is_exact = self.zero_advantage == "skip", self.kl_estimator == "full"
         if skips:
-            check_skip(config_of_trainer(args))
+            check_skip(micro_batches.config_of(self))
         only = "zero_advantage: expected 'score' or 'train' with"
         read_all = "which reads all sequences, got 'skip'"
         for is_wrong, message in (
