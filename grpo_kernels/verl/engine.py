@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grpo_kernels.base.checks import warn_once
+from grpo_kernels.base.checks import check_choice, warn_once
 from grpo_kernels.base.choices import BatchLayout, choices
 from grpo_kernels.base.distributed import most_of_ranks
 from grpo_kernels.patching import divided, during, function_of, numbered
@@ -83,11 +83,7 @@ def options_of(given: Mapping[Any, Any]) -> dict[str, Any]:
         )
     found = {name: given.get(name, values[0]) for name, values in VALUES.items()}
     for name, value in found.items():
-        if value not in VALUES[name]:
-            raise ValueError(
-                f"{OPTIONS}.{name}: expected one of {', '.join(map(repr, VALUES[name]))}, got "
-                f"{value!r}"
-            )
+        check_choice(f"{OPTIONS}.{name}", value, VALUES[name])
     return found
 
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import warn_once
-from grpo_kernels.head import Head
 from grpo_kernels.module import check_module
 from grpo_kernels.patching import Patches, function_of
 from grpo_kernels.scores import topk_divergence
@@ -146,7 +145,19 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
             )
         if task.teacher is None:
             return output(**results)
-        distilled = _distilled(hidden, head, task, task.teacher, temperature)
+        of_teacher, logps = task.teacher
+        found = topk_divergence(
+            hidden,
+            head,
+            of_teacher,
+            logps,
+            divergence="forward_kl",
+            log_prob_min_clamp=task.log_prob_min_clamp,
+            completion_mask=task.counted,
+            temperature=temperature,
+        )
+        mass = logps.detach().float().exp().sum(dim=-1)
+        distilled = Distilled(found.divergence, found.student_mass, mass)
         return with_aux(fused_linear_aux=distilled, **results)
 
     return forward
@@ -189,20 +200,3 @@ class Distilled(NamedTuple):
     distillation_losses: Tensor
     student_mass: Tensor
     teacher_mass: Tensor
-
-
-def _distilled(
-    hidden: Tensor, head: Head, task: HeadTask, teacher: tuple[Tensor, Tensor], temperature: Any
-) -> Distilled:
-    ids, logps = teacher
-    found = topk_divergence(
-        hidden,
-        head,
-        ids,
-        logps,
-        divergence="forward_kl",
-        log_prob_min_clamp=task.log_prob_min_clamp,
-        completion_mask=task.counted,
-        temperature=temperature,
-    )
-    return Distilled(found.divergence, found.student_mass, logps.detach().float().exp().sum(dim=-1))

@@ -312,9 +312,9 @@ def test_zero_advantage_is_refused(options, flags, reason):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("zero_advantage", "skip", "zero_advantage: expected one of 'train', 'score', got 'skip'"),
+        ("zero_advantage", "skip", "zero_advantage: expected one of train, score, got 'skip'"),
         ("zero_advantages", "score", "layout and old_log_probs, got zero_advantages"),
-        ("layout", "packed", "layout: expected one of 'tree', 'trim', 'padded', got 'packed'"),
+        ("layout", "packed", "layout: expected one of tree, trim, padded, got 'packed'"),
     ],
 )
 def test_an_option_that_does_not_exist(name: str, value: str, message: str) -> None:
