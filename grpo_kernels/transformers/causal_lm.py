@@ -151,19 +151,19 @@ def causal_lm_loss(
     _check_names(model, inputs, causal_lm_loss, _LOSS_INPUTS, unread)
     of_models = {"attention_mask": attention_mask, **inputs}
     batch = Batch(input_ids, completion_mask, of_models, layout, logits_dtype)
-    if config.needs_reference_head and reference is None:
+    if reference is not None:
+        if config.kl_estimator != "full":
+            raise ValueError(
+                f"reference: expected None with kl_estimator = {config.kl_estimator!r}, which does "
+                "not read it, got one; pass ref_per_token_logps, from completion_logps"
+            )
+        _check_second("reference", reference, model)
+        _check_names(reference, inputs, causal_lm_loss, _LOSS_INPUTS)
+    elif config.needs_reference_head:
         raise ValueError(
             "reference: expected the reference model, since kl_estimator = 'full' and beta = "
             f"{config.beta}, got None"
         )
-    if reference is not None and config.kl_estimator != "full":
-        raise ValueError(
-            f"reference: expected None with kl_estimator = {config.kl_estimator!r}, which does not "
-            "read it, got one; pass ref_per_token_logps, from completion_logps"
-        )
-    if reference is not None:
-        _check_second("reference", reference, model)
-        _check_names(reference, inputs, causal_lm_loss, _LOSS_INPUTS)
     _warn_of_prompts(attention_mask, completion_mask)
     _warn_of_packed(config, inputs.get("position_ids"), attention_mask)
     live = None if zero_advantage == "train" else _live(loss_fn, batch, advantages, loss_inputs)
