@@ -750,6 +750,16 @@ class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
         ValueError: an invalid option, or options that cannot be combined.
     """
 
+    # help() shows TRL's arguments, then ours
+    __signature__ = inspect.Signature(
+        [
+            x.replace(annotation=x.empty)
+            for function in (GRPOTrainer, FusedLossMixin.__init__)
+            for x in inspect.signature(function).parameters.values()
+            if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY) and x.name != "self"
+        ]
+    )
+
 
 def _check_names(trainer: type, given: Collection[str]) -> None:
     """Raise TypeError for a misspelled option of ours; TRL reports other unknown names."""
