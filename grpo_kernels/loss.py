@@ -310,14 +310,14 @@ def grpo_loss(
         row_loss = _row_loss(config, objective, tokens, num_items_in_batch)
 
         # which engine; over kept sets there is none
-        job, head_tensors, reference_tensors = plan(
+        job = plan(
             hidden, head, rows, run, memory, ranks, row_loss if sets is None else None,
             reference=reference,
         )  # fmt: skip
     if sets is not None:
         over_vocab = expectation_of(row_loss, tokens) if on_missing_set == "full" else None
         scores, of_sets = score_kept(
-            job, head_tensors, run, sets, completion_ids, on_missing_set,
+            job, run, sets, completion_ids, on_missing_set,
             lambda at: read_expected(over_vocab, completion_ids, at, dtype, entropy=True),
             others={name: arguments[name] for name in LOGPS},
         )  # fmt: skip
@@ -326,7 +326,7 @@ def grpo_loss(
         return replace(out, metrics=out.metrics.with_pairs({**out.metrics.pairs, **of_sets}))
 
     # the loop over the rows; in one_pass and frozen it computes d hidden and d weight too
-    first = first_pass(job, head_tensors, reference_tensors, row_loss)
+    first = first_pass(job, row_loss)
     with torch.no_grad():
         # the loss
         evaluation = row_loss.evaluate(first.stats)
@@ -340,7 +340,7 @@ def grpo_loss(
         logps, entropies = map(tokens.layout.scatter, results)
     # a backward reads the coefficients only if `first` does not have their gradient
     loss = LossWithGradient.apply(
-        job, evaluation.loss, first, evaluation.coefficients, reference_tensors, *head_tensors
+        job, evaluation.loss, first, evaluation.coefficients, *job.tensors
     )
     logps, entropies = for_reading(loss, logps, entropies)
     return LossOutput(loss, logps, entropies, metrics, job.engine, job.backend.name)

@@ -224,15 +224,15 @@ def linear_logps(
             check_topk("topk_ids", topk_ids, hidden)
             ids = topk_ids.detach().flatten(0, -2)[rows.positions]
             rows = replace(rows, topk=TopKLogps.of(ids, rows.ids)[0])
-        job, tensors, _ = plan(
+        job = plan(
             hidden, head, rows, run, memory, ranks, gradient if sets is None else None,
             entropy=bool(entropy), extras=tuple(extras),
         )  # fmt: skip
     if sets is None:
-        return run_scores(job, tensors, None, gradient, completion_ids.shape)
-    return score_kept(
-        job, tensors, run, sets, completion_ids, on_missing_set, expected_at, entropy=entropy
-    )[0]
+        return run_scores(job, gradient, completion_ids.shape)
+    return score_kept(job, run, sets, completion_ids, on_missing_set, expected_at, entropy=entropy)[
+        0
+    ]
 
 
 @takes_heads
@@ -321,12 +321,12 @@ def linear_divergence(
         gradient = expected_divergence(
             expected, hidden, completion_ids, rows.positions, dtype, entropy=entropy
         )
-        job, tensors, reference_tensors = plan(
+        job = plan(
             hidden, head, rows, run, memory, ranks, gradient,
             reference=reference, prefix="teacher.", jsd_beta=jsd_beta, entropy=entropy,
         )  # fmt: skip
     has_ids = completion_ids is not None
-    return run_scores(job, tensors, reference_tensors, gradient, hidden.shape[:-1], has_ids=has_ids)
+    return run_scores(job, gradient, hidden.shape[:-1], has_ids=has_ids)
 
 
 @takes_heads
@@ -409,11 +409,11 @@ def topk_divergence(
         has_tail = topk.least_tail is not None and ids.shape[1] < head.weight.shape[0]
         check_masses("teacher_logps", topk.logps, has_tail=has_tail)
         rows = replace(rows, topk=topk)
-        job, tensors, _ = plan(
+        job = plan(
             hidden, head, rows, run, memory, ranks, gradient,
             entropy=False,
         )  # fmt: skip
-    return run_scores(job, tensors, None, gradient, hidden.shape[:-1], has_ids=False)
+    return run_scores(job, gradient, hidden.shape[:-1], has_ids=False)
 
 
 def _no_ids(hidden: Tensor) -> Tensor:

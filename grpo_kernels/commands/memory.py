@@ -98,16 +98,16 @@ def estimate(size: Size) -> list[Need]:
         head = HeadTensors(new(size.rows, size.hidden), new(size.vocab, size.hidden))
         indices = new(n, dtype=torch.int64)
         workspace = size.workspace_bytes or large_workspace(head.weight, wants)
-        job = Job(Rows(indices, indices), wants, size.dtype, workspace, CppRows())
+        job = Job(Rows(indices, indices), head, wants, size.dtype, workspace, CppRows())
         # What a step needs besides the sums: `scored` for scores, `graded` for gradients by rows,
         # `slices` for gradients by slices of the vocabulary.
         scored, graded = (
-            max(group.workspace for group in plan_groups(job, head, None, with_gradient=wanted))
+            max(group.workspace for group in plan_groups(job, with_gradient=wanted))
             for wanted in (False, True)
         )
         if size.score:
             return [Need("score", scored, 0, 0)]
-        slices = plan_slices(job, head, None)[2] if trains else 0
+        slices = plan_slices(job)[2] if trains else 0
     row, weight = size.hidden * size.dtype.itemsize, size.vocab * size.hidden  # bytes, elements
     d_hidden = n * size.hidden * FP32
     sums = d_hidden + (weight * FP32 if trains else 0)

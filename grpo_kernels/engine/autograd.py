@@ -126,9 +126,9 @@ def for_reading(loss: Tensor, logps: Tensor, entropies: Tensor) -> tuple[Tensor,
 class LossWithGradient(torch.autograd.Function):
     """A scalar loss of all rows' log-probabilities and entropies.
 
-    ``forward(ctx, job, loss, first, coefficients, reference, *tensors)`` -> loss (), where
-    `reference` and `tensors` belong to the heads. The caller has already computed `loss`, its
-    `coefficients` (n,) and the first pass; this Function attaches the gradient to the loss.
+    ``forward(ctx, job, loss, first, coefficients, *tensors)`` -> loss (), with the tensors of
+    `job`. The caller has already computed `loss`, its `coefficients` (n,) and the first pass; this
+    Function attaches the gradient to the loss.
     """
 
     @staticmethod
@@ -138,32 +138,29 @@ class LossWithGradient(torch.autograd.Function):
         loss: Tensor,
         first: FirstPass,
         coefficients: Coefficients,
-        reference: HeadTensors | None,
-        *inputs: Any,
+        *tensors: Tensor | None,
     ) -> Tensor:
-        tensors = HeadTensors(*inputs)
         if job.when == "later":
-            stats = first.stats.for_gradient()
-            save(ctx, job, tensors, (tensors, reference, stats, coefficients))
+            save(ctx, job, (first.stats.for_gradient(), coefficients), projects=True)
         else:
             d_logp = coefficients.d_logp if job.when == "unit" else None
-            save(ctx, job, tensors, (first.grads, first.live_rows, d_logp))
+            save(ctx, job, (first.grads, first.live_rows, d_logp), projects=False)
         return loss.clone()  # the copy joins the graph, `loss` must not
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        job: Job = ctx.job
+        job, needed = saved(ctx)
         if job.when == "later":
-            tensors, reference, stats, coefficients = saved(ctx)
+            stats, coefficients = needed
             coefficients = map_tensors(d_loss.mul, coefficients)
             with job.gather():
-                grads, indices = second_pass(job, tensors, reference, stats, coefficients)
+                grads, indices = second_pass(job, stats, coefficients)
             factor = None
         else:
-            grads, indices, d_logp = saved(ctx)
+            grads, indices, d_logp = needed
             factor = d_loss if d_logp is None else d_loss * d_logp[indices, None]
         gradients = _input_gradients(grads, ctx.shapes_and_dtypes, job, indices, factor)
-        return *[None] * 5, *gradients
+        return *[None] * 4, *gradients
 
 
 @first_order
@@ -201,7 +198,7 @@ class LossFromLogps(torch.autograd.Function):
 class LinearScores(torch.autograd.Function):
     """Log-probabilities, entropies and divergences from a second head, all differentiable.
 
-    ``forward(ctx, job, first, reference, *tensors)`` -> logps (N,), entropies (N,) or None,
+    ``forward(ctx, job, first, *tensors)`` -> logps (N,), entropies (N,) or None,
     divergences (N,) or None, and the extras. Among the extras, only the log-probabilities (N, K) of
     more ids are differentiable. If `first` has the gradient for expected coefficients, the backward
     scales it by s. A second pass then adds the gradient of the remainder, upstream - s * expected,
@@ -213,16 +210,17 @@ class LinearScores(torch.autograd.Function):
         ctx: Any,
         job: Job,
         first: FirstPass,
-        reference: HeadTensors | None,
-        *inputs: Any,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        tensors, stats = HeadTensors(*inputs), first.stats
-        needed = tensors, reference, first._replace(stats=stats.for_gradient())
-        save(ctx, job, tensors, None if job.when == "never" else needed)
+        stats, differs = first.stats, job.when != "never"
+        needed = first._replace(stats=stats.for_gradient()) if differs else None
+        save(ctx, job, needed, projects=differs)
 
         def result(x: Tensor | None) -> Tensor | None:
-            return None if x is None else scatter(x, job.rows.positions, tensors.hidden.shape[0])
+            return (
+                None if x is None else scatter(x, job.rows.positions, job.tensors.hidden.shape[0])
+            )
 
         ctx.extras = (*stats.extras,)
         extras = [result(x) for x in stats.extras.values()]
@@ -245,24 +243,13 @@ class LinearScores(torch.autograd.Function):
         with ctx.job.gather():
             d_topk = dict(zip(ctx.extras, d_extras, strict=True)).get(TOPK_LOGPS)
             upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk)
-            tensors, reference, first = saved(ctx)
-            shapes_and_dtypes = ctx.shapes_and_dtypes
-            grads = _gradient(ctx.job, shapes_and_dtypes, tensors, reference, first, upstream)
-            return None, None, None, *grads
+            return None, None, *_gradient(*saved(ctx), ctx.shapes_and_dtypes, upstream)
 
 
-def run_scores(
-    job: Job,
-    tensors: HeadTensors,
-    reference: HeadTensors | None,
-    row_loss: RowLoss,
-    shape: torch.Size,
-    *,
-    has_ids: bool = True,
-) -> Scores:
+def run_scores(job: Job, row_loss: RowLoss, shape: torch.Size, *, has_ids: bool = True) -> Scores:
     """Run one forward; return the results in the shape of the positions."""
-    first = first_pass(job, tensors, reference, row_loss)
-    logps, entropies, divergence, *extras = LinearScores.apply(job, first, reference, *tensors)
+    first = first_pass(job, row_loss)
+    logps, entropies, divergence, *extras = LinearScores.apply(job, first, *job.tensors)
     results = {
         "logps": logps if has_ids else None,
         "entropies": entropies,
@@ -273,9 +260,14 @@ def run_scores(
     return Scores(**{name: x.view(*shape, *x.shape[1:]) for name, x in there.items()})
 
 
-def save(ctx: Any, job: Job, tensors: HeadTensors, needed: Any) -> None:
-    """Save what a backward needs: `needed` holds records of tensors; autograd takes a flat list."""
-    ctx.job, ctx.shapes_and_dtypes = job, map_tensors(lambda x: (x.shape, x.dtype), tensors)
+def save(ctx: Any, job: Job, needed: Any, *, projects: bool) -> None:
+    """Save what a backward needs: the job, with its heads only if the backward `projects` again.
+
+    `needed` holds records of tensors; autograd takes a flat list.
+    """
+    ctx.shapes_and_dtypes = map_tensors(lambda x: (x.shape, x.dtype), job.tensors)
+    heads = {"tensors": job.tensors, "reference": job.reference} if projects else {}
+    ctx.job = replace(job, tensors=HeadTensors(None, None), reference=None)
     flat: list[Tensor] = []
     place = torch.empty(0)
 
@@ -283,29 +275,22 @@ def save(ctx: Any, job: Job, tensors: HeadTensors, needed: Any) -> None:
         flat.append(x)
         return place
 
-    ctx.needed = map_tensors(keep, needed)
+    ctx.needed = map_tensors(keep, (heads, needed))
     ctx.save_for_backward(*flat)
 
 
-def saved(ctx: Any) -> Any:
+def saved(ctx: Any) -> tuple[Job, Any]:
     """What `save` saved."""
     flat = iter(ctx.saved_tensors)
-    return map_tensors(lambda _: next(flat), ctx.needed)
+    heads, needed = map_tensors(lambda _: next(flat), ctx.needed)
+    return replace(ctx.job, **heads), needed
 
 
 def _gradient(
-    job: Job,
-    shapes_and_dtypes: HeadTensors,
-    tensors: HeadTensors,
-    reference: HeadTensors | None,
-    first: FirstPass,
-    upstream: Coefficients,
+    job: Job, first: FirstPass, shapes_and_dtypes: HeadTensors, upstream: Coefficients
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the head's tensors; `upstream` holds the gradient (N,) of each result."""
     rows, stats, stored, live_rows = job.rows, first.stats, first.grads, first.live_rows
-
-    def again(coefficients: Coefficients) -> tuple[HeadTensors, Tensor]:
-        return second_pass(job, tensors, reference, stats, coefficients)
 
     upstream = map_tensors(lambda x: x[rows.positions].to(job.accumulator_dtype), upstream)
     d_result = job.d_result(upstream)
@@ -313,7 +298,7 @@ def _gradient(
         d_result = stats.logps.new_zeros(len(rows))
         upstream = job.with_d_result(d_result, upstream)
     if stored is None or live_rows is None:
-        total, indices = again(upstream)
+        total, indices = second_pass(job, stats, upstream)
         return _input_gradients(total, shapes_and_dtypes, job, indices)
     if job.when == "unit":
         factor = d_result[live_rows, None]
@@ -327,11 +312,11 @@ def _gradient(
         any_left, far = check_remainder(remainder, upstream)
         if far:  # both parts are far larger than their sum, which would lose precision
             warn_once(WRONG_EXPECTATION)
-            total, indices = again(upstream)
+            total, indices = second_pass(job, stats, upstream)
             return _input_gradients(total, shapes_and_dtypes, job, indices)
     if not any_left:
         return _input_gradients(stored, shapes_and_dtypes, job, live_rows, factor)
-    more, indices = again(remainder)
+    more, indices = second_pass(job, stats, remainder)
     if job.when == "now" and 2 * len(indices) > len(rows):
         warn_once(WRONG_EXPECTATION)
     scaled = map_tensors(lambda x: _scaled(x, factor, x.dtype, job.backend), stored)
@@ -342,11 +327,7 @@ def _gradient(
 
 
 def second_pass(
-    job: Job,
-    tensors: HeadTensors,
-    reference: HeadTensors | None,
-    stats: RowStats,
-    coefficients: Coefficients,
+    job: Job, stats: RowStats, coefficients: Coefficients
 ) -> tuple[HeadTensors, Tensor]:
     """Compute the gradient of rows with a non-zero coefficient (n,); also return the rows' indices.
 
@@ -356,15 +337,15 @@ def second_pass(
     indices, coefficients = _nonzero(coefficients)
     job = job.at(indices)
     if coefficients.d_divergence is None:  # then the gradient does not need the reference
-        job, reference = replace(job, reference_dtype=None), None
+        job = replace(job, reference=None)
     stats, coefficients = take((stats, coefficients), indices)
     if job.order == "slices":
-        return sweep_slices(job, tensors, reference, stats, coefficients), indices
-    tensors, reference = job.converted(tensors, reference)
+        return sweep_slices(job, stats, coefficients), indices
+    job = job.converted()
     stats_of_first = lambda chunk, rows, at, out: (take(stats, at), None)  # noqa: E731
     coefficients_of = lambda at, _: take(coefficients, at)  # noqa: E731
-    work = gradient_work(job, tensors, coefficients_of, stats_of_first)
-    grads = sweep(job, tensors, reference, work, with_gradient=True)[1]
+    work = gradient_work(job, coefficients_of, stats_of_first)
+    grads = sweep(job, work, with_gradient=True)[1]
     assert grads is not None
     return grads, indices
 

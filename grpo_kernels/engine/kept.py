@@ -89,7 +89,6 @@ class KeptSets:
 
 def score_kept(
     job: Job,
-    tensors: HeadTensors,
     run: Run | None,
     kept_ids: KeptIds,
     ids: Tensor,
@@ -114,20 +113,19 @@ def score_kept(
     run = Run() if run is None else run
     budget = WORKSPACE_BYTES if run.workspace_bytes is None else run.workspace_bytes
     over_sets = replace(job, workspace_bytes=budget, entropy=entropy is True)
-    rows_here = tensors.weight.shape[0]
-    survey = survey_sets(over_sets, rows_here, kept_ids, ids, on_missing_set, others or {})
-    planned, any_without = plan_sets(over_sets, tensors, kept_ids, survey)
+    survey = survey_sets(over_sets, kept_ids, ids, on_missing_set, others or {})
+    planned, any_without = plan_sets(over_sets, kept_ids, survey)
     whole_vocab, in_full, shape = None, entropy == "full", ids.shape
     if any_without or in_full:
         rows = job.rows if in_full else take(job.rows, survey.without.nonzero()[:, 0])
         row_loss = row_loss_at(rows.positions)
         whole_vocab = replace(job, rows=rows, entropy=bool(entropy))
-        whole_vocab = with_engine(whole_vocab, run, row_loss, rows_here)
-    logps, entropies = KeptSetLogprob.apply(planned, *tensors)
+        whole_vocab = with_engine(whole_vocab, run, row_loss)
+    logps, entropies = KeptSetLogprob.apply(planned, *job.tensors)
     logps, entropies = logps.view(shape), None if entropies is None else entropies.view(shape)
     if whole_vocab is not None:
         without = scatter(survey.without, job.rows.positions, shape.numel()).view(shape)
-        full = run_scores(whole_vocab, tensors, None, row_loss, shape)
+        full = run_scores(whole_vocab, row_loss, shape)
         logps = torch.where(without, full.logps, logps)
         if entropies is not None:
             entropies = torch.where(without, full.entropies, entropies)
@@ -139,7 +137,6 @@ def score_kept(
 
 def survey_sets(
     job: Job,
-    rows_here: int,
     kept_ids: KeptIds,
     ids: Tensor,
     on_missing_set: str,
@@ -148,12 +145,11 @@ def survey_sets(
     """Count the kept ids of all positions, a workspace at a time, without waiting for a GPU.
 
     Args:
-        rows_here: number of ids in this rank's part of the head.
         ids: (...) the ids to score.
         others: other policies' log-probabilities, (...) each, which must be over the same sets.
     """
     rows, sampled = job.rows, ids.detach().reshape(-1)
-    vocab, first = rows_here if job.shard is None else job.shard.vocab, job.shard_start
+    vocab, first, rows_here = job.vocab, job.shard_start, job.tensors.weight.shape[0]
     # per position: ids, ids among this rank's rows, ids that do not exist, the sampled id
     counts = kept_ids.offsets.new_zeros(4, sampled.shape[0])
     step = max(1, job.workspace_bytes // ENTRY_BYTES)
@@ -216,9 +212,7 @@ def _wrong(
     )
 
 
-def plan_sets(
-    job: Job, tensors: HeadTensors, kept_ids: KeptIds, survey: Survey
-) -> tuple[KeptSets, bool]:
+def plan_sets(job: Job, kept_ids: KeptIds, survey: Survey) -> tuple[KeptSets, bool]:
     """Plan the work; also return True if any position has no set. Waits for the device."""
     rows = job.rows
     projected = (survey.sizes > 1) & ~survey.without
@@ -226,8 +220,10 @@ def plan_sets(
     longest = kept_ids.offsets.diff()[rows.positions][order]
     sizes, lists, without = torch.stack([local, longest, survey.without.long()]).tolist()
     count = bisect.bisect_left(sizes, 0, key=operator.neg)
-    row_bytes = 2 * job.accumulator_dtype.itemsize * sum(x.shape[1] for _, x in tensors.factors())
-    budget, head_bytes = job.workspace_bytes, entry_bytes(tensors, job)
+    row_bytes = (
+        2 * job.accumulator_dtype.itemsize * sum(x.shape[1] for _, x in job.tensors.factors())
+    )
+    budget, head_bytes = job.workspace_bytes, entry_bytes(job)
     spans = plan_spans(sizes[:count], lists[:count], budget, head_bytes, row_bytes)
     own = replace(rows, ids=rows.ids - job.shard_start, invalid=survey.invalid)
     planned = KeptSets(replace(job, rows=own), kept_ids, projected, order[:count], spans)
@@ -264,13 +260,15 @@ def plan_spans(
 class KeptSetLogprob(torch.autograd.Function):
     """Log-probabilities (N,) and entropies (N,) or None over kept sets.
 
-    ``forward(ctx, planned, *tensors)``, with the tensors of a `HeadTensors`.
+    ``forward(ctx, planned, *tensors)``, with the tensors of `planned`.
     """
 
     @staticmethod
-    def forward(ctx: Any, planned: KeptSets, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: Any, planned: KeptSets, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        tensors, shard = HeadTensors(*inputs), planned.job.shard
+        shard = planned.job.shard
         positions, dtype = planned.job.rows.positions, planned.job.accumulator_dtype
         zeros = positions.new_zeros(len(positions), dtype=dtype)
         nothing = torch.full_like(zeros, -torch.inf)  # for rows without an id on this rank
@@ -278,12 +276,12 @@ class KeptSetLogprob(torch.autograd.Function):
         if planned.job.entropy:
             numbers["entropies"] = zeros.clone()
         blocks: list[_Block] = []
-        with torch.autocast(tensors.hidden.device.type, enabled=False):
-            factors = _factors(tensors, planned)
+        with torch.autocast(positions.device.type, enabled=False):
+            factors = _factors(planned)
             for span in planned.spans:
                 at = planned.order[span[0]]
-                kept, target = _in_order(planned, at, span, tensors.weight.shape[0])
-                logits = _logits(factors, tensors, planned, at, kept)
+                kept, target = _in_order(planned, at, span)
+                logits = _logits(factors, planned, at, kept)
                 chunk = Chunk(logits, target.clamp(min=0), planned.transform(at))
                 of_block = planned.job.backend.stats(chunk, entropy=planned.job.entropy)
                 for name, x in numbers.items():
@@ -293,22 +291,23 @@ class KeptSetLogprob(torch.autograd.Function):
             stats = RowStats(**numbers)
             if shard is not None:
                 stats = shard.joined(stats, planned.job.rows.ids, LogitTransform())
-        ctx.planned = planned
-        save(ctx, planned.job, tensors, (tensors, stats, tuple(blocks)))
-        entropies = None if stats.entropies is None else _result(stats.entropies, planned, tensors)
-        return _result(stats.logps, planned, tensors), entropies
+        save(ctx, planned.job, (stats, tuple(blocks)), projects=True)
+        ctx.planned = replace(planned, job=ctx.job)
+        entropies = None if stats.entropies is None else _result(stats.entropies, planned)
+        return _result(stats.logps, planned), entropies
 
     @staticmethod
     def backward(
         ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        planned: KeptSets = ctx.planned
-        with planned.job.gather(), torch.autocast(planned.kept_ids.ids.device.type, enabled=False):
-            tensors, stats, blocks = saved(ctx)
+        device = ctx.planned.order.device.type
+        with ctx.job.gather(), torch.autocast(device, enabled=False):
+            job, (stats, blocks) = saved(ctx)
+            planned: KeptSets = replace(ctx.planned, job=job)
             upstream = [x for x in (d_logps, d_entropies) if x is not None]
             if not upstream:
-                return None, *(None for _ in tensors)
-            sums, factors = _KeptGradientSums(tensors, planned), _factors(tensors, planned)
+                return None, *(None for _ in job.tensors)
+            sums, factors = _KeptGradientSums(planned), _factors(planned)
             for (rows, *_), block in zip(planned.spans, blocks, strict=True):
                 at = planned.order[rows]
                 positions = planned.job.rows.positions[at]
@@ -321,26 +320,26 @@ class KeptSetLogprob(torch.autograd.Function):
         return None, *sums.gradients()
 
 
-def _factors(tensors: HeadTensors, planned: KeptSets) -> list[_Gathered]:
+def _factors(planned: KeptSets) -> list[_Gathered]:
     """Memory for each factor's gathered rows, for as many entries as the workspace holds."""
     job = planned.job
     largest = max(((rows.stop - rows.start) * width for rows, width, _ in planned.spans), default=0)
-    entries = min(max(1, job.workspace_bytes // entry_bytes(tensors, job)), largest)
-    pairs = zip(tensors.factors(), job.operand_dtypes(tensors), strict=True)
+    entries = min(max(1, job.workspace_bytes // entry_bytes(job)), largest)
+    pairs = zip(job.tensors.factors(), job.operand_dtypes(), strict=True)
     wide = job.accumulator_dtype
     return [_Gathered(matrix, dtype, wide, entries) for (_, matrix), dtype in pairs]
 
 
-def _result(x: Tensor, planned: KeptSets, tensors: HeadTensors) -> Tensor:
+def _result(x: Tensor, planned: KeptSets) -> Tensor:
     """(n,) -> (N,): 0 for a row whose set is not projected, NaN for an invalid row."""
     x = torch.where(planned.projected, x, 0.0)
     if planned.job.rows.invalid is not None:
         x.masked_fill_(planned.job.rows.invalid, torch.nan)
-    return scatter(x, planned.job.rows.positions, tensors.hidden.shape[0])
+    return scatter(x, planned.job.rows.positions, planned.job.tensors.hidden.shape[0])
 
 
-def _in_order(planned: KeptSets, at: Tensor, span: Span, vocab: int) -> tuple[Tensor, Tensor]:
-    """The ids (r, w) and the target (r,) of a `_Block`, on a rank with `vocab` ids.
+def _in_order(planned: KeptSets, at: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+    """The ids (r, w) and the target (r,) of a `_Block`.
 
     Padding and repetitions become the row's first id, so NaN in a position's hidden state cannot
     reach the gradient of an id outside its set.
@@ -351,7 +350,8 @@ def _in_order(planned: KeptSets, at: Tensor, span: Span, vocab: int) -> tuple[Te
     )
     inside = entry < planned.kept_ids.offsets[positions + 1][:, None]
     kept = planned.kept_ids.ids[torch.where(inside, entry, 0)].long() - planned.job.shard_start
-    kept = torch.where(inside & (kept >= 0) & (kept < vocab), kept, -1).to(torch.int32)
+    rows_here = planned.job.tensors.weight.shape[0]
+    kept = torch.where(inside & (kept >= 0) & (kept < rows_here), kept, -1).to(torch.int32)
     kept = kept.sort(dim=1, descending=True).values[:, :width]
     padding = kept < 0
     padding[:, 1:] |= kept[:, 1:] == kept[:, :-1]
@@ -366,10 +366,9 @@ def _padding(kept: Tensor) -> Tensor:
     return padding
 
 
-def _logits(
-    factors: list[_Gathered], tensors: HeadTensors, planned: KeptSets, at: Tensor, kept: Tensor
-) -> Tensor:
+def _logits(factors: list[_Gathered], planned: KeptSets, at: Tensor, kept: Tensor) -> Tensor:
     """Logits (r, w) of the ids `kept`, -inf in the padding."""
+    tensors = planned.job.tensors
     positions = planned.job.rows.positions[at]
     z = tensors.hidden.new_zeros(kept.shape, dtype=planned.job.accumulator_dtype)
     for factor, (x, _) in zip(factors, tensors.factors(), strict=True):
@@ -405,8 +404,9 @@ def _d_logits(
 class _KeptGradientSums:
     """The gradients of the head's tensors, summed over blocks."""
 
-    def __init__(self, tensors: HeadTensors, planned: KeptSets) -> None:
-        self._tensors, self._planned, dtype = tensors, planned, planned.job.accumulator_dtype
+    def __init__(self, planned: KeptSets) -> None:
+        self._planned, tensors = planned, planned.job.tensors
+        dtype = planned.job.accumulator_dtype
         # with a sharded head, the ranks sum d hidden before it is rounded
         divided = planned.job.shard is not None
         self._rows: list[Tensor | None] = []
@@ -424,7 +424,7 @@ class _KeptGradientSums:
         """Add the gradient of the rows `at` (r,), from ids (r, w) and d raw logits (r, w)."""
         positions, features = (
             self._planned.job.rows.positions[at],
-            (x for x, _ in self._tensors.factors()),
+            (x for x, _ in self._planned.job.tensors.factors()),
         )
         targets = zip(factors, features, self._rows, self._matrices, strict=True)
         for factor, x, rows, matrix in targets:
@@ -448,15 +448,15 @@ class _KeptGradientSums:
             if shard is not None and x is not None:
                 shard.sum_(x)
         sums = HeadTensors.of_factors(self._rows, self._matrices, self._bias)
-        pairs = zip(sums, self._tensors, strict=True)
+        pairs = zip(sums, self._planned.job.tensors, strict=True)
         return HeadTensors(
             *(None if x is None or like is None else x.to(like.dtype) for x, like in pairs)
         )
 
 
-def entry_bytes(tensors: HeadTensors, job: Job) -> int:
+def entry_bytes(job: Job) -> int:
     """Bytes of one entry's gathered rows."""
-    pairs = zip(tensors.factors(), job.operand_dtypes(tensors), strict=True)
+    pairs = zip(job.tensors.factors(), job.operand_dtypes(), strict=True)
     wide = job.accumulator_dtype
     return sum(
         matrix.shape[1] * sum(x.itemsize for x in _stages(matrix.dtype, dtype, wide))

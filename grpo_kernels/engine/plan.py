@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -211,19 +211,28 @@ class Rows:
         return replace(self, ids=self.ids - first, topk=topk) if first else self
 
 
+class SecondHead(NamedTuple):
+    """The head of a reference or a teacher, whose tensors are constants."""
+
+    tensors: HeadTensors
+    operand_dtype: torch.dtype  # of its products
+    transform: LogitTransform  # without bias and temperature
+    jsd_beta: float  # the divergence from it, see `backends.Chunk`
+
+
 @dataclass(frozen=True)
 class Job:
-    """A planned call, without the tensors of its heads.
+    """A planned call.
 
     Attributes:
         rows: n rows; all results are 0 at all other positions.
+        tensors: of the head.
         needs_grad: which of the head's tensors need a gradient.
         operand_dtype: dtype of the products' operands.
         backend: does the row work. Over kept sets that is torch: sets are short, so it costs little
             compared with gathering.
         transform: from raw to scaled logits, without bias and temperature.
-        reference_dtype: dtype of the operands of the second head's products; None without one.
-        jsd_beta: the divergence from the second head, see `backends.Chunk`.
+        reference: the second head; None without one.
         shard: this rank's shard, if the head's rows are divided among ranks.
         engine: one of `ENGINES`. Over kept sets, nothing reads it.
         entropy, extras: further statistics, from the backend.
@@ -231,14 +240,13 @@ class Job:
     """
 
     rows: Rows
+    tensors: HeadTensors
     needs_grad: HeadTensors
     operand_dtype: torch.dtype
     workspace_bytes: int
     backend: RowBackend = _TORCH
     transform: LogitTransform = _AS_IT_IS
-    reference_dtype: torch.dtype | None = None
-    reference_transform: LogitTransform = _AS_IT_IS
-    jsd_beta: float = 1.0
+    reference: SecondHead | None = None
     memory: Memory = AMPLE
     shard: Shard | None = None
     engine: str = "score"
@@ -258,6 +266,11 @@ class Job:
     def shard_start(self) -> int:
         """The id of this rank's first row of the head."""
         return 0 if self.shard is None else self.shard.start
+
+    @property
+    def vocab(self) -> int:
+        """The number of ids of all ranks."""
+        return self.tensors.weight.shape[0] if self.shard is None else self.shard.vocab
 
     def at(self, index: Tensor) -> Job:
         """The same call for the rows at `index` (m,) alone."""
@@ -280,7 +293,7 @@ class Job:
             return False
         if not isinstance(self.backend, FusedRowBackend):
             return False
-        return self.reference_dtype is None or self.backend.fuses_reference
+        return self.reference is None or self.backend.fuses_reference
 
     @property
     def result_is_divergence(self) -> bool:
@@ -288,7 +301,7 @@ class Job:
 
         A loss with a reference depends on both, so this says nothing about it.
         """
-        return self.reference_dtype is not None or isinstance(self.rows.topk, TopKTeacher)
+        return self.reference is not None or isinstance(self.rows.topk, TopKTeacher)
 
     def d_result(self, coefficients: Coefficients) -> Tensor | None:
         """d loss / d result, (n,) or None."""
@@ -303,34 +316,34 @@ class Job:
         slice_bytes = min(SLICE_BYTES, self.workspace_bytes // 8)
         return Products(weight, dtype or self.operand_dtype, self.accumulator_dtype, slice_bytes)
 
-    def operand_dtypes(self, tensors: HeadTensors) -> list[torch.dtype]:
+    def operand_dtypes(self) -> list[torch.dtype]:
         """The operands' dtype of each factor; an adapter keeps its own dtype."""
-        _, *adapter = tensors.factors()
+        _, *adapter = self.tensors.factors()
         return [self.operand_dtype, *(torch.promote_types(u.dtype, b.dtype) for u, b in adapter)]
 
-    def all_products(self, tensors: HeadTensors, columns: slice = slice(None)) -> list[Products]:
+    def all_products(self, columns: slice = slice(None)) -> list[Products]:
         """The products of `HeadTensors.factors`, in the order of the factors."""
-        pairs = zip(tensors.factors(), self.operand_dtypes(tensors), strict=True)
+        pairs = zip(self.tensors.factors(), self.operand_dtypes(), strict=True)
         return [self.products(matrix[columns], dtype) for (_, matrix), dtype in pairs]
 
-    def converted(
-        self, tensors: HeadTensors, reference: HeadTensors | None
-    ) -> tuple[HeadTensors, HeadTensors | None]:
+    def converted(self) -> Job:
         """Convert both heads' weights to the dtype of 16-bit products, if memory allows copies.
 
         Otherwise each product converts its weight slice by slice.
         """
 
-        def converted(head: HeadTensors, dtype: torch.dtype) -> HeadTensors:
-            if not needs_conversion(head.weight, dtype):
-                return head
-            return head._replace(weight=head.weight.to(dtype))
+        def converted(tensors: HeadTensors, dtype: torch.dtype) -> HeadTensors:
+            if not needs_conversion(tensors.weight, dtype):
+                return tensors
+            return tensors._replace(weight=tensors.weight.to(dtype))
 
         if not self.memory.converts:
-            return tensors, reference
-        if reference is not None and self.reference_dtype is not None:
-            reference = converted(reference, self.reference_dtype)
-        return converted(tensors, self.operand_dtype), reference
+            return self
+        second = self.reference
+        if second is not None:
+            second = second._replace(tensors=converted(second.tensors, second.operand_dtype))
+        tensors = converted(self.tensors, self.operand_dtype)
+        return replace(self, tensors=tensors, reference=second)
 
 
 @contextmanager
@@ -395,8 +408,8 @@ def plan(
     jsd_beta: float = 1.0,
     entropy: bool = True,
     extras: tuple[str, ...] = (),
-) -> tuple[Job, HeadTensors, HeadTensors | None]:
-    """Plan a call with checked heads; return the job and the tensors of both heads.
+) -> Job:
+    """Plan a call with checked heads.
 
     Args:
         rows: rows with ids of the whole vocabulary.
@@ -405,24 +418,23 @@ def plan(
         row_loss: the gradient that the engine must give. None, for kept sets: no engine is chosen,
             and ids are neither checked nor counted from this rank's first row.
         prefix: first part of the names of the second head's tensors in errors.
-        jsd_beta, entropy, extras: as in `Job`.
+        jsd_beta: as in `SecondHead`.
+        entropy, extras: as in `Job`.
     """
     run = Run() if run is None else run
     needs_grad = needs_grad_of(hidden, head)
     dtype, *of_reference = _operand_dtypes(hidden, head, reference)
     _warn_if_promoted("hidden", hidden, "head.weight", head.weight, dtype)
-    reference_dtype, reference_transform = None, _AS_IT_IS
     if reference is not None:
-        (states, other), (reference_dtype,) = reference, of_reference
+        states, other = reference
         name = f"{prefix}head.weight"
-        _warn_if_promoted(f"{prefix}hidden", states, name, other.weight, reference_dtype)
-        reference_transform = _transform(other, reference_dtype)
+        _warn_if_promoted(f"{prefix}hidden", states, name, other.weight, *of_reference)
     shard = None
     if ranks is not None:
         values = {
             **_compared(hidden, head, reference, rows, run),
             "gradients wanted": [bool(x) for x in needs_grad],
-            "dtype of the products": [dtype, reference_dtype],
+            "dtype of the products": [dtype, *of_reference],
             "backend that serves": choose_backend(run.backend, hidden.device, dtype)[0].name,
         }
         shard, memory = ranks.agree(values, head, memory)
@@ -434,39 +446,34 @@ def plan(
         widest = head.weight if shard is None else widest_part(head.weight, shard)
         heads = 1 if reference is None else 2
         workspace_bytes = min(large_workspace(widest, needs_grad, heads), memory.workspace)
+    second = None
+    if reference is not None:
+        (states, other), (of_second,) = reference, of_reference
+        constants = map_tensors(Tensor.detach, tensors_of(states, other, rows.positions))
+        second = SecondHead(constants, of_second, _transform(other, of_second), jsd_beta)
     job = Job(
         rows=rows,
+        tensors=tensors_of(hidden, head, rows.positions),
         needs_grad=needs_grad,
         operand_dtype=dtype,
         workspace_bytes=workspace_bytes,
         transform=_transform(head, dtype),
-        reference_dtype=reference_dtype,
-        reference_transform=reference_transform,
-        jsd_beta=jsd_beta,
+        reference=second,
         memory=memory,
         shard=shard,
         entropy=entropy,
         extras=extras,
         gather=run.gather or nullcontext,
     )
-    if row_loss is not None:
-        job = with_engine(job, run, row_loss, head.weight.shape[0])
-    tensors, reference_tensors = tensors_of(hidden, head, rows.positions), None
-    if reference is not None:
-        reference_tensors = map_tensors(Tensor.detach, tensors_of(*reference, rows.positions))
-    return job, tensors, reference_tensors
+    return job if row_loss is None else with_engine(job, run, row_loss)
 
 
-def with_engine(job: Job, run: Run, row_loss: RowLoss, rows_here: int) -> Job:
-    """Check the ids of `job`, and choose its backend and the engine for `row_loss`.
-
-    `rows_here` is the number of ids in this rank's part of the head.
-    """
-    vocab = rows_here if job.shard is None else job.shard.vocab
-    rows = in_range(job.rows, vocab, job.shard_start)
+def with_engine(job: Job, run: Run, row_loss: RowLoss) -> Job:
+    """Check the ids of `job`, and choose its backend and the engine for `row_loss`."""
+    rows = in_range(job.rows, job.vocab, job.shard_start)
     backend = choose_backend(run.backend, rows.ids.device, job.operand_dtype)[0]
-    job = replace(job, rows=rows, backend=backend)
-    return replace(job, engine=choose_engine(run.engine, row_loss, job))
+    engine = choose_engine(run.engine, row_loss, job)
+    return replace(job, rows=rows, backend=backend, engine=engine)
 
 
 def choose_engine(name: str, row_loss: RowLoss, job: Job) -> str:
@@ -487,7 +494,7 @@ def choose_engine(name: str, row_loss: RowLoss, job: Job) -> str:
             not head_trains
             and not isinstance(job.rows.topk, TopKLogps)
             # without a gradient, this does not evaluate a user's function
-            and ((no_gradient and job.reference_dtype is None) or row_loss.one_coefficient)
+            and ((no_gradient and job.reference is None) or row_loss.one_coefficient)
         ),
         "one_pass": lambda: row_by_row,
         "two_pass": lambda: True,

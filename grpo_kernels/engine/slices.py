@@ -34,19 +34,13 @@ SLICE_MULTIPLE = 128  # slices start at multiples of this many columns
 FEATURES_SHARE = 4  # the rows' operands take at most 1 / FEATURES_SHARE of the workspace
 
 
-def sweep_slices(
-    job: Job,
-    tensors: HeadTensors,
-    reference: HeadTensors | None,
-    stats: RowStats,
-    coefficients: Coefficients,
-) -> HeadTensors:
+def sweep_slices(job: Job, stats: RowStats, coefficients: Coefficients) -> HeadTensors:
     """Compute the gradient of the n rows of `job`, from their statistics and coefficients (n,).
 
     It equals the gradient of `sweep`, but d weight and d lora_b have the dtype of the weight and of
     lora_b, rounded once.
     """
-    rows, dtype = job.rows, job.accumulator_dtype
+    rows, tensors, dtype = job.rows, job.tensors, job.accumulator_dtype
     bias = row_bias(tensors.bias, slice(None), dtype)
     transform = replace(job.transform, inv_temperature=rows.inv_temperature, bias=bias)
     # one factor for all rows and slices, since the gradients are summed over both
@@ -54,13 +48,13 @@ def sweep_slices(
         coefficients, stats, transform
     )
     n, vocab = len(rows), tensors.weight.shape[0]
-    rows_at_once, columns_at_once, _ = plan_slices(job, tensors, reference)
+    rows_at_once, columns_at_once, _ = plan_slices(job)
     blocks = [
         (span, count, *take((rows, stats, coefficients), index))
         for span, count, index in _blocks(rows, rows_at_once)
     ]
     m = blocks[-1][0].stop if blocks else 0
-    d_rows, d_matrices, d_bias = new_sums(job, tensors, m, rounds=True)
+    d_rows, d_matrices, d_bias = new_sums(job, m, rounds=True)
 
     def add_block(
         projection: Projection,
@@ -85,7 +79,7 @@ def sweep_slices(
             d_bias[columns] += d_logits.sum(dim=0, dtype=d_bias.dtype)
 
     def add_slice(columns: slice) -> None:
-        projection = Projection(job, tensors, reference, columns)
+        projection = Projection(job, columns)
         targets = [None if x is None else x[columns] for x in d_matrices]
         # a target in the accumulator's dtype is summed in place; any other is summed in a separate
         # tensor and then rounded
@@ -130,9 +124,7 @@ def _blocks(rows: Rows, rows_at_once: int) -> Iterator[tuple[slice, int, Index]]
         yield slice(start, start + m), count, index
 
 
-def plan_slices(
-    job: Job, tensors: HeadTensors, reference: HeadTensors | None
-) -> tuple[int, int, int]:
+def plan_slices(job: Job) -> tuple[int, int, int]:
     """Rows and columns to take at a time within the workspace, and the bytes that they need.
 
     Works on meta tensors too. Each row needs its operands. Each column needs its row of d weight
@@ -140,10 +132,11 @@ def plan_slices(
     logits and the backend's scratch. The result is at least a tile of rows and `SLICE_MULTIPLE`
     columns.
     """
-    rows, vocab, size = job.rows, tensors.weight.shape[0], job.accumulator_dtype.itemsize
+    rows, tensors, reference = job.rows, job.tensors, job.reference
+    vocab, size = tensors.weight.shape[0], job.accumulator_dtype.itemsize
     budget = job.workspace_bytes
     tile, least = device_of(tensors.weight.device).fewest_rows, min(vocab, SLICE_MULTIPLE)
-    factors = job.all_products(tensors)
+    factors = job.all_products()
     dtype = factors[0].d_logits_dtype
     logit_bytes = size + (0 if dtype == job.accumulator_dtype else dtype.itemsize)
     row_bytes = 0 if rows.topk is None else rows.topk.row_bytes()
@@ -158,11 +151,10 @@ def plan_slices(
         )
         padding_bytes += tile * x.shape[1] * size  # for d hidden
     if reference is not None:
-        p = job.products(reference.weight, job.reference_dtype)
-        factors = [*factors, p]
+        p = job.products(reference.tensors.weight, reference.operand_dtype)
+        states, factors = reference.tensors.hidden, [*factors, p]
         logit_bytes += size
-        copied = _copied_bytes(reference.hidden, p)
-        row_bytes += p.hidden_bytes() + reference.hidden.shape[1] * copied
+        row_bytes += p.hidden_bytes() + states.shape[1] * _copied_bytes(states, p)
     # weights are converted one at a time
     row_free = padding_bytes + max(p.slice_bytes for p in factors)
 

@@ -64,17 +64,15 @@ class FirstPass(NamedTuple):
     coefficients: Coefficients | None = None
 
 
-def first_pass(
-    job: Job, tensors: HeadTensors, reference: HeadTensors | None, row_loss: RowLoss
-) -> FirstPass:
+def first_pass(job: Job, row_loss: RowLoss) -> FirstPass:
     """Compute the statistics of all rows and, if due now, the gradient of the live rows.
 
     Waits for the device once, to count the live rows, unless all rows are live.
     """
     with torch.no_grad():
-        tensors, reference = job.converted(tensors, reference)
+        job = job.converted()
         if job.when in ("never", "later"):
-            return FirstPass(sweep(job, tensors, reference, stats_work(job))[0])
+            return FirstPass(sweep(job, stats_work(job))[0])
         n, live = len(job.rows), row_loss.live
         every = torch.arange(n, device=job.rows.positions.device)
         live_rows = every if live is None else indices_of(live)
@@ -96,14 +94,14 @@ def first_pass(
         all_live = live_rows.shape[0] == n
         live_job = job if all_live else job.at(live_rows)
         if fused_loss is None:
-            work = gradient_work(live_job, tensors, coefficients_of, stats_work(live_job))
+            work = gradient_work(live_job, coefficients_of, stats_work(live_job))
         else:
             work = fused_work(live_job, fused_loss if all_live else take(fused_loss, live_rows))
             # fp16 d logits need a factor that depends on all coefficients of a chunk, so the kernel
             # computes only statistics and loss
-            if job.products(tensors.weight).scales_gradient:
-                work = gradient_work(live_job, tensors, coefficients_of, work)
-        stats, grads = sweep(live_job, tensors, reference, work, with_gradient=True)
+            if job.products(job.tensors.weight).scales_gradient:
+                work = gradient_work(live_job, coefficients_of, work)
+        stats, grads = sweep(live_job, work, with_gradient=True)
 
         # the rows without
         if live is not None and not all_live:
@@ -113,7 +111,7 @@ def first_pass(
             if fused_loss is not None:
                 of_rest = fused_work(rest, take(fused_loss, others))
             parts = [stats] if len(live_rows) else []
-            stats = RowStats.concatenate([*parts, sweep(rest, tensors, reference, of_rest)[0]])
+            stats = RowStats.concatenate([*parts, sweep(rest, of_rest)[0]])
             stats = take(stats, torch.cat([live_rows, others]).argsort())
 
         if not row_loss.is_expected or job.when == "unit":
@@ -157,12 +155,11 @@ def fused_work(job: Job, fused_loss: FusedLoss) -> RowWork:
 
 def gradient_work(
     job: Job,
-    tensors: HeadTensors,
     coefficients_of: Callable[[Index, RowStats], Coefficients],
     statistics_by: RowWork,
 ) -> RowWork:
     """Row work: d logits from the statistics of `statistics_by` and the rows' coefficients."""
-    products = job.products(tensors.weight)
+    products = job.products(job.tensors.weight)
 
     def work(
         chunk: Chunk, rows: Rows, at: Index, out: Tensor | None
@@ -217,22 +214,17 @@ def write_gradient(
 
 
 def sweep(
-    job: Job,
-    tensors: HeadTensors,
-    reference: HeadTensors | None,
-    work: RowWork,
-    *,
-    with_gradient: bool = False,
+    job: Job, work: RowWork, *, with_gradient: bool = False
 ) -> tuple[RowStats, HeadTensors | None]:
     """Call `work` with the logits of all rows, a chunk at a time.
 
     Returns the rows' statistics and, if wanted, the gradients that `job` needs, in the
     accumulator's dtype; gradients of rows cover only the job's rows.
     """
-    rows, parts = job.rows, []
-    groups = plan_groups(job, tensors, reference, with_gradient=with_gradient)
-    projection = Projection(job, tensors, reference)
-    sums = _GradientSums(job, tensors, groups) if with_gradient else None
+    rows, tensors, parts = job.rows, job.tensors, []
+    groups = plan_groups(job, with_gradient=with_gradient)
+    projection = Projection(job)
+    sums = _GradientSums(job, groups) if with_gradient else None
     with torch.autocast(tensors.hidden.device.type, enabled=False), torch.no_grad():
         chunk_rows = max((group.chunk_rows for group in groups), default=0)
         logits, reference_logits = projection.new_logits(chunk_rows)
@@ -258,13 +250,13 @@ def sweep(
                     d_logits[group.n : group.padded_rows] = 0.0
                 d_group = d_logits[: group.padded_rows]
                 sums.add(group, projection.products, operands[0], d_group, fp16_scale)
-        stats = RowStats.concatenate(parts) if parts else _no_stats(job, tensors.hidden)
+        stats = RowStats.concatenate(parts) if parts else _no_stats(job)
         return stats, None if sums is None else sums.gradients()
 
 
-def _no_stats(job: Job, like: Tensor) -> RowStats:
-    """The statistics of no rows, on the device of `like`."""
-    none = like.new_empty(0, dtype=job.accumulator_dtype)
+def _no_stats(job: Job) -> RowStats:
+    """The statistics of no rows."""
+    none = job.tensors.hidden.new_empty(0, dtype=job.accumulator_dtype)
     extras = {x: none.to(statistic_dtype(x, none.dtype)) for x in job.extras}
     if isinstance(job.rows.topk, TopKLogps):
         extras[TOPK_LOGPS] = none.new_empty(0, job.rows.topk.given)
@@ -274,16 +266,14 @@ def _no_stats(job: Job, like: Tensor) -> RowStats:
     return RowStats(none, none, none, none if job.entropy else None, extras, {}, divergence)
 
 
-def plan_groups(
-    job: Job, tensors: HeadTensors, reference: HeadTensors | None, *, with_gradient: bool
-) -> list[Group]:
+def plan_groups(job: Job, *, with_gradient: bool) -> list[Group]:
     """Divide the rows of `job` into the groups of a sweep; works on meta tensors too.
 
     A chunk needs logits; a group needs operands, and d logits if these have another dtype.
     """
-    whole = job.shard is None  # otherwise all ranks plan for the widest part
-    products = job.products(tensors.weight if whole else widest_part(tensors.weight, job.shard))
-    vocab, device = products.weight.shape[0], device_of(tensors.weight.device)
+    weight, reference = job.tensors.weight, job.reference
+    products = job.products(widest_part(weight, job.shard))  # the same plan on all ranks
+    vocab, device = products.weight.shape[0], device_of(weight.device)
     width = device.row_width(vocab)
     row_bytes = width * job.accumulator_dtype.itemsize
     separate = with_gradient and products.d_logits_dtype != job.accumulator_dtype
@@ -291,8 +281,8 @@ def plan_groups(
     if job.rows.topk is not None:
         chunk_row_bytes += job.rows.topk.row_bytes()
     if reference is not None:
-        weight = reference.weight if whole else widest_part(reference.weight, job.shard)
-        other = job.products(weight, job.reference_dtype)
+        weight = widest_part(reference.tensors.weight, job.shard)
+        other = job.products(weight, reference.operand_dtype)
         chunk_row_bytes = 2 * row_bytes + other.hidden_bytes()
         slice_bytes = max(slice_bytes, other.slice_bytes)
     d_logits = width * products.d_logits_dtype.itemsize if separate else 0
@@ -339,22 +329,16 @@ class Projection:
         products: one for each pair of `HeadTensors.factors`, on these columns.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        tensors: HeadTensors,
-        reference: HeadTensors | None,
-        columns: slice = slice(None),
-    ) -> None:
+    def __init__(self, job: Job, columns: slice = slice(None)) -> None:
         self._job, self._first = job, columns.start or 0
-        self._hidden = [x for x, _ in tensors.factors()]
-        self.products = job.all_products(tensors, columns)
-        self._bias = row_bias(tensors.bias, columns, job.accumulator_dtype)
-        self._reference = reference
-        if reference is not None:
-            weight = reference.weight[columns]
-            self._reference_products = job.products(weight, job.reference_dtype)
-            self._reference_bias = row_bias(reference.bias, columns, job.accumulator_dtype)
+        self._hidden = [x for x, _ in job.tensors.factors()]
+        self.products = job.all_products(columns)
+        self._bias = row_bias(job.tensors.bias, columns, job.accumulator_dtype)
+        self._reference = job.reference
+        if job.reference is not None:
+            tensors, operand_dtype, *_ = job.reference
+            self._reference_products = job.products(tensors.weight[columns], operand_dtype)
+            self._reference_bias = row_bias(tensors.bias, columns, job.accumulator_dtype)
 
     @property
     def in_place(self) -> bool:
@@ -364,7 +348,8 @@ class Projection:
     def operands(self, positions: Index) -> tuple[list[Tensor], Tensor | None]:
         """Operands of m positions, (m, K) per product, and of the reference, (m, H')."""
         selected = [x[positions] for x in self._hidden]
-        of_reference = None if self._reference is None else self._reference.hidden[positions]
+        second = self._reference
+        of_reference = None if second is None else second.tensors.hidden[positions]
         pairs = zip(self.products, selected, strict=True)
         return [product.operand(x) for product, x in pairs], of_reference
 
@@ -401,22 +386,23 @@ class Projection:
         for i, (product, x) in enumerate(zip(self.products, hidden, strict=True)):
             product.logits(x[span], logits, add=i > 0)
         # ids counted from the first column
-        rows, reference = take(rows, at).counted_from(self._first), None
+        rows, reference, second = take(rows, at).counted_from(self._first), None, self._reference
         inv_t = rows.inv_temperature
         transform = replace(job.transform, inv_temperature=inv_t, bias=self._bias)
-        if of_reference is not None and reference_logits is not None:
+        if second is not None and of_reference is not None and reference_logits is not None:
             self._reference_products.logits(
                 self._reference_products.operand(of_reference[span]), reference_logits
             )
             its_transform = replace(
-                job.reference_transform, inv_temperature=inv_t, bias=self._reference_bias
+                second.transform, inv_temperature=inv_t, bias=self._reference_bias
             )
             job.backend.prepare_(reference_logits, its_transform)
             reference = Chunk(reference_logits, rows.ids, its_transform)
         if rows.topk is not None:
             rows = replace(rows, topk=rows.topk.gathered(logits, transform))
         job.backend.prepare_(logits, transform)
-        return Chunk(logits, rows.ids, transform, reference, job.jsd_beta), rows
+        beta = 1.0 if second is None else second.jsd_beta
+        return Chunk(logits, rows.ids, transform, reference, beta), rows
 
 
 def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor | None:
@@ -425,14 +411,14 @@ def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor 
 
 
 def new_sums(
-    job: Job, tensors: HeadTensors, rows: int, *, rounds: bool = False, zeros: bool = False
+    job: Job, rows: int, *, rounds: bool = False, zeros: bool = False
 ) -> tuple[list[Tensor | None], list[Tensor | None], Tensor | None]:
     """Memory for the gradients that `job` needs: per factor (rows, K) and (V, K), and (V,).
 
     The first product overwrites that of the factors, unless there are no rows. With `rounds`, the
     matrices have their own dtype instead of the accumulator's.
     """
-    like, dtype = tensors.hidden, job.accumulator_dtype
+    tensors, like, dtype = job.tensors, job.tensors.hidden, job.accumulator_dtype
     new = like.new_empty if rows and not zeros else like.new_zeros
     d_rows: list[Tensor | None] = []
     d_matrices: list[Tensor | None] = []
@@ -449,8 +435,8 @@ def new_sums(
 class _GradientSums:
     """The gradients of the head's tensors, summed over the groups."""
 
-    def __init__(self, job: Job, tensors: HeadTensors, groups: list[Group]) -> None:
-        self._job, self._tensors = job, tensors
+    def __init__(self, job: Job, groups: list[Group]) -> None:
+        self._job = job
         self._padded = max((group.start + group.padded_rows for group in groups), default=0)
         # per factor: (n, K) plus padding, which the next group overwrites
         self._d_rows: list[Tensor | None] = []
@@ -461,9 +447,7 @@ class _GradientSums:
 
     def _allocate(self) -> None:
         # called only when the first group's d logits are being computed
-        self._d_rows, self._d_matrices, self._bias = new_sums(
-            self._job, self._tensors, self._padded
-        )
+        self._d_rows, self._d_matrices, self._bias = new_sums(self._job, self._padded)
 
     def add(
         self,
