@@ -283,7 +283,7 @@ def saved(ctx: Any) -> tuple[Job, Any]:
     """What `save` saved."""
     flat = iter(ctx.saved_tensors)
     heads, needed = map_tensors(lambda _: next(flat), ctx.needed)
-    return replace(ctx.job, **heads), needed
+    return replace(ctx.job, **heads) if heads else ctx.job, needed
 
 
 def _gradient(

@@ -331,19 +331,15 @@ class Job:
 
         Otherwise each product converts its weight slice by slice.
         """
-
-        def converted(tensors: HeadTensors, dtype: torch.dtype) -> HeadTensors:
-            if not needs_conversion(tensors.weight, dtype):
-                return tensors
-            return tensors._replace(weight=tensors.weight.to(dtype))
-
         if not self.memory.converts:
             return self
-        second = self.reference
-        if second is not None:
-            second = second._replace(tensors=converted(second.tensors, second.operand_dtype))
-        tensors = converted(self.tensors, self.operand_dtype)
-        return replace(self, tensors=tensors, reference=second)
+        job, second = self, self.reference
+        if needs_conversion(job.tensors.weight, job.operand_dtype):
+            job = replace(job, tensors=job.tensors.converted(job.operand_dtype))
+        if second and needs_conversion(second.tensors.weight, second.operand_dtype):
+            tensors = second.tensors.converted(second.operand_dtype)
+            job = replace(job, reference=second._replace(tensors=tensors))
+        return job
 
 
 @contextmanager

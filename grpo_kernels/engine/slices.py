@@ -64,9 +64,8 @@ def sweep_slices(job: Job, stats: RowStats, coefficients: Coefficients) -> HeadT
     ) -> None:
         span, count, rows, stats, coefficients = block
         operands = projection.operands(rows.positions)
-        every, out = slice(0, len(rows)), projection.new_logits(len(rows))
-        chunk, rows = projection.project(operands, every, rows, every, out)
-        d_logits = out[0] if projection.in_place else projection.new_d_logits(len(rows))
+        chunk, rows = projection.project(operands, slice(None), rows)
+        d_logits = chunk.logits if projection.in_place else projection.new_d_logits(len(rows))
         write_gradient(job, chunk, rows, stats, coefficients, d_logits)
         d_logits[count:] = 0.0
         products = zip(projection.products, operands[0], d_rows, parts, strict=True)
@@ -79,7 +78,7 @@ def sweep_slices(job: Job, stats: RowStats, coefficients: Coefficients) -> HeadT
             d_bias[columns] += d_logits.sum(dim=0, dtype=d_bias.dtype)
 
     def add_slice(columns: slice) -> None:
-        projection = Projection(job, columns)
+        projection = Projection(job, max(len(rows) for _, _, rows, *_ in blocks), columns)
         targets = [None if x is None else x[columns] for x in d_matrices]
         # a target in the accumulator's dtype is summed in place; any other is summed in a separate
         # tensor and then rounded

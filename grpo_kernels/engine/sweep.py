@@ -2,12 +2,12 @@
 
 For each chunk of rows: project, and do the row work. For each group of chunks, whose d logits share
 one product: add up the gradients. Besides the weight and its gradient, only the logits of a chunk
-have a vocabulary dimension. d logits, the gradient in the raw logits, may overwrite them. Three
+have a vocabulary dimension. d logits, the gradient in the raw logits, may overwrite them. Two
 functions make the row work of a chunk::
 
-    stats_work     the statistics of each row
+    stats_work     the statistics of each row; by one kernel, loss and d logits too, if the backend
+                   has one (`Job.fuses`) and no token depends on others (`RowLoss.fused_loss`)
     gradient_work  d logits from coefficients and statistics, new ones or a first pass's
-    fused_work     statistics, loss and d logits by one kernel, if no token depends on others
 
 A call makes one or two passes over its rows. The first (`first_pass`) computes each row's
 statistics and, in the engines one_pass and frozen, the gradient on the same logits. The second is
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -37,16 +37,17 @@ from grpo_kernels.backends import (
 )
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.base.tensors import take
-from grpo_kernels.engine.gemm import Products
 from grpo_kernels.engine.plan import Job, RowLoss, Rows
 from grpo_kernels.engine.ranks import widest_part
 from grpo_kernels.engine.topk import TopKLogps
 from grpo_kernels.engine.workspace import Group, device_of, divide
 from grpo_kernels.head import HeadTensors
 
-Index = Tensor | slice  # index of rows: (m,) int64, or a slice
-# arguments: chunk, its rows, their index among the sweep's rows (`at`), memory for d logits (m, V)
-# (`out`); returns the rows' statistics, and the factor () that fp16 d logits carry
+# Index of rows: (m,) int64, or a slice. In this file, `at` is the index of a chunk's rows among the
+# sweep's rows; `padded`, of a group's rows, with padding; `span`, a chunk's slice of its group's.
+Index = Tensor | slice
+# arguments: chunk, its rows, `at`, memory for d logits (m, V), `out`; returns the rows' statistics
+# and the factor () that fp16 d logits carry
 RowWork = Callable[[Chunk, Rows, Index, Tensor | None], tuple[RowStats, Tensor | None]]
 
 
@@ -79,47 +80,46 @@ def first_pass(job: Job, row_loss: RowLoss) -> FirstPass:
         # an empty batch needs no kernel: its loss is 0
         fuses = n > 0 and job.when == "now" and job.fuses
         fused_loss = row_loss.fused_loss() if fuses else None
-        used: dict[str, Tensor] = {}  # expected coefficients, (n,) each, by name
+        first = _with_gradient(job, row_loss, fused_loss, live_rows)
+        if live is None or live_rows.shape[0] == n:
+            return first
+        others = indices_of(~live, n - len(live_rows))
+        rest = job.at(others)
+        of_rest, _ = sweep(rest, stats_work(rest, take(fused_loss, others)))
+        parts = [first.stats, of_rest] if len(live_rows) else [of_rest]
+        order = torch.cat([live_rows, others]).argsort()
+        return first._replace(stats=take(RowStats.concatenate(parts), order))
 
-        def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
-            if job.when == "unit":
-                return job.with_d_result(torch.ones_like(stats.logps))
-            index = live_rows[at]
-            found = row_loss.coefficients_at(index, stats)
-            if row_loss.is_expected:  # a user's function may answer differently later
-                found.put(index, used, n)
-            return found
 
-        # the rows with gradient
-        all_live = live_rows.shape[0] == n
-        live_job = job if all_live else job.at(live_rows)
-        if fused_loss is None:
-            work = gradient_work(live_job, coefficients_of, stats_work(live_job))
-        else:
-            work = fused_work(live_job, fused_loss if all_live else take(fused_loss, live_rows))
-            # fp16 d logits need a factor that depends on all coefficients of a chunk, so the kernel
-            # computes only statistics and loss
-            if job.products(job.tensors.weight).scales_gradient:
-                work = gradient_work(live_job, coefficients_of, work)
-        stats, grads = sweep(live_job, work, with_gradient=True)
+def _with_gradient(
+    job: Job, row_loss: RowLoss, fused_loss: FusedLoss | None, live_rows: Tensor
+) -> FirstPass:
+    """The first pass of the rows `live_rows` (m,), with the statistics (m,) of these alone."""
+    n, live = len(job.rows), job
+    if live_rows.shape[0] < n:
+        live, fused_loss = job.at(live_rows), take(fused_loss, live_rows)
+    used: dict[str, Tensor] = {}  # expected coefficients, (n,) each, by name
 
-        # the rows without
-        if live is not None and not all_live:
-            others = indices_of(~live, n - live_rows.shape[0])
-            rest = job.at(others)
-            of_rest = stats_work(rest)
-            if fused_loss is not None:
-                of_rest = fused_work(rest, take(fused_loss, others))
-            parts = [stats] if len(live_rows) else []
-            stats = RowStats.concatenate([*parts, sweep(rest, of_rest)[0]])
-            stats = take(stats, torch.cat([live_rows, others]).argsort())
+    def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
+        if job.when == "unit":
+            return job.with_d_result(torch.ones_like(stats.logps))
+        found = row_loss.coefficients_at(live_rows[at], stats)
+        if row_loss.is_expected:  # a user's function may answer differently later
+            found.put(live_rows[at], used, n)
+        return found
 
-        if not row_loss.is_expected or job.when == "unit":
-            return FirstPass(stats, grads, live_rows)
-        coefficients = job.with_d_result(torch.zeros_like(stats.logps))._replace(**used)
-        if fused_loss is not None:  # a kernel does not ask for them
-            coefficients = row_loss.coefficients_at(every, stats)
-        return FirstPass(stats, grads, live_rows, coefficients)
+    work = stats_work(live, fused_loss)
+    # fp16 d logits need a factor that depends on all coefficients of a chunk, so a kernel then
+    # computes only statistics and loss
+    if fused_loss is None or job.products(job.tensors.weight).scales_gradient:
+        work = gradient_work(live, coefficients_of, work)
+    stats, grads = sweep(live, work, with_gradient=True)
+    if not row_loss.is_expected or job.when == "unit":
+        return FirstPass(stats, grads, live_rows)
+    if fused_loss is not None:  # a kernel does not ask for the coefficients
+        coefficients_of(slice(None), stats)
+    zeros = stats.logps.new_zeros(n)
+    return FirstPass(stats, grads, live_rows, job.with_d_result(zeros)._replace(**used))
 
 
 def indices_of(chosen: Tensor, count: int | None = None) -> Tensor:
@@ -134,13 +134,13 @@ def indices_of(chosen: Tensor, count: int | None = None) -> Tensor:
     return chosen.nonzero()[:, 0]
 
 
-def stats_work(job: Job) -> RowWork:
-    """Row work: the statistics of the rows."""
-    return lambda chunk, rows, at, out: (statistics(job, chunk, rows), None)
+def stats_work(job: Job, fused_loss: FusedLoss | None = None) -> RowWork:
+    """Row work: the statistics; with a `FusedLoss` also loss and d logits, all by one kernel.
 
-
-def fused_work(job: Job, fused_loss: FusedLoss) -> RowWork:
-    """Row work: statistics, loss and, given memory for them, d logits, by one kernel."""
+    Without memory for d logits, that kernel leaves them out.
+    """
+    if fused_loss is None:
+        return lambda chunk, rows, at, out: (statistics(job, chunk, rows), None)
     backend = cast(FusedRowBackend, job.backend)
 
     def work(
@@ -221,35 +221,24 @@ def sweep(
     Returns the rows' statistics and, if wanted, the gradients that `job` needs, in the
     accumulator's dtype; gradients of rows cover only the job's rows.
     """
-    rows, tensors, parts = job.rows, job.tensors, []
+    rows, hidden, parts = job.rows, job.tensors.hidden, []
     groups = plan_groups(job, with_gradient=with_gradient)
-    projection = Projection(job)
-    sums = _GradientSums(job, groups) if with_gradient else None
-    with torch.autocast(tensors.hidden.device.type, enabled=False), torch.no_grad():
-        chunk_rows = max((group.chunk_rows for group in groups), default=0)
-        logits, reference_logits = projection.new_logits(chunk_rows)
-        d_logits = logits if projection.in_place else None
+    with torch.autocast(hidden.device.type, enabled=False), torch.no_grad():
+        projection = Projection(job, max((group.chunk_rows for group in groups), default=0))
+        sums = _GradientSums(job, projection, groups) if with_gradient else None
         for group in groups:
-            index = padded_index(group.start, group.n, group.padded_rows, rows.positions.device)
-            operands = projection.operands(_positions(rows, index, tensors.hidden.shape[0]))
+            padded = padded_index(group.start, group.n, group.padded_rows, hidden.device)
+            operands = projection.operands(_positions(rows, padded, hidden.shape[0]))
             fp16_scale = None
-            for span in group.chunks:  # a slice of the group's rows
-                at, m = _part(index, span), span.stop - span.start
-                memory = logits[:m], None if reference_logits is None else reference_logits[:m]
-                chunk, rows_of_chunk = projection.project(operands, span, rows, at, memory)
-                # allocate only now: the device already computes the first product
-                if sums is not None and d_logits is None:
-                    d_logits = projection.new_d_logits(max(group.padded_rows for group in groups))
-                # a group is one chunk if d logits overwrite logits or carry a scale (`plan_groups`)
-                out = None if sums is None or d_logits is None else d_logits[span]
-                stats, fp16_scale = work(chunk, rows_of_chunk, at, out)
+            for span in group.chunks:
+                at = _part(padded, span)
+                chunk, of_chunk = projection.project(operands, span, take(rows, at))
+                out = None if sums is None else sums.d_logits(span)
+                stats, fp16_scale = work(chunk, of_chunk, at, out)
                 # of rows before the padding; none if all are padding
                 parts.append(take(stats, slice(max(0, group.n - span.start))))
-            if sums is not None and d_logits is not None:
-                if group.n < group.padded_rows:
-                    d_logits[group.n : group.padded_rows] = 0.0
-                d_group = d_logits[: group.padded_rows]
-                sums.add(group, projection.products, operands[0], d_group, fp16_scale)
+            if sums is not None:
+                sums.add(group, operands[0], fp16_scale)
         stats = RowStats.concatenate(parts) if parts else _no_stats(job)
         return stats, None if sums is None else sums.gradients()
 
@@ -311,15 +300,15 @@ def padded_index(start: int, n: int, padded: int, device: torch.device) -> Index
     return index
 
 
-def _part(index: Index, span: slice) -> Index:
-    if isinstance(index, slice):
-        return slice(index.start + span.start, index.start + span.stop)
-    return index[span]
+def _part(padded: Index, span: slice) -> Index:
+    if isinstance(padded, slice):
+        return slice(padded.start + span.start, padded.start + span.stop)
+    return padded[span]
 
 
-def _positions(rows: Rows, index: Index, n: int) -> Index:
+def _positions(rows: Rows, padded: Index, n: int) -> Index:
     # a slice, which needs no copy, if the rows are all n positions
-    return index if isinstance(index, slice) and len(rows) == n else rows.positions[index]
+    return padded if isinstance(padded, slice) and len(rows) == n else rows.positions[padded]
 
 
 class Projection:
@@ -327,36 +316,33 @@ class Projection:
 
     Attributes:
         products: one for each pair of `HeadTensors.factors`, on these columns.
+        logits: memory for the logits of a chunk, which the next one overwrites.
     """
 
-    def __init__(self, job: Job, columns: slice = slice(None)) -> None:
+    def __init__(self, job: Job, chunk_rows: int, columns: slice = slice(None)) -> None:
         self._job, self._first = job, columns.start or 0
         self._hidden = [x for x, _ in job.tensors.factors()]
         self.products = job.all_products(columns)
         self._bias = row_bias(job.tensors.bias, columns, job.accumulator_dtype)
-        self._reference = job.reference
+        self.logits = self._new(chunk_rows, job.accumulator_dtype)
         if job.reference is not None:
             tensors, operand_dtype, *_ = job.reference
             self._reference_products = job.products(tensors.weight[columns], operand_dtype)
             self._reference_bias = row_bias(tensors.bias, columns, job.accumulator_dtype)
+            self._reference_logits = self._new(chunk_rows, job.accumulator_dtype)
 
     @property
     def in_place(self) -> bool:
         """True if d logits overwrite the logits."""
         return self.products[0].d_logits_dtype == self._job.accumulator_dtype
 
-    def operands(self, positions: Index) -> tuple[list[Tensor], Tensor | None]:
-        """Operands of m positions, (m, K) per product, and of the reference, (m, H')."""
+    def operands(self, positions: Index) -> tuple[list[Tensor], Any]:
+        """Operands of m positions, (m, K) per product; the reference's hidden states, (m, H')."""
         selected = [x[positions] for x in self._hidden]
-        second = self._reference
+        second = self._job.reference
         of_reference = None if second is None else second.tensors.hidden[positions]
         pairs = zip(self.products, selected, strict=True)
         return [product.operand(x) for product, x in pairs], of_reference
-
-    def new_logits(self, rows: int) -> tuple[Tensor, Tensor | None]:
-        dtype = self._job.accumulator_dtype
-        logits = self._new(rows, dtype)
-        return logits, None if self._reference is None else self._new(rows, dtype)
 
     def new_d_logits(self, rows: int) -> Tensor:
         return self._new(rows, self.products[0].d_logits_dtype)
@@ -367,42 +353,33 @@ class Projection:
         return like.new_empty(rows, width, dtype=dtype)[:, :columns]
 
     def project(
-        self,
-        operands: tuple[list[Tensor], Tensor | None],
-        span: slice,
-        rows: Rows,
-        at: Index,
-        memory: tuple[Tensor, Tensor | None],
+        self, operands: tuple[list[Tensor], Any], span: slice, rows: Rows
     ) -> tuple[Chunk, Rows]:
         """Project a chunk; return it and its rows, with the logits of their K ids gathered.
 
         Args:
             operands: the operands of a group of rows.
-            span: the chunk's rows among the group's rows.
-            rows, at: the rows of the sweep, and the index of the chunk's rows among them.
-            memory: for the logits, and for the reference's logits.
+            span: the chunk's slice of them.
+            rows: the chunk's rows.
         """
-        (hidden, of_reference), (logits, reference_logits), job = operands, memory, self._job
+        (hidden, of_reference), logits, job = operands, self.logits[: len(rows)], self._job
         for i, (product, x) in enumerate(zip(self.products, hidden, strict=True)):
             product.logits(x[span], logits, add=i > 0)
-        # ids counted from the first column
-        rows, reference, second = take(rows, at).counted_from(self._first), None, self._reference
-        inv_t = rows.inv_temperature
+        rows = rows.counted_from(self._first)  # ids counted from the first column
+        inv_t, second = rows.inv_temperature, job.reference
         transform = replace(job.transform, inv_temperature=inv_t, bias=self._bias)
-        if second is not None and of_reference is not None and reference_logits is not None:
-            self._reference_products.logits(
-                self._reference_products.operand(of_reference[span]), reference_logits
-            )
-            its_transform = replace(
-                second.transform, inv_temperature=inv_t, bias=self._reference_bias
-            )
-            job.backend.prepare_(reference_logits, its_transform)
-            reference = Chunk(reference_logits, rows.ids, its_transform)
         if rows.topk is not None:
             rows = replace(rows, topk=rows.topk.gathered(logits, transform))
         job.backend.prepare_(logits, transform)
-        beta = 1.0 if second is None else second.jsd_beta
-        return Chunk(logits, rows.ids, transform, reference, beta), rows
+        chunk = Chunk(logits, rows.ids, transform)
+        if second is None:
+            return chunk, rows
+        product, logits = self._reference_products, self._reference_logits[: len(rows)]
+        product.logits(product.operand(of_reference[span]), logits)
+        transform = replace(second.transform, inv_temperature=inv_t, bias=self._reference_bias)
+        job.backend.prepare_(logits, transform)
+        reference = Chunk(logits, rows.ids, transform)
+        return replace(chunk, reference=reference, jsd_beta=second.jsd_beta), rows
 
 
 def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor | None:
@@ -433,11 +410,14 @@ def new_sums(
 
 
 class _GradientSums:
-    """The gradients of the head's tensors, summed over the groups."""
+    """The gradients of the head's tensors, summed over the groups; memory for d logits."""
 
-    def __init__(self, job: Job, groups: list[Group]) -> None:
-        self._job = job
+    def __init__(self, job: Job, projection: Projection, groups: list[Group]) -> None:
+        self._job, self._projection = job, projection
+        self._group_rows = max((group.padded_rows for group in groups), default=0)
         self._padded = max((group.start + group.padded_rows for group in groups), default=0)
+        # of a group; they overwrite the logits if both have one dtype
+        self._d_logits = projection.logits if projection.in_place else None
         # per factor: (n, K) plus padding, which the next group overwrites
         self._d_rows: list[Tensor | None] = []
         self._d_matrices: list[Tensor | None] = []  # (V, K)
@@ -445,28 +425,33 @@ class _GradientSums:
         # () factor that matrices and bias carry, but the rows do not
         self._fp16_scale: Tensor | None = None
 
+    def d_logits(self, span: slice) -> Tensor:
+        """Memory for the d logits of a chunk.
+
+        A group is one chunk if they overwrite the logits or carry a scale (`plan_groups`).
+        """
+        if self._d_logits is None:  # the device already computes the first product
+            self._d_logits = self._projection.new_d_logits(self._group_rows)
+        return self._d_logits[span]
+
     def _allocate(self) -> None:
         # called only when the first group's d logits are being computed
         self._d_rows, self._d_matrices, self._bias = new_sums(self._job, self._padded)
 
-    def add(
-        self,
-        group: Group,
-        products: list[Products],
-        operands: list[Tensor],
-        d_logits: Tensor,
-        fp16_scale: Tensor | None,
-    ) -> None:
-        """Add a group's gradient, from its operands (m, K) and d logits (m, V).
+    def add(self, group: Group, operands: list[Tensor], fp16_scale: Tensor | None) -> None:
+        """Add a group's gradient, from its operands (m, K) and its d logits.
 
         The d logits carry the factor `fp16_scale` ().
         """
         if not self._d_rows:
             self._allocate()
+        d_logits = self.d_logits(slice(group.padded_rows))
+        if group.n < group.padded_rows:
+            d_logits[group.n :] = 0.0
         if fp16_scale is not None and self._fp16_scale is not None:
             self._rescale(fp16_scale / self._fp16_scale)
         self._fp16_scale = fp16_scale
-        sums = zip(products, operands, self._d_rows, self._d_matrices, strict=True)
+        sums = zip(self._projection.products, operands, self._d_rows, self._d_matrices, strict=True)
         for product, x, d_rows, d_matrix in sums:
             if d_rows is not None:
                 product.d_hidden(d_logits, d_rows[group.start : group.start + group.padded_rows])
