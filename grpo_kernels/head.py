@@ -211,8 +211,12 @@ class Head:
 HeadLike = Head | Tensor | nn.Module
 
 
-# hidden states and head of a second model: a KL term's reference, or a teacher
-Reference = tuple[Tensor, Head]
+class StatesAndHead(NamedTuple):
+    """Hidden states and head of one of a call's models."""
+
+    hidden: Any
+    head: Head
+    prefix: str = ""  # of their names in errors; of a second model "reference." or "teacher."
 
 
 def with_its_group(hidden: Any, head: Any) -> Head:
@@ -224,11 +228,8 @@ def with_its_group(hidden: Any, head: Any) -> Head:
     return head
 
 
-def read_reference(reference: Any, head: Head, prefix: str) -> Reference:
-    """Read a call's second model, whose `Head` states its own constants.
-
-    `prefix` begins the names of its tensors in errors: ``"teacher."`` or ``"reference."``.
-    """
+def read_reference(reference: Any, head: Head, prefix: str) -> StatesAndHead:
+    """Read a call's second model, whose `Head` states its own constants."""
     is_pair = isinstance(reference, tuple) and len(reference) == 2
     hidden, other = reference if is_pair else (reference, None)
     if other is None:
@@ -255,30 +256,21 @@ def read_reference(reference: Any, head: Head, prefix: str) -> Reference:
             raise ValueError(
                 f"{prefix}head.{name}: expected None or the other head's value, got {value!r}"
             )
-    return hidden, other
+    return StatesAndHead(hidden, other, prefix)
 
 
 def read_heads(
-    hidden: Any,
-    head: Head,
-    reference: Any = None,
-    *,
-    prefix: str = "reference.",
-    dim: int | None = None,
-) -> tuple[Tensor, Head, Reference | None]:
+    hidden: Any, head: Head, reference: StatesAndHead | None = None, *, dim: int | None = None
+) -> tuple[Tensor, Head, StatesAndHead | None]:
     """Check a call's heads; return this rank's plain tensors. A whole head loses its padding rows.
 
     `dim` is the number of dimensions of `hidden`; None allows any from 2 up.
     """
-    size, group = head.vocab_size, head.process_group
-    if reference is not None:
-        reference = read_reference(reference, head, prefix)
+    size, group, weight = head.vocab_size, head.process_group, head.weight
+    first, second = StatesAndHead(hidden, head), reference
     if group is not None:
-        hidden, head = _local(hidden, head, group)
-        if reference is not None:
-            states, other = reference
-            reference = _local(states, other, group, prefix)
-        weight = head.weight
+        first, second = _local(first, group), second and _local(second, group)
+        weight = first.head.weight
         if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] == 0:
             import torch.distributed as dist
 
@@ -286,39 +278,30 @@ def read_heads(
                 "head.weight: expected at least one row of the vocabulary on every rank of "
                 f"process_group, got none on rank {dist.get_rank(group)}"
             )
-    elif size is not None and isinstance(head.weight, Tensor) and head.weight.dim():
-        if size > head.weight.shape[0]:
+    elif size is not None and isinstance(weight, Tensor) and weight.dim():
+        if size > weight.shape[0]:
             raise ValueError(
-                f"head.vocab_size: expected at most the {head.weight.shape[0]} rows of weight, got "
+                f"head.vocab_size: expected at most the {weight.shape[0]} rows of weight, got "
                 f"{size}"
             )
-        head, reference = cut_heads(head, reference, size, prefix)
-    _check_head(hidden, head, dim=dim)
-    if head.lora is not None:
-        _check_lora(head.lora, hidden, head.weight)
-    if reference is not None:
-        states, other = reference
-        _check_head(states, other, prefix, first=(hidden, head.weight))
-        warn_of_graph(f"{prefix}hidden", states, ", or swap the two models if this one trains")
-    return hidden, head, reference
+        first, second = first_ids(first, size), second and first_ids(second, size)
+    _check_head(first, dim=dim)
+    if second is not None:
+        _check_head(second, first=first)
+        more = ", or swap the two models if this one trains"
+        warn_of_graph(f"{second.prefix}hidden", second.hidden, more)
+    return first.hidden, first.head, second
 
 
-def cut_heads(
-    head: Head, reference: Reference | None, count: int, prefix: str
-) -> tuple[Head, Reference | None]:
-    """Cut both heads to their first `count` ids."""
-    if reference is not None:
-        states, other = reference
-        weight = other.weight
-        if isinstance(weight, Tensor) and weight.dim() and weight.shape[0] > count:
-            bias = _first_rows(f"{prefix}head.bias", other.bias, weight, count)
-            reference = states, replace(other, weight=weight[:count], bias=bias)
-    if head.weight.shape[0] == count:
-        return head, reference
-    lora, bias = head.lora, _first_rows("head.bias", head.bias, head.weight, count)
+def first_ids(model: StatesAndHead, count: int) -> StatesAndHead:
+    """Cut the head to its first `count` ids."""
+    (_, head, prefix), weight = model, model.head.weight
+    if not isinstance(weight, Tensor) or not weight.dim() or weight.shape[0] <= count:
+        return model
+    lora, bias = head.lora, _first_rows(f"{prefix}head.bias", head.bias, weight, count)
     if lora is not None:
-        lora = replace(lora, b=_first_rows("head.lora.b", lora.b, head.weight, count))
-    return replace(head, weight=head.weight[:count], bias=bias, lora=lora), reference
+        lora = replace(lora, b=_first_rows(f"{prefix}head.lora.b", lora.b, weight, count))
+    return model._replace(head=replace(head, weight=weight[:count], bias=bias, lora=lora))
 
 
 def _first_rows(name: str, x: Any, weight: Tensor, count: int) -> Any:
@@ -335,22 +318,18 @@ def _first_rows(name: str, x: Any, weight: Tensor, count: int) -> Any:
 
 
 def _check_head(
-    hidden: Any,
-    head: Head,
-    prefix: str = "",
-    *,
-    dim: int | None = None,
-    first: tuple[Tensor, Tensor] | None = None,
+    model: StatesAndHead, *, dim: int | None = None, first: StatesAndHead | None = None
 ) -> None:
-    """Require hidden states (..., H), weight (V, H) and bias (V,) that fit together.
+    """Require hidden states (..., H), weight (V, H), bias (V,) and adapter that fit together.
 
-    A second head must also fit `first`, the hidden states and the weight of the first. `dim` is the
-    number of dimensions of `hidden`; None allows any from 2 up.
+    A second model must also fit the `first`. `dim` is the number of dimensions of `hidden`; None
+    allows any from 2 up.
     """
+    hidden, head, prefix = model
     weight, name, of_weight = head.weight, f"{prefix}hidden", f"{prefix}head.weight"
-    check_tensor(name, hidden, like=None if first is None else first[0], floating=True)
+    check_tensor(name, hidden, like=None if first is None else first.hidden, floating=True)
     if first is not None:
-        places = tuple(first[0].shape[:-1])
+        places = tuple(first.hidden.shape[:-1])
         wanted = f"(*hidden.shape[:-1], H') with hidden.shape[:-1] = {places}"
         check_shape(name, hidden, (wanted, (*places, None)))
     if dim is not None:
@@ -373,7 +352,7 @@ def _check_head(
             "or gather the weight: with deepspeed.zero.GatheredParameters([weight]) around forward "
             "and backward"
         )
-    width, vocab = hidden.shape[-1], None if first is None else first[1].shape[0]
+    width, vocab = hidden.shape[-1], None if first is None else first.head.weight.shape[0]
     if weight.dim() == 2 and weight.shape[1] < width == weight.shape[0]:
         raise ValueError(
             f"{name}: expected hidden states of width H = {weight.shape[1]}, for a weight (V, H) = "
@@ -391,6 +370,8 @@ def _check_head(
     if head.bias is not None:
         shape = "(V,)", (weight.shape[0],)
         check_tensor(f"{prefix}head.bias", head.bias, shape, like=hidden, floating=True)
+    if head.lora is not None:
+        _check_lora(head.lora, hidden, weight)
 
 
 def _check_lora(lora: LoRA, hidden: Tensor, weight: Tensor) -> None:
@@ -452,8 +433,9 @@ def operand_dtype_of(
     return torch.float32 if dtype == torch.float64 else dtype
 
 
-def _local(hidden: Any, head: Head, group: Any, prefix: str = "") -> tuple[Tensor, Head]:
+def _local(model: StatesAndHead, group: Any) -> StatesAndHead:
     """This rank's parts of tensors that may be DTensors, sharded over the group or replicated."""
+    hidden, head, prefix = model
 
     def whole(name: str, x: Any) -> Any:
         if not is_dtensor(x):
@@ -480,7 +462,8 @@ def _local(hidden: Any, head: Head, group: Any, prefix: str = "") -> tuple[Tenso
         a, b = whole("head.lora.a", lora.a), part("head.lora.b", lora.b)
         lora = replace(lora, a=a, b=b, input=whole("head.lora.input", lora.input))
     hidden, weight = whole("hidden", hidden), part("head.weight", head.weight)
-    return hidden, replace(head, weight=weight, bias=part("head.bias", head.bias), lora=lora)
+    head = replace(head, weight=weight, bias=part("head.bias", head.bias), lora=lora)
+    return StatesAndHead(hidden, head, prefix)
 
 
 def _sharding_group(weight: Any) -> ProcessGroup:

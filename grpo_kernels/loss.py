@@ -285,18 +285,18 @@ def grpo_loss(
     with checked_on_all_ranks("grpo_loss", head.process_group, arguments) as ranks:
         # heads and ids
         check_inputs(config, arguments, has_reference=reference is not None)
-        if reference is not None and not config.needs_reference_head:  # beta is 0
-            read_reference(reference, head, "reference.")
-            reference = None
+        second = None if reference is None else read_reference(reference, head, "reference.")
+        if not config.needs_reference_head:  # beta is 0
+            second = None
         dim = 3 if cu_seqlens is None else 2
-        hidden, head, reference = read_heads(hidden, head, reference, dim=dim)
+        hidden, head, second = read_heads(hidden, head, second, dim=dim)
         check_ids("completion_ids", completion_ids, hidden)
         if sampling_topk_ids is not None:
             check_topk("sampling_topk_ids", sampling_topk_ids, hidden, sampling_topk_logps)
         sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
 
         # the tokens that count, and their loss
-        dtype, memory = dtype_and_memory(hidden, head, run, reference)
+        dtype, memory = dtype_and_memory(hidden, head, run, second)
         tokens = _tokens(completion_ids, dtype, arguments)
         positions = tokens.layout.index
         ids = completion_ids.reshape(-1)[positions].long()
@@ -312,7 +312,7 @@ def grpo_loss(
         # which engine; over kept sets there is none
         job = plan(
             hidden, head, rows, run, memory, ranks, row_loss if sets is None else None,
-            reference=reference,
+            reference=second,
         )  # fmt: skip
     if sets is not None:
         over_vocab = expectation_of(row_loss, tokens) if on_missing_set == "full" else None

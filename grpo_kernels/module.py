@@ -54,7 +54,7 @@ def whole_reference(reference: Any, hidden: Any, head: Any, prefix: str) -> Any:
         return reference
     if not isinstance(Head.of(reference[1], f"{prefix}head").weight, nn.Module):
         return reference
-    states, other = read_reference(reference, head, prefix)
+    states, other, _ = read_reference(reference, head, prefix)
     if other.bias is not None:
         raise ValueError(
             f"{prefix}head.bias: expected None, since the module has its own bias, got another one"

@@ -83,6 +83,7 @@ from grpo_kernels.head import (
     Head,
     HeadLike,
     read_heads,
+    read_reference,
     with_its_group,
 )
 from grpo_kernels.kept_ids import KeptIds, read_kept_ids
@@ -308,14 +309,13 @@ def linear_divergence(
     if head.process_group is None:
         head, reference = _over_common_ids(head, reference)
     with checked_on_all_ranks("linear_divergence", head.process_group, arguments) as ranks:
-        if teacher is None:
-            raise TypeError("teacher: expected (hidden, head), got NoneType")
+        second: Any = read_reference(reference, head, "teacher.")
         if not isinstance(entropy, bool):
             raise TypeError(f"entropy: expected a bool, got {entropy!r}")
-        hidden, head, reference = read_heads(hidden, head, reference, prefix="teacher.")
+        hidden, head, second = read_heads(hidden, head, second)
         if completion_ids is not None:
             check_ids("completion_ids", completion_ids, hidden)
-        dtype, memory = dtype_and_memory(hidden, head, run, reference)
+        dtype, memory = dtype_and_memory(hidden, head, run, second)
         ids = _no_ids(hidden) if completion_ids is None else completion_ids
         rows = _read_rows(dtype, ids, completion_mask, temperature)
         gradient = expected_divergence(
@@ -323,7 +323,7 @@ def linear_divergence(
         )
         job = plan(
             hidden, head, rows, run, memory, ranks, gradient,
-            reference=reference, prefix="teacher.", jsd_beta=jsd_beta, entropy=entropy,
+            reference=second, jsd_beta=jsd_beta, entropy=entropy,
         )  # fmt: skip
     has_ids = completion_ids is not None
     return run_scores(job, gradient, hidden.shape[:-1], has_ids=has_ids)

@@ -66,8 +66,8 @@ from grpo_kernels.engine.workspace import (
 from grpo_kernels.head import (
     Head,
     HeadTensors,
-    Reference,
-    cut_heads,
+    StatesAndHead,
+    first_ids,
     needs_grad_of,
     operand_dtype_of,
     tensors_of,
@@ -366,7 +366,7 @@ def checked_on_all_ranks(
 
 
 def dtype_and_memory(
-    hidden: Tensor, head: Head, run: Run | None, reference: Reference | None = None
+    hidden: Tensor, head: Head, run: Run | None, reference: StatesAndHead | None = None
 ) -> tuple[torch.dtype, Memory]:
     """The dtype of a call's statistics and per-token inputs, and what the device's memory allows.
 
@@ -376,17 +376,18 @@ def dtype_and_memory(
     dtypes = _operand_dtypes(hidden, head, reference)
     weights = [(head.weight, dtypes[0])]
     if reference is not None:
-        weights.append((reference[1].weight, dtypes[1]))
+        weights.append((reference.head.weight, dtypes[1]))
     budget = None if run is None else run.workspace_bytes
     memory = free_memory(weights, hidden, needs_grad_of(hidden, head), budget)
     return accumulator_of(dtypes[0]), memory
 
 
-def _operand_dtypes(hidden: Tensor, head: Head, reference: Reference | None) -> list[torch.dtype]:
+def _operand_dtypes(
+    hidden: Tensor, head: Head, reference: StatesAndHead | None
+) -> list[torch.dtype]:
     dtypes = [operand_dtype_of(hidden, head.weight)]
     if reference is not None:
-        states, other = reference
-        dtypes.append(operand_dtype_of(states, other.weight, dtypes[0]))
+        dtypes.append(operand_dtype_of(reference.hidden, reference.head.weight, dtypes[0]))
     return dtypes
 
 
@@ -399,8 +400,7 @@ def plan(
     ranks: Ranks | None,
     row_loss: RowLoss | None,
     *,
-    reference: Reference | None = None,
-    prefix: str = "reference.",
+    reference: StatesAndHead | None = None,
     jsd_beta: float = 1.0,
     entropy: bool = True,
     extras: tuple[str, ...] = (),
@@ -413,18 +413,15 @@ def plan(
         ranks: the ranks of a sharded head, which compare their calls here.
         row_loss: the gradient that the engine must give. None, for kept sets: no engine is chosen,
             and ids are neither checked nor counted from this rank's first row.
-        prefix: first part of the names of the second head's tensors in errors.
         jsd_beta: as in `SecondHead`.
         entropy, extras: as in `Job`.
     """
     run = Run() if run is None else run
     needs_grad = needs_grad_of(hidden, head)
     dtype, *of_reference = _operand_dtypes(hidden, head, reference)
-    _warn_if_promoted("hidden", hidden, "head.weight", head.weight, dtype)
+    _warn_if_promoted(StatesAndHead(hidden, head), dtype)
     if reference is not None:
-        states, other = reference
-        name = f"{prefix}head.weight"
-        _warn_if_promoted(f"{prefix}hidden", states, name, other.weight, *of_reference)
+        _warn_if_promoted(reference, *of_reference)
     shard = None
     if ranks is not None:
         values = {
@@ -434,7 +431,9 @@ def plan(
             "backend that serves": choose_backend(run.backend, hidden.device, dtype)[0].name,
         }
         shard, memory = ranks.agree(values, head, memory)
-        head, reference = cut_heads(head, reference, shard.sizes[shard.rank], prefix)
+        count = shard.sizes[shard.rank]
+        head = first_ids(StatesAndHead(hidden, head), count).head
+        reference = reference and first_ids(reference, count)
         if len(shard.sizes) == 1:
             shard = None
     workspace_bytes = run.workspace_bytes
@@ -444,7 +443,7 @@ def plan(
         workspace_bytes = min(large_workspace(widest, needs_grad, heads), memory.workspace)
     second = None
     if reference is not None:
-        (states, other), (of_second,) = reference, of_reference
+        (states, other, _), (of_second,) = reference, of_reference
         constants = map_tensors(Tensor.detach, tensors_of(states, other, rows.positions))
         second = SecondHead(constants, of_second, _transform(other, of_second), jsd_beta)
     job = Job(
@@ -542,7 +541,7 @@ def _transform(head: Head, dtype: torch.dtype) -> LogitTransform:
 
 
 def _compared(
-    hidden: Tensor, head: Head, reference: Reference | None, rows: Rows, run: Run
+    hidden: Tensor, head: Head, reference: StatesAndHead | None, rows: Rows, run: Run
 ) -> dict[str, Any]:
     """The arguments that `plan` reads and that must agree between the ranks of a sharded head."""
     # without rows, since their number may differ
@@ -550,20 +549,20 @@ def _compared(
     return {
         **{x.name: getattr(first, x.name) for x in fields(Head)},
         **{x: getattr(run, x) for x in ("engine", "backend", "workspace_bytes")},
-        "reference": None if other is None else (other[0], replace(other[1], process_group=None)),
+        "reference": other and (other.hidden, replace(other.head, process_group=None)),
         "hidden": hidden,
         "counted tokens": len(rows),
     }
 
 
-def _warn_if_promoted(
-    name: str, hidden: Tensor, weight_name: str, weight: Tensor, dtype: torch.dtype
-) -> None:
+def _warn_if_promoted(model: StatesAndHead, dtype: torch.dtype) -> None:
     """Warn once if dtype promotion makes the products fp32, which is likely a mistake.
 
     A GPU multiplies 16-bit operands about ten times as fast, so this warns of a 16-bit weight
     there. An fp32 weight counts as intended.
     """
+    hidden, weight, prefix = model.hidden, model.head.weight, model.prefix
+    name, weight_name = f"{prefix}hidden", f"{prefix}head.weight"
     # without mixed products, the device multiplies in fp32 anyway
     has_16_bits = weight.dtype.itemsize == 2 and device_of(weight.device).mixed_products
     if has_16_bits and dtype == torch.float32:

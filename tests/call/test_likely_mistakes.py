@@ -163,7 +163,7 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: given_loss(logps=-LOGPS), ValueError,
      "logps: expected log-probabilities, <= 0 ...: take the logarithm of probabilities"),
     (lambda: linear_divergence(HIDDEN, WEIGHT, None), TypeError,  # type: ignore[arg-type]
-     "teacher: expected (hidden, head), got NoneType"),
+     "teacher: expected a tuple (hidden, head), got NoneType"),
     (lambda: objectives.gspo, HINT, "...presets.GSPO is that loss"),
     (lambda: GRPOLoss(HIDDEN, WEIGHT, IDS, None, None), TypeError,  # type: ignore
      "GRPOLoss: expected at most config by position, got 5 arguments"),
