@@ -104,7 +104,6 @@ from grpo_kernels.head import (
     HeadLike,
     read_heads,
     read_reference,
-    with_its_group,
 )
 from grpo_kernels.kept_ids import KeptIds, read_kept_ids
 from grpo_kernels.module import takes_heads, whole_reference
@@ -281,8 +280,7 @@ def grpo_loss(
     arguments["config"] = config = config_with(config, fields, _CALL_ARGUMENTS, "grpo_loss")
     if reference is not None:
         reference = whole_reference(reference, hidden, head, "reference.")
-    head = with_its_group(hidden, head)
-    with checked_on_all_ranks("grpo_loss", head.process_group, arguments) as ranks:
+    with checked_on_all_ranks("grpo_loss", arguments) as (head, run, ranks):
         # heads and ids
         check_inputs(config, arguments, has_reference=reference is not None)
         second = None if reference is None else read_reference(reference, head, "reference.")

@@ -84,7 +84,6 @@ from grpo_kernels.head import (
     HeadLike,
     read_heads,
     read_reference,
-    with_its_group,
 )
 from grpo_kernels.kept_ids import KeptIds, read_kept_ids
 from grpo_kernels.module import takes_heads, whole_reference
@@ -202,8 +201,7 @@ def linear_logps(
         for name, x in (("kept_ids", kept_ids), ("expected", expected)):
             if x is not None:
                 raise ValueError(f"{name}: expected None with topk_ids, got {type(x).__name__}")
-    head = with_its_group(hidden, head)
-    with checked_on_all_ranks("linear_logps", head.process_group, arguments) as ranks:
+    with checked_on_all_ranks("linear_logps", arguments) as (head, run, ranks):
         hidden, head, _ = read_heads(hidden, head)
         check_ids("completion_ids", completion_ids, hidden)
         given: Any = extras
@@ -305,10 +303,9 @@ def linear_divergence(
     """
     arguments, jsd_beta = {**locals()}, _beta_of(divergence, beta)
     reference: Any = whole_reference(teacher, hidden, head, "teacher.")
-    head = with_its_group(hidden, head)
-    if head.process_group is None:
-        head, reference = _over_common_ids(head, reference)
-    with checked_on_all_ranks("linear_divergence", head.process_group, arguments) as ranks:
+    with checked_on_all_ranks("linear_divergence", arguments) as (head, run, ranks):
+        if ranks is None:
+            head, reference = _over_common_ids(head, reference)
         second: Any = read_reference(reference, head, "teacher.")
         if not isinstance(entropy, bool):
             raise TypeError(f"entropy: expected a bool, got {entropy!r}")
@@ -390,8 +387,8 @@ def topk_divergence(
             done. On a CPU, the call also checks that every id is -1 or in [0, V). On other devices,
             a position with an invalid id gives NaN.
     """
-    arguments, head = {**locals()}, with_its_group(hidden, head)
-    with checked_on_all_ranks("topk_divergence", head.process_group, arguments) as ranks:
+    arguments = {**locals()}
+    with checked_on_all_ranks("topk_divergence", arguments) as (head, run, ranks):
         hidden, head, _ = read_heads(hidden, head)
         check_topk("teacher_ids", teacher_ids, hidden, teacher_logps)
         warn_of_graph("teacher_logps", teacher_logps)

@@ -89,7 +89,7 @@ class KeptSets:
 
 def score_kept(
     job: Job,
-    run: Run | None,
+    run: Run,
     kept_ids: KeptIds,
     ids: Tensor,
     on_missing_set: OnMissingSet,
@@ -110,7 +110,6 @@ def score_kept(
     Returns:
         The scores, and the metrics of the sets, as (sum, count).
     """
-    run = Run() if run is None else run
     budget = WORKSPACE_BYTES if run.workspace_bytes is None else run.workspace_bytes
     over_sets = replace(job, workspace_bytes=budget, entropy=entropy is True)
     survey = survey_sets(over_sets, kept_ids, ids, on_missing_set, others or {})

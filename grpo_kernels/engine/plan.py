@@ -71,6 +71,7 @@ from grpo_kernels.head import (
     needs_grad_of,
     operand_dtype_of,
     tensors_of,
+    with_its_group,
 )
 
 _AS_IT_IS, _NONE, _TORCH = LogitTransform(), Coefficients(), TorchRows()
@@ -146,10 +147,15 @@ class Run:
             )
 
 
-def check_run(run: Any) -> None:
-    """Raise TypeError unless `run` is a `Run` or None; `plan` checks if its engine can serve."""
+def check_run(run: Any) -> Run:
+    """Return the `Run`, for None the default one; `plan` checks if its engine can serve.
+
+    Raises:
+        TypeError: `run` is neither.
+    """
     if not isinstance(run, Run | None):
         raise TypeError(f"run: expected a Run, got {type(run).__name__}")
+    return Run() if run is None else run
 
 
 class RowLoss(Protocol):
@@ -344,41 +350,40 @@ class Job:
 
 @contextmanager
 def checked_on_all_ranks(
-    call: str, group: Any, arguments: Mapping[str, Any]
-) -> Iterator[Ranks | None]:
-    """Context for a public call's checks and plan; yields its `Ranks`, or None without a group.
+    call: str, arguments: Mapping[str, Any]
+) -> Iterator[tuple[Head, Run, Ranks | None]]:
+    """Context for a public call's checks and plan: yields its head, its `Run` and its `Ranks`.
 
-    If one rank raises inside it before `Ranks.agree`, all ranks raise: each rank sends the same
-    number of integers, whatever its call. `arguments` are the call's arguments, compared between
-    ranks, except heads, hidden states and `run`, which `plan` compares.
+    The head has its process group; without one, there are no ranks. If one rank raises inside the
+    context before `Ranks.agree`, all ranks raise: each rank sends the same number of integers,
+    whatever its call. `arguments` are the call's arguments by name, compared between ranks, except
+    heads, hidden states and `run`, which `plan` compares.
     """
-    if group is None:
-        yield None
-        return
-    apart = ("hidden", "head", "reference", "teacher", "run")
-    ranks = Ranks(call, group, {k: x for k, x in arguments.items() if k not in apart})
+    head, ranks = with_its_group(arguments["hidden"], arguments["head"]), None
+    if head.process_group is not None:
+        apart = ("hidden", "head", "reference", "teacher", "run")
+        compared = {k: x for k, x in arguments.items() if k not in apart}
+        ranks = Ranks(call, head.process_group, compared)
     try:
-        yield ranks
+        yield head, check_run(arguments["run"]), ranks
     except Exception:
-        if not ranks.compared:
+        if ranks is not None and not ranks.compared:
             ranks.exchange(1)
         raise
 
 
 def dtype_and_memory(
-    hidden: Tensor, head: Head, run: Run | None, reference: StatesAndHead | None = None
+    hidden: Tensor, head: Head, run: Run, reference: StatesAndHead | None = None
 ) -> tuple[torch.dtype, Memory]:
     """The dtype of a call's statistics and per-token inputs, and what the device's memory allows.
 
     Ask before the call waits for the device; after the wait, the device would idle meanwhile.
     """
-    check_run(run)
     dtypes = _operand_dtypes(hidden, head, reference)
     weights = [(head.weight, dtypes[0])]
     if reference is not None:
         weights.append((reference.head.weight, dtypes[1]))
-    budget = None if run is None else run.workspace_bytes
-    memory = free_memory(weights, hidden, needs_grad_of(hidden, head), budget)
+    memory = free_memory(weights, hidden, needs_grad_of(hidden, head), run.workspace_bytes)
     return accumulator_of(dtypes[0]), memory
 
 
@@ -395,7 +400,7 @@ def plan(
     hidden: Tensor,
     head: Head,
     rows: Rows,
-    run: Run | None,
+    run: Run,
     memory: Memory,
     ranks: Ranks | None,
     row_loss: RowLoss | None,
@@ -416,7 +421,6 @@ def plan(
         jsd_beta: as in `SecondHead`.
         entropy, extras: as in `Job`.
     """
-    run = Run() if run is None else run
     needs_grad = needs_grad_of(hidden, head)
     dtype, *of_reference = _operand_dtypes(hidden, head, reference)
     _warn_if_promoted(StatesAndHead(hidden, head), dtype)
