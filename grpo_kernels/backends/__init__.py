@@ -39,9 +39,6 @@ from grpo_kernels.base.checks import check_choice, warn_once
 from grpo_kernels.base.choices import BackendName, choices
 
 BACKENDS = choices(BackendName)  # valid values of `backend=`
-# keys of `RowStats.extras` besides `EXTRAS`, from `engine.topk`: the log-probabilities (n, K) of K
-# more ids; the total probability (n,) of a teacher's ids
-TOPK_LOGPS, STUDENT_MASS = "topk_logps", "student_mass"
 # per-token results of a fused kernel, besides the statistics
 LOSS_TERMS = ("loss", "d_logp", "log_ratio", "kl")
 ROUNDED_ROWS = 16  # rows at a time when torch rounds logits
@@ -130,13 +127,16 @@ class RowStats:
     max_logit: Tensor  # max_j z_j
     log_sum: Tensor  # log sum_j exp(z_j - max_logit)
     entropies: Tensor | None = None  # -sum_j p_j log p_j
-    extras: dict[str, Tensor] = field(default_factory=dict)  # by name
+    extras: dict[str, Tensor] = field(default_factory=dict)  # by name, one of `EXTRAS`
     loss_terms: dict[str, Tensor] = field(default_factory=dict)  # of `fused`, see `FusedLoss`
     divergence: DivergenceStats | None = None  # of rows that have a reference
+    # of `engine.topk`: log-probabilities (n, K) of K more ids, or the total probability of a
+    # teacher's ids
+    topk: Tensor | None = None
 
     def for_gradient(self) -> RowStats:
         """The statistics that `RowBackend.grad` reads."""
-        return replace(self, extras={}, loss_terms={})
+        return replace(self, extras={}, loss_terms={}, topk=None)
 
     @staticmethod
     def concatenate(chunks: list[RowStats]) -> RowStats:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import TOPK_LOGPS, Coefficients, RowBackend, RowStats
+from grpo_kernels.backends import Coefficients, RowBackend, RowStats
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.tensors import (
     is_nonzero,
@@ -34,6 +34,7 @@ from grpo_kernels.base.tensors import (
 from grpo_kernels.engine.plan import Job, RowLoss
 from grpo_kernels.engine.slices import sweep_slices
 from grpo_kernels.engine.sweep import FirstPass, first_pass, gradient_work, indices_of, sweep
+from grpo_kernels.engine.topk import TopKTeacher
 from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import HeadTensors
 from grpo_kernels.results import Scores
@@ -199,8 +200,8 @@ class LinearScores(torch.autograd.Function):
     """Log-probabilities, entropies and divergences from a second head, all differentiable.
 
     ``forward(ctx, job, first, *tensors)`` -> logps (N,), entropies (N,) or None,
-    divergences (N,) or None, and the extras. Among the extras, only the log-probabilities (N, K) of
-    more ids are differentiable. If `first` has the gradient for expected coefficients, the backward
+    divergences (N,) or None, `RowStats.topk` or None, and the extras. Extras and a student's mass
+    are not differentiable. If `first` has the gradient for expected coefficients, the backward
     scales it by s. A second pass then adds the gradient of the remainder, upstream - s * expected,
     in the rows where the remainder exceeds rounding (`split_off`).
     """
@@ -222,14 +223,13 @@ class LinearScores(torch.autograd.Function):
                 None if x is None else scatter(x, job.rows.positions, job.tensors.hidden.shape[0])
             )
 
-        ctx.extras = (*stats.extras,)
-        extras = [result(x) for x in stats.extras.values()]
+        extras, topk = [result(x) for x in stats.extras.values()], result(stats.topk)
         # a fused kernel always computes the entropies
         entropies = result(stats.entropies) if job.entropy else None
         divergences = result(None if stats.divergence is None else stats.divergence.value)
-        pairs = zip(ctx.extras, extras, strict=True)
-        ctx.mark_non_differentiable(*(x for name, x in pairs if name != TOPK_LOGPS))
-        return result(stats.logps), entropies, divergences, *extras
+        is_mass = isinstance(job.rows.topk, TopKTeacher)
+        ctx.mark_non_differentiable(*extras, *([topk] if is_mass else []))
+        return result(stats.logps), entropies, divergences, topk, *extras
 
     @staticmethod
     def backward(
@@ -237,11 +237,11 @@ class LinearScores(torch.autograd.Function):
         d_logps: Tensor | None,
         d_entropies: Tensor | None,
         d_divergences: Tensor | None,
-        *d_extras: Tensor | None,
+        d_topk: Tensor | None,
+        *d_extras: None,
     ) -> tuple[Tensor | None, ...]:
         # all ranks that share the weight gather it, even a rank whose rows will not need it
         with ctx.job.gather():
-            d_topk = dict(zip(ctx.extras, d_extras, strict=True)).get(TOPK_LOGPS)
             upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk)
             return None, None, *_gradient(*saved(ctx), ctx.shapes_and_dtypes, upstream)
 
@@ -249,13 +249,15 @@ class LinearScores(torch.autograd.Function):
 def run_scores(job: Job, row_loss: RowLoss, shape: torch.Size, *, has_ids: bool = True) -> Scores:
     """Run one forward; return the results in the shape of the positions."""
     first = first_pass(job, row_loss)
-    logps, entropies, divergence, *extras = LinearScores.apply(job, first, *job.tensors)
+    logps, entropies, divergence, topk, *extras = LinearScores.apply(job, first, *job.tensors)
     results = {
         "logps": logps if has_ids else None,
         "entropies": entropies,
         "divergence": divergence,
         **dict(zip(first.stats.extras, extras, strict=True)),
     }
+    if job.rows.topk is not None:
+        results[job.rows.topk.result] = topk
     there = {name: x for name, x in results.items() if x is not None}
     return Scores(**{name: x.view(*shape, *x.shape[1:]) for name, x in there.items()})
 

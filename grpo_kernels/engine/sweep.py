@@ -25,13 +25,12 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import (
-    STUDENT_MASS,
-    TOPK_LOGPS,
     Chunk,
     Coefficients,
     DivergenceStats,
     FusedLoss,
     FusedRowBackend,
+    LogitTransform,
     RowStats,
     statistic_dtype,
 )
@@ -39,7 +38,6 @@ from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.plan import Job, RowLoss, Rows
 from grpo_kernels.engine.ranks import widest_part
-from grpo_kernels.engine.topk import TopKLogps
 from grpo_kernels.engine.workspace import Group, device_of, divide
 from grpo_kernels.head import HeadTensors
 
@@ -247,12 +245,12 @@ def _no_stats(job: Job) -> RowStats:
     """The statistics of no rows."""
     none = job.tensors.hidden.new_empty(0, dtype=job.accumulator_dtype)
     extras = {x: none.to(statistic_dtype(x, none.dtype)) for x in job.extras}
-    if isinstance(job.rows.topk, TopKLogps):
-        extras[TOPK_LOGPS] = none.new_empty(0, job.rows.topk.given)
-    elif job.rows.topk is not None:
-        extras[STUDENT_MASS] = none
-    divergence = DivergenceStats(*[none] * 4) if job.result_is_divergence else None
-    return RowStats(none, none, none, none if job.entropy else None, extras, {}, divergence)
+    divergence = None if job.reference is None else DivergenceStats(*[none] * 4)
+    stats = RowStats(none, none, none, none if job.entropy else None, extras, {}, divergence)
+    if job.rows.topk is None:
+        return stats
+    no_logits = none.new_empty(0, job.vocab)
+    return job.rows.topk.gathered(no_logits, LogitTransform()).completed(stats, None)
 
 
 def plan_groups(job: Job, *, with_gradient: bool) -> list[Group]:

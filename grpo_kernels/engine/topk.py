@@ -29,14 +29,12 @@ never negative. All work on (n, K) numbers is in double precision.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends import (
-    STUDENT_MASS,
-    TOPK_LOGPS,
     Chunk,
     Coefficients,
     DivergenceStats,
@@ -115,6 +113,7 @@ class TopKLogps(TopK):
             gave, in the caller's order, with repetitions; and of the row's own id.
     """
 
+    result: ClassVar[str] = "topk_logps"  # what `RowStats.topk` is called in `Scores`
     index_in_ids: Tensor
 
     @property
@@ -141,7 +140,7 @@ class TopKLogps(TopK):
         index_in_ids = self.index_in_ids[:, :-1].long()
         logps = self._logps(stats, shard).gather(1, index_in_ids).to(stats.logps.dtype)
         logps = torch.where(stats.logps.isnan()[:, None], torch.nan, logps)
-        return replace(stats, extras={**stats.extras, TOPK_LOGPS: logps})
+        return replace(stats, topk=logps)
 
     def slopes(self, stats: RowStats, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
         """d loss / d z (n, K) of the ids, and G (n,)."""
@@ -176,6 +175,7 @@ class TopKTeacher(TopK):
         loss_max_clamp: bound that |D| is clamped to; D has no gradient there. None: no bound.
     """
 
+    result: ClassVar[str] = "student_mass"
     logps: Tensor
     reverse: bool
     least_tail: float | None = None
@@ -196,7 +196,7 @@ class TopKTeacher(TopK):
         return TopKTeacher(ids, padding, logps, **measure, name="teacher_ids")
 
     def completed(self, stats: RowStats, shard: Shard | None) -> RowStats:
-        """Add to the student's `stats` the divergence, and sum_k p_k as `STUDENT_MASS`."""
+        """Add to the student's `stats` the divergence, and sum_k p_k as `topk`."""
         dtype, logq = stats.logps.dtype, self.logps
         logp = self._logps(stats, shard)
         if self.least_tail is None:
@@ -211,8 +211,7 @@ class TopKTeacher(TopK):
             value = value.clamp(min=-bound, max=bound)
         value, sum_k, mass = value.to(dtype), sum_k.to(dtype), logp.exp().sum(dim=1).to(dtype)
         none = torch.zeros_like(value)  # the teacher's logits have no statistics
-        extras = {**stats.extras, STUDENT_MASS: mass}
-        return replace(stats, divergence=DivergenceStats(value, sum_k, none, none), extras=extras)
+        return replace(stats, divergence=DivergenceStats(value, sum_k, none, none), topk=mass)
 
     def slopes(self, stats: RowStats, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
         """d loss / d z (n, K) of the ids, and what G is in the gradient of a log-probability.

@@ -62,7 +62,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import TOPK_LOGPS, Coefficients, FusedLoss, RowStats
+from grpo_kernels.backends import Coefficients, FusedLoss, RowStats
 from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times_or_zero
 from grpo_kernels.base.tensors import bounded, is_nonzero, quantile, scored_difference
 from grpo_kernels.objective.config import LossConfig
@@ -236,7 +236,7 @@ class PolicyLoss:
 
         Only valid if tokens are not coupled.
         """
-        logps, topk_logps = stats.logps, stats.extras.get(TOPK_LOGPS)
+        logps, topk_logps = stats.logps, stats.topk
         if self.on_policy and not self.lacks_sampling_ratio:
             d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one.d_logp[index])
             if self.config.estimates_kl:
@@ -299,9 +299,7 @@ class PolicyLoss:
         terms = stats.loss_terms
         if not terms:
             divergences = None if stats.divergence is None else stats.divergence.value
-            return self.evaluate_logps(
-                stats.logps, entropies, divergences, stats.extras.get(TOPK_LOGPS)
-            )
+            return self.evaluate_logps(stats.logps, entropies, divergences, stats.topk)
         # a row kernel has computed `fused_loss`; no mask depends on entropies
         loss_without_entropy = terms["loss"].sum()
         metric_inputs = MetricInputs(
