@@ -68,7 +68,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -328,7 +328,7 @@ def grpo_loss(
     with torch.no_grad():
         # the loss
         evaluation = row_loss.evaluate(first.stats)
-        results = first.stats.logps, cast(Tensor, first.stats.entropies)
+        results = first.stats.logps, first.stats.entropies
         # tokens whose gradient is computed, now or later
         live = first.live_rows
         count = rows.ids.new_full((), 0 if live is None else len(live))

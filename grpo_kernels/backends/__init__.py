@@ -126,7 +126,7 @@ class RowStats:
     logps: Tensor  # log softmax(z)[id]
     max_logit: Tensor  # max_j z_j
     log_sum: Tensor  # log sum_j exp(z_j - max_logit)
-    entropies: Tensor | None = None  # -sum_j p_j log p_j
+    entropies: Any = None  # -sum_j p_j log p_j; None unless asked for
     extras: dict[str, Tensor] = field(default_factory=dict)  # by name, one of `EXTRAS`
     loss_terms: dict[str, Tensor] = field(default_factory=dict)  # of `fused`, see `FusedLoss`
     divergence: DivergenceStats | None = None  # of rows that have a reference

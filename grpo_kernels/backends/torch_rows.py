@@ -238,7 +238,6 @@ def _block_grad_(
     if b is None:
         z.exp_().mul_(-a * inv_sum)  # -a p_j
     else:
-        assert stats.entropies is not None
         entropies = stats.entropies[:, None]
         p = torch.exp(z, out=exps).mul_(inv_sum)
         # (-b (log p_j + entropy) - a) p_j, with log p_j = z_j - m - log S

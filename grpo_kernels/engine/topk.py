@@ -155,7 +155,6 @@ class TopKLogps(TopK):
         p = logp.exp()
         d_z = g - p * total[:, None]
         if d_entropy is not None:
-            assert stats.entropies is not None
             slope = torch.where(p > 0.0, p * (logp + stats.entropies[:, None]), 0.0)
             d_z -= d_entropy[:, None] * slope
         return d_z, total.to(d_logp.dtype)

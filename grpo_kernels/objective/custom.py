@@ -26,7 +26,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -221,7 +221,7 @@ class CustomLoss:
         """Compute the coefficients of the tokens at `index` (m,) from these tokens alone."""
         chosen = index if self._chosen is None else self._chosen[index]
         some = CustomLoss(self.function, self.tokens.at(index), self.of_config.at(index), chosen)
-        coefficients = some.evaluate_logps(stats.logps, cast(Tensor, stats.entropies)).coefficients
+        coefficients = some.evaluate_logps(stats.logps, stats.entropies).coefficients
         if index.device.type == "cpu":  # elsewhere, `_check_chunks` would wait for the device
             coefficients.put(index, self._of_chunks, len(self.tokens))
         return coefficients
@@ -256,7 +256,7 @@ class CustomLoss:
         Raises:
             ValueError: on a CPU, if chunks of tokens got another gradient.
         """
-        evaluation = self.evaluate_logps(stats.logps, cast(Tensor, stats.entropies))
+        evaluation = self.evaluate_logps(stats.logps, stats.entropies)
         self._check_chunks(evaluation.coefficients)
         return evaluation
 

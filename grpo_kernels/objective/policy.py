@@ -295,8 +295,7 @@ class PolicyLoss:
 
     def evaluate(self, stats: RowStats) -> Evaluation:
         """Compute the loss and its gradient from the statistics of all tokens."""
-        entropies = cast(Tensor, stats.entropies)
-        terms = stats.loss_terms
+        entropies, terms = stats.entropies, stats.loss_terms
         if not terms:
             divergences = None if stats.divergence is None else stats.divergence.value
             return self.evaluate_logps(stats.logps, entropies, divergences, stats.topk)
