@@ -386,7 +386,7 @@ def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor 
 
 
 def new_sums(
-    job: Job, rows: int, *, rounds: bool = False, zeros: bool = False
+    job: Job, rows: int, *, rounds: bool = False
 ) -> tuple[list[Tensor | None], list[Tensor | None], Tensor | None]:
     """Memory for the gradients that `job` needs: per factor (rows, K) and (V, K), and (V,).
 
@@ -394,7 +394,7 @@ def new_sums(
     matrices have their own dtype instead of the accumulator's.
     """
     tensors, like, dtype = job.tensors, job.tensors.hidden, job.accumulator_dtype
-    new = like.new_empty if rows and not zeros else like.new_zeros
+    new = like.new_empty if rows else like.new_zeros
     d_rows: list[Tensor | None] = []
     d_matrices: list[Tensor | None] = []
     pairs = zip(tensors.factors(), job.needs_grad.factors(), strict=True)
