@@ -160,7 +160,7 @@ class LossWithGradient(torch.autograd.Function):
         else:
             grads, indices, d_logp = needed
             factor = d_loss if d_logp is None else d_loss * d_logp[indices, None]
-        gradients = _input_gradients(grads, ctx.shapes_and_dtypes, job, indices, factor)
+        gradients = _input_gradients(ctx.shapes_and_dtypes, job, grads, indices, factor)
         return *[None] * 4, *gradients
 
 
@@ -243,7 +243,9 @@ class LinearScores(torch.autograd.Function):
         # all ranks that share the weight gather it, even a rank whose rows will not need it
         with ctx.job.gather():
             upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk)
-            return None, None, *_gradient(*saved(ctx), ctx.shapes_and_dtypes, upstream)
+            job, first = saved(ctx)
+            found = _gradient(job, first, upstream)
+            return None, None, *_input_gradients(ctx.shapes_and_dtypes, job, *found)
 
 
 def run_scores(job: Job, row_loss: RowLoss, shape: torch.Size, *, has_ids: bool = True) -> Scores:
@@ -289,9 +291,12 @@ def saved(ctx: Any) -> tuple[Job, Any]:
 
 
 def _gradient(
-    job: Job, first: FirstPass, shapes_and_dtypes: HeadTensors, upstream: Coefficients
-) -> tuple[Tensor | None, ...]:
-    """Gradients of the head's tensors; `upstream` holds the gradient (N,) of each result."""
+    job: Job, first: FirstPass, upstream: Coefficients
+) -> tuple[HeadTensors, Tensor, Tensor | None]:
+    """Gradients of the head's tensors, the indices of their rows, and a factor on them.
+
+    `upstream` holds the gradient (N,) of each result.
+    """
     rows, stats, stored, live_rows = job.rows, first.stats, first.grads, first.live_rows
 
     upstream = map_tensors(lambda x: x[rows.positions].to(job.accumulator_dtype), upstream)
@@ -300,8 +305,7 @@ def _gradient(
         d_result = stats.logps.new_zeros(len(rows))
         upstream = job.with_d_result(d_result, upstream)
     if stored is None or live_rows is None:
-        total, indices = second_pass(job, stats, upstream)
-        return _input_gradients(total, shapes_and_dtypes, job, indices)
+        return *second_pass(job, stats, upstream), None
     if job.when == "unit":
         factor = d_result[live_rows, None]
         remainder = job.with_d_result(d_result.index_fill(0, live_rows, 0.0), upstream)
@@ -314,18 +318,16 @@ def _gradient(
         any_left, far = check_remainder(remainder, upstream)
         if far:  # both parts are far larger than their sum, which would lose precision
             warn_once(WRONG_EXPECTATION)
-            total, indices = second_pass(job, stats, upstream)
-            return _input_gradients(total, shapes_and_dtypes, job, indices)
+            return *second_pass(job, stats, upstream), None
     if not any_left:
-        return _input_gradients(stored, shapes_and_dtypes, job, live_rows, factor)
+        return stored, live_rows, factor
     more, indices = second_pass(job, stats, remainder)
     if job.when == "now" and 2 * len(indices) > len(rows):
         warn_once(WRONG_EXPECTATION)
     scaled = map_tensors(lambda x: _scaled(x, factor, x.dtype, job.backend), stored)
     ratio = ratio_at(upstream, remainder, indices)
     total = _merge(scaled, live_rows, more, indices, len(rows), ratio)
-    every = torch.arange(len(rows), device=rows.positions.device)
-    return _input_gradients(total, shapes_and_dtypes, job, every)
+    return total, torch.arange(len(rows), device=rows.positions.device), None
 
 
 def second_pass(
@@ -490,11 +492,11 @@ def _merge(
 
 
 def _input_gradients(
-    grads: HeadTensors,
     shapes_and_dtypes: HeadTensors,
     job: Job,
+    grads: HeadTensors,
     indices: Tensor,
-    factor: Tensor | None = None,
+    factor: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients times `factor`, () or (m, 1), each rounded once, in the shapes of the inputs.
 
