@@ -278,12 +278,13 @@ def grpo_loss(
     """
     arguments = {**locals()}  # by name, as passed, for the helpers below and for other ranks
     arguments["config"] = config = config_with(config, fields, _CALL_ARGUMENTS, "grpo_loss")
-    if reference is not None:
-        reference = whole_reference(reference, hidden, head, "reference.")
     with checked_on_all_ranks("grpo_loss", arguments) as (head, run, ranks):
         # heads and ids
         check_inputs(config, arguments, has_reference=reference is not None)
-        second = None if reference is None else read_reference(reference, head, "reference.")
+        second = None
+        if reference is not None:
+            reference = whole_reference(reference, head, "reference.")
+            second = read_reference(reference, head, "reference.")
         if not config.needs_reference_head:  # beta is 0
             second = None
         dim = 3 if cu_seqlens is None else 2

@@ -44,7 +44,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Compute = Callable[[Tensor], tuple[Tensor, ...]]
 
 
-def whole_reference(reference: Any, hidden: Any, head: Any, prefix: str) -> Any:
+def whole_reference(reference: Any, head: Head, prefix: str) -> Any:
     """Replace a module in `reference` by a `Head` with whole weight and bias.
 
     This is a collective if FSDP2 or ZeRO-3 has divided them. A head that is divided over a process
@@ -61,7 +61,7 @@ def whole_reference(reference: Any, hidden: Any, head: Any, prefix: str) -> Any:
         )
     check_module(other.weight, f"{prefix}head")
     check_present(other.weight, f"{prefix}head")
-    sharded = head.process_group is not None or is_dtensor(hidden)
+    sharded = head.process_group is not None
     weight, bias = constant_parameters(other.weight, f"{prefix}head", sharded=sharded)
     return states, replace(other, weight=weight, bias=bias)
 

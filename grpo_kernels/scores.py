@@ -302,8 +302,8 @@ def linear_divergence(
     two passes.
     """
     arguments, jsd_beta = {**locals()}, _beta_of(divergence, beta)
-    reference: Any = whole_reference(teacher, hidden, head, "teacher.")
     with checked_on_all_ranks("linear_divergence", arguments) as (head, run, ranks):
+        reference: Any = whole_reference(teacher, head, "teacher.")
         if ranks is None:
             head, reference = _over_common_ids(head, reference)
         second: Any = read_reference(reference, head, "teacher.")

@@ -698,7 +698,7 @@ def _states_and_head(name: str, model: nn.Module, batch: Batch) -> tuple[Tensor,
 
     with torch.no_grad():
         states = run_scored(model, batch, keep)[0]["states"]
-    found: tuple[Tensor, Head] = whole_reference((states, used[0]), states, used[0], f"{name}.")
+    found: tuple[Tensor, Head] = whole_reference((states, used[0]), used[0], f"{name}.")
     return found
 
 
