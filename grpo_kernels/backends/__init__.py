@@ -27,10 +27,10 @@ and imports no package that may be missing. It has three functions::
 from __future__ import annotations
 
 import importlib
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -228,7 +228,7 @@ class FusedLoss:
         return LOSS_TERMS if self.kl is not None else LOSS_TERMS[:-1]
 
 
-class RowBackend(Protocol):
+class RowBackend(ABC):
     """Row work on a chunk of logits."""
 
     name: str
@@ -286,8 +286,7 @@ class RowBackend(Protocol):
         torch.mul(x, factor, out=out)
 
 
-@runtime_checkable
-class FusedRowBackend(RowBackend, Protocol):
+class FusedRowBackend(RowBackend):
     """Backend that can also compute a whole `FusedLoss` with the statistics and the gradient."""
 
     fuses_reference: bool  # True if `fused` takes chunks with a reference

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from grpo_kernels.backends import Chunk, Coefficients, FusedLoss, LogitTransform, RowStats
+from grpo_kernels.backends import (
+    Chunk,
+    Coefficients,
+    FusedLoss,
+    FusedRowBackend,
+    RowStats,
+)
 from tests.support import pretend_gpu
 from tests.support.chosen import choose_by
 from tests.support.measure import AllocationWatcher
@@ -109,7 +115,7 @@ class GPUAllocations(AllocationWatcher):
         return True
 
 
-class NotedRows:
+class NotedRows(FusedRowBackend):
     """The row backend that a GPU would have, which computes nothing."""
 
     name = "triton"
@@ -117,12 +123,6 @@ class NotedRows:
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
-
-    def scratch_rows(self, n: int, vocab: int, *, reference: bool = False) -> int:
-        return 0
-
-    def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
-        pass
 
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
         self._tape.rows("stats", chunk.logits, None)
