@@ -208,20 +208,17 @@ class LinearScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        job: Job,
-        first: FirstPass,
-        *tensors: Tensor | None,
+        ctx: Any, job: Job, first: FirstPass, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        stats, differs = first.stats, job.when != "never"
-        needed = first._replace(stats=stats.for_gradient()) if differs else None
-        save(ctx, job, needed, projects=differs)
+        stats, positions, n = first.stats, job.rows.positions, job.tensors.hidden.shape[0]
+        if job.when == "never":
+            save(ctx, job, None, projects=False)
+        else:
+            save(ctx, job, first._replace(stats=stats.for_gradient()), projects=True)
 
         def result(x: Tensor | None) -> Tensor | None:
-            return (
-                None if x is None else scatter(x, job.rows.positions, job.tensors.hidden.shape[0])
-            )
+            return None if x is None else scatter(x, positions, n)
 
         extras, topk = [result(x) for x in stats.extras.values()], result(stats.topk)
         # a fused kernel always computes the entropies

@@ -442,8 +442,7 @@ def plan(
             shard = None
     workspace_bytes = run.workspace_bytes
     if workspace_bytes is None:
-        widest = head.weight if shard is None else widest_part(head.weight, shard)
-        heads = 1 if reference is None else 2
+        widest, heads = widest_part(head.weight, shard), 1 if reference is None else 2
         workspace_bytes = min(large_workspace(widest, needs_grad, heads), memory.workspace)
     second = None
     if reference is not None:
