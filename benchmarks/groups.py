@@ -27,7 +27,7 @@ from benchmarks.parity import TOLERANCE
 from benchmarks.run import Results
 from benchmarks.timing import order
 from grpo_kernels import GRPOLoss
-from grpo_kernels.transformers import causal_lm_loss, completion_logps
+from grpo_kernels.transformers import causal_lm_logps, causal_lm_loss
 
 TREE, TRIM, PADDED = "tree", "trim", "padded"
 CHUNK = 64  # tokens of a chunk of the gated delta rule
@@ -116,7 +116,7 @@ def group(model: PreTrainedModel, shape: Shape) -> dict[str, Tensor]:
     found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     found["completion_mask"] = torch.ones_like(ids[:, shape.prompt :])
     with torch.no_grad():
-        logps = completion_logps(model, **found, entropy=False).logps
+        logps = causal_lm_logps(model, **found, entropy=False).logps
     return {**found, "advantages": advantages, "old_per_token_logps": logps + noise}
 
 

@@ -28,7 +28,7 @@ from transformers import (
 
 from grpo_kernels import GRPOLoss
 from grpo_kernels.advantages import group_advantages
-from grpo_kernels.transformers import causal_lm_loss, completion_logps, describe_head
+from grpo_kernels.transformers import causal_lm_logps, causal_lm_loss, describe_head
 
 GROUP, PROMPTS, PROMPT, COMPLETION = 8, 4, 4, 8
 LOW = 16  # ids below are rewarded
@@ -80,7 +80,7 @@ def train(model: Any, steps: int) -> tuple[float, float, float]:
         attention_mask, mask = torch.ones_like(ids), torch.ones_like(completion)
         advantages = group_advantages(reward, num_generations=GROUP)
         with torch.no_grad():
-            old = completion_logps(model, ids, attention_mask, mask, loss_fn=loss_fn).logps
+            old = causal_lm_logps(model, ids, attention_mask, mask, loss_fn=loss_fn).logps
             gap = max(gap, (old - own_logprobs(model, ids)).abs().max().item())
         for _ in range(2):
             out = causal_lm_loss(

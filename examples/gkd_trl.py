@@ -3,7 +3,7 @@
 TRL's GKDTrainer computes the logits (B, L, V) of student and teacher. `causal_lm_divergence` never
 stores them, and projects only tokens that have a label. The same lines work in other trainers that
 compute all logits. For TRL's IWOPDTrainer, which reads only log-probabilities of sampled tokens,
-use `completion_logps`. If you have only a teacher's top logits, use `topk_divergence`. At the
+use `causal_lm_logps`. If you have only a teacher's top logits, use `topk_divergence`. At the
 end, the script asserts that both trainers log the same losses, and that the student gets closer.
 """
 

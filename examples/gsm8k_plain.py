@@ -28,7 +28,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from grpo_kernels import GRPOLoss
 from grpo_kernels.advantages import group_advantages
-from grpo_kernels.transformers import causal_lm_loss, completion_logps
+from grpo_kernels.transformers import causal_lm_logps, causal_lm_loss
 
 try:
     from math_verify import parse, verify
@@ -200,7 +200,7 @@ def main() -> None:
         slices = [slice(i, i + args.micro_batch) for i in range(0, len(problems), args.micro_batch)]
         parts = [{name: x[rows] for name, x in inputs.items()} for rows in slices]
         with torch.no_grad(), AUTOCAST:
-            scores = [completion_logps(model, **part, loss_fn=loss_fn) for part in parts]
+            scores = [causal_lm_logps(model, **part, loss_fn=loss_fn) for part in parts]
         entropies = torch.cat([x.entropies for x in scores])
         entropy = (entropies * inputs["completion_mask"]).sum() / count
         for _ in range(args.updates):

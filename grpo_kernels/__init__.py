@@ -11,7 +11,7 @@
       from log-probs   policy_loss_from_logps
     log-probabilities  linear_logps, which returns Scores
     distillation       linear_divergence, topk_divergence, which return Scores
-    a whole model      transformers.causal_lm_loss, .completion_logps, .causal_lm_divergence
+    a whole model      transformers.causal_lm_loss, .causal_lm_logps, .causal_lm_divergence
     head of a model    Head, LoRA
     engine, memory     Run
     before the loss    advantages, rewards, rollouts
@@ -77,7 +77,7 @@ __all__ = [
 
 _TRAINERS = ("liger", "transformers", "trl", "verl")
 _OF_TRAINERS = {
-    "transformers": ("causal_lm_divergence", "causal_lm_loss", "completion_logps"),
+    "transformers": ("causal_lm_divergence", "causal_lm_loss", "causal_lm_logps"),
     "trl": ("FusedGRPOTrainer", "patch_trl"),
     "verl": ("patch_verl",),
     "liger": ("patch_liger",),

@@ -238,7 +238,7 @@ def check_present(lm_head: nn.Module, name: str = "lm_head") -> None:
     if hasattr(linear, "_hf_hook") and linear.weight.is_meta:
         raise ValueError(
             f"{name}: expected its weight on a device, got one offloaded by accelerate: keep the "
-            "head on a device (device_map), or use causal_lm_loss and completion_logps of "
+            "head on a device (device_map), or use causal_lm_loss and causal_lm_logps of "
             "grpo_kernels.transformers, which run inside its forward"
         )
 

@@ -229,12 +229,12 @@ class Scores(_Output):
 
     ::
 
-        scores = completion_logps(model, input_ids, attention_mask, completion_mask)
+        scores = causal_lm_logps(model, input_ids, attention_mask, completion_mask)
         scores.logps, scores.entropies  # (B, T) each
 
     What each call returns::
 
-        linear_logps, completion_logps           logps, entropies; what linear_logps is asked for
+        linear_logps, causal_lm_logps           logps, entropies; what linear_logps is asked for
         linear_divergence, causal_lm_divergence  divergence, entropies, logps of the ids
         topk_divergence                          divergence, student_mass
 

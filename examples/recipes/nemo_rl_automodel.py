@@ -8,7 +8,7 @@ import torch
 from nemo_rl.models.automodel import train
 from nemo_rl.models.policy.workers import dtensor_policy_worker_v2
 
-from grpo_kernels.transformers import completion_logps
+from grpo_kernels.transformers import causal_lm_logps
 
 theirs = train.forward_with_post_processing_fn
 
@@ -38,7 +38,7 @@ def forward_with_post_processing_fn(
         mask = columns < data["input_lengths"].to(ids.device)[:, None]
     options = {"temperature": 1.0 if sampling_params is None else sampling_params.temperature}
     options |= {"entropy": False, "position_ids": inputs.position_ids}
-    scores = completion_logps(model, ids, inputs.attention_mask, mask, **options)
+    scores = causal_lm_logps(model, ids, inputs.attention_mask, mask, **options)
     passed = {"logits": scores.logps[:, 1:], "data_dict": data, "processed_inputs": inputs}
     passed["sequence_dim"] = others.get("sequence_dim", 1)
     if is_loss:

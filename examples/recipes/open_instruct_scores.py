@@ -5,7 +5,7 @@ Import this file before training. docs/start/other-trainers.md says what is refu
 
 from open_instruct import grpo_utils
 
-from grpo_kernels.transformers import completion_logps
+from grpo_kernels.transformers import causal_lm_logps
 
 
 def forward_for_logprobs(
@@ -16,7 +16,7 @@ def forward_for_logprobs(
         raise NotImplementedError(f"models of OLMo-core: {', '.join(others)}")
     mask = query_responses != pad_token_id
     options = {"temperature": temperature, "entropy": return_entropy, "position_ids": position_ids}
-    scores = completion_logps(model, query_responses, attention_mask, mask, **options)
+    scores = causal_lm_logps(model, query_responses, attention_mask, mask, **options)
     entropies = scores.entropies[:, 1:].detach() if return_entropy else None
     return scores.logps[:, 1:], entropies  # (B, T - 1): from the second token on
 

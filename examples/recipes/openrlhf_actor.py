@@ -7,7 +7,7 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.ring_attn_utils import gather_and_pad_tensor, unpad_and_slice_tensor
 from torch.nn.functional import pad
 
-from grpo_kernels.transformers import completion_logps
+from grpo_kernels.transformers import causal_lm_logps
 
 
 def forward(
@@ -27,7 +27,7 @@ def forward(
         ids, mask = sequences, action_mask
         positions = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
     options = {"temperature": self.temperature, "entropy": return_entropy, "return_output": True}
-    scores, output = completion_logps(
+    scores, output = causal_lm_logps(
         self.model, ids, attention_mask, mask, position_ids=positions, **options
     )
 

@@ -6,7 +6,7 @@ Import this file in every worker. docs/start/other-trainers.md says what is refu
 from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
 from torch.nn.functional import pad
 
-from grpo_kernels.transformers import completion_logps
+from grpo_kernels.transformers import causal_lm_logps
 
 
 def forward(
@@ -18,7 +18,7 @@ def forward(
     mask = attention_mask[:, -num_actions:]
     positions = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
     options = {"temperature": temperature, "entropy": compute_entropy, "position_ids": positions}
-    scores = completion_logps(self.model, sequences, attention_mask, mask, **options)
+    scores = causal_lm_logps(self.model, sequences, attention_mask, mask, **options)
     if compute_entropy:  # (B, L), each where the token before it is
         entropies = pad(scores.entropies, (sequences.shape[1] - num_actions - 1, 1))
         scores.entropies = entropies if entropy_requires_grad else entropies.detach()

@@ -81,9 +81,8 @@ _SYNONYMS = {
     "penalty": "objective", "extra_loss": "objective", "response_mask": "completion_mask",
     "loss_mask": "completion_mask", "selected_token_ids": "completion_ids", "rkl": "reverse_kl",
     "fkl": "forward_kl", "loss": "divergence", "rollout_is_weights": "importance_sampling_ratio",
-    "causal_lm_logps": "completion_logps", "causal_lm_logprobs": "completion_logps",
-    "causal_lm_logprob": "completion_logps", "causal_lm_scores": "completion_logps",
-    "get_per_token_logps": "completion_logps", "selective_log_softmax": "linear_logps",
+    "causal_lm_scores": "causal_lm_logps", "completion_logps": "causal_lm_logps",
+    "get_per_token_logps": "causal_lm_logps", "selective_log_softmax": "linear_logps",
     "reward_to_go": "process_advantages", "rewards_to_go": "process_advantages",
     "process_supervision": "process_advantages", "compute_advantages": "group_advantages",
     "compute_grpo_outcome_advantage": "group_advantages", "token_penalty": "objective",
@@ -119,7 +118,7 @@ INSTEAD = {
     "ignore_index": "set completion_mask to 0 at these ids",
     "objective": "it is an argument of GRPOLoss, grpo_loss and policy_loss_from_logps",
     "model": "for a whole model, grpo_kernels.transformers has causal_lm_loss, "
-    "completion_logps and causal_lm_divergence",
+    "causal_lm_logps and causal_lm_divergence",
     **dict.fromkeys(("scale_rewards", "num_generations", "group_ids"), _OF_GROUPS),
     **dict.fromkeys(("layout", "zero_advantage"), _OF_MODELS),
     **dict.fromkeys(
@@ -609,7 +608,7 @@ def warn_of_ratio(log_ratio: Tensor | None, name: str = "old_per_token_logps") -
             f"{name}: the geometric mean of the ratios to them is {mean.exp().item():.3g}, outside "
             f"[1/20, 20], so they are unlikely to come from the {policy}. Common causes: a "
             "different temperature, unshifted ids, a different model, sums over the sequence. "
-            "completion_logps(..., loss_fn=loss_fn) computes them correctly",
+            "causal_lm_logps(..., loss_fn=loss_fn) computes them correctly",
             key=f"{name}: ratios",
         )
 

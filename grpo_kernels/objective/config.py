@@ -546,7 +546,7 @@ def check_inputs(
     ref_per_token_logps = inputs["ref_per_token_logps"]
     # an objective may not read it: `PolicyLoss.per_token_loss` checks if it does
     if config.estimates_kl and ref_per_token_logps is None and objective is None:
-        hint = "completion_logps or linear_logps compute it"
+        hint = "causal_lm_logps or linear_logps compute it"
         if has_reference:
             hint = "`reference` is read only with kl_estimator = 'full'"
         raise ValueError(

@@ -6,8 +6,8 @@ from grpo_kernels.patching import needed
 with needed("transformers", "transformers"):
     from grpo_kernels.transformers.causal_lm import (
         causal_lm_divergence,
+        causal_lm_logps,
         causal_lm_loss,
-        completion_logps,
     )
     from grpo_kernels.transformers.head import HeadInputs, describe_head, head_inputs
 
@@ -15,7 +15,7 @@ __all__ = [
     "HeadInputs",
     "causal_lm_divergence",
     "causal_lm_loss",
-    "completion_logps",
+    "causal_lm_logps",
     "describe_head",
     "head_inputs",
 ]

@@ -106,9 +106,9 @@ def causal_lm_loss(
         model: a causal language model of transformers, which PEFT, DDP, FSDP2 or accelerate may
             wrap.
         loss_fn: the loss. The call also applies the model's own soft-cap and logit scale.
-        input_ids, attention_mask: (B, L), prompt and completion, as in `completion_logps`.
+        input_ids, attention_mask: (B, L), prompt and completion, as in `causal_lm_logps`.
         completion_mask: (B, T) for the last T columns of `input_ids`, nonzero where a token counts,
-            as in `completion_logps`.
+            as in `causal_lm_logps`.
         advantages: (B,), one per sequence, or (B, T), one per token.
         reference: the reference model, for ``kl_estimator="full"``. It runs first, without
             gradient. It must meet the conditions for a teacher in `causal_lm_divergence`, and its
@@ -136,7 +136,7 @@ def causal_lm_loss(
         `LossOutput`; its `loss` has gradients for all trainable parameters of the model.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `completion_logps` and `grpo_loss`.
+        TypeError, ValueError, RuntimeError: as `causal_lm_logps` and `grpo_loss`.
     """
     _check_loss_fn(loss_fn)
     check_tensor("advantages", advantages)
@@ -155,7 +155,7 @@ def causal_lm_loss(
         if config.kl_estimator != "full":
             raise ValueError(
                 f"reference: expected None with kl_estimator = {config.kl_estimator!r}, which does "
-                "not read it, got one; pass ref_per_token_logps, from completion_logps"
+                "not read it, got one; pass ref_per_token_logps, from causal_lm_logps"
             )
         _check_second("reference", reference, model)
         _check_names(reference, inputs, causal_lm_loss, _LOSS_INPUTS)
@@ -223,7 +223,7 @@ def _live(
 
 # fmt: off
 @overload
-def completion_logps(
+def causal_lm_logps(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, completion_mask: Tensor, *,
     loss_fn: GRPOLoss | None = ..., temperature: float | None = ...,
     logits_dtype: LogitsDtype = ..., kept_ids: Tensor | KeptIds | None = ...,
@@ -231,7 +231,7 @@ def completion_logps(
     run: Run | None = ..., return_output: Literal[False] = ..., **model_inputs: Any,
 ) -> Scores: ...
 @overload
-def completion_logps(
+def causal_lm_logps(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, completion_mask: Tensor, *,
     loss_fn: GRPOLoss | None = ..., temperature: float | None = ...,
     logits_dtype: LogitsDtype = ..., kept_ids: Tensor | KeptIds | None = ...,
@@ -242,7 +242,7 @@ def completion_logps(
 
 
 @hints_names
-def completion_logps(
+def causal_lm_logps(
     model: nn.Module,
     input_ids: Tensor,  # (B, L)
     attention_mask: Tensor | None,  # (B, L)
@@ -264,7 +264,7 @@ def completion_logps(
     ::
 
         with torch.no_grad():
-            scores = completion_logps(
+            scores = causal_lm_logps(
                 model, input_ids, attention_mask, completion_mask, loss_fn=loss_fn
             )
         old_logps = scores.logps  # (B, T), at the loss's temperature
@@ -312,7 +312,7 @@ def completion_logps(
             scale, a soft-cap or the removal of the last ids.
         RuntimeError: the model's forward does not call its head exactly once.
     """
-    _check_names(model, model_inputs, completion_logps)
+    _check_names(model, model_inputs, causal_lm_logps)
     check_run(run)
     if loss_fn is not None:
         _check_loss_fn(loss_fn)
@@ -381,10 +381,10 @@ def causal_lm_divergence(
     (see `linear_divergence`).
 
     Args:
-        student, teacher: causal language models of transformers, as in `completion_logps`, on
+        student, teacher: causal language models of transformers, as in `causal_lm_logps`, on
             one device. The teacher's head must have no adapter.
         input_ids, attention_mask, completion_mask, logits_dtype, entropy, layout: as in
-            `completion_logps`.
+            `causal_lm_logps`.
         divergence, beta, temperature, run: as in `linear_divergence`.
         model_inputs: other arguments of both models' forwards.
 
@@ -393,7 +393,7 @@ def causal_lm_divergence(
         False, also `entropies` (B, T). All are fp32 (fp64 for fp64 models), 0 where masked.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `completion_logps` and `linear_divergence`.
+        TypeError, ValueError, RuntimeError: as `causal_lm_logps` and `linear_divergence`.
     """
     check_run(run)
     inputs = {"attention_mask": attention_mask, **model_inputs}

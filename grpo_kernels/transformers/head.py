@@ -99,7 +99,7 @@ def describe_head(model: nn.Module) -> Head:
     from the config.
 
     Args:
-        model: as in `completion_logps`.
+        model: as in `causal_lm_logps`.
 
     Returns:
         `Head`, for `linear_logps` and `grpo_loss`.
@@ -275,7 +275,7 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
             raise ValueError(
                 "model: expected a head that reads the output of its body, but "
                 f"{type(base).__name__} changes it in between; use causal_lm_loss and "
-                "completion_logps, which are exact for it"
+                "causal_lm_logps, which are exact for it"
             )
         _factors[module] = factor
     factor = _factors[module]
@@ -478,20 +478,20 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
         states = found.hidden[:, :-1]
         scores = linear_logps(states, found.head(states), ids[:, 1:])
 
-    Use it for losses that `completion_logps` and `causal_lm_loss` do not cover, or to get a
+    Use it for losses that `causal_lm_logps` and `causal_lm_loss` do not cover, or to get a
     teacher's hidden states. In the model's output, `logits` holds the head's input (B, L, H); all
     other fields are unchanged.
 
     Args:
-        model: as in `completion_logps`. The head's parameters are read after the forward. If
+        model: as in `causal_lm_logps`. The head's parameters are read after the forward. If
             FSDP2 or ZeRO-3 shards the head, its weight is incomplete at that time; use
-            `completion_logps` or `causal_lm_loss`, which compute inside the forward.
+            `causal_lm_logps` or `causal_lm_loss`, which compute inside the forward.
 
     Yields:
         `HeadInputs`, empty until the context ends.
 
     Raises:
-        TypeError, ValueError: as in `completion_logps`. The library checks a model's logits the
+        TypeError, ValueError: as in `causal_lm_logps`. The library checks a model's logits the
             first time that it sees the model.
         RuntimeError: the model did not run inside the context, or called its head more than once.
     """

@@ -145,7 +145,7 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: scores()[0], TypeError,
      "Scores: expected a result by its name, .logps, .entropies, got [0]"),
     (lambda: scores(extras="is_top1"), TypeError, "extras: ... got 'is_top1'; pass ('is_top1',)"),
-    (lambda: linear_logps(HEAD, WEIGHT, IDS), TypeError, "hidden: ... completion_logps"),
+    (lambda: linear_logps(HEAD, WEIGHT, IDS), TypeError, "hidden: ... causal_lm_logps"),
     (lambda: linear_logps(HIDDEN, WEIGHT.T, IDS), ValueError,
      "head.weight: expected ...(V, H) ...; it looks transposed"),
     (lambda: linear_logps(HIDDEN, Model(), IDS), TypeError,
@@ -203,7 +203,7 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: GRPOLoss(loss_type="seq-mean-token-mean"), ValueError, "...; did you mean grpo?"),
     (lambda: GRPOLoss(importance_sampling_level="seq"), ValueError, "...; did you mean sequence?"),
     (lambda: grpo_kernels.gspo_loss, HINT, "...presets.GSPO is that loss"),
-    (lambda: grpo_kernels.causal_lm_logprobs, HINT, "...; did you mean completion_logps?"),
+    (lambda: grpo_kernels.causal_lm_logprobs, HINT, "...; did you mean causal_lm_logps?"),
     (lambda: linear_divergence(HIDDEN, WEIGHT, HEAD), TypeError,  # type: ignore[arg-type]
      "teacher: ..., got Linear; for a whole model, call causal_lm_divergence(student, teacher"),
     (lambda: group_advantages(torch.ones(4), torch.zeros(4)),  # type: ignore

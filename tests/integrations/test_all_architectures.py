@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 import transformers
 
-from grpo_kernels.transformers import completion_logps
+from grpo_kernels.transformers import causal_lm_logps
 from tests.support import all_architectures as every
 from tests.support import tiny_architectures as tiny
 from tests.support.training_step import (
@@ -64,7 +64,7 @@ def assert_own_logprobs(model: Any, given: dict[str, Tensor]) -> None:
     with torch.no_grad():
         want, _ = tiny.plain_logprobs(model, ids, attention_mask=mask, **more)
         with positions_left_to_the_model(model):
-            got = completion_logps(model, ids, mask, counted).logps
+            got = causal_lm_logps(model, ids, mask, counted).logps
     want = want[:, -counted.shape[1] :] * counted
     torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 from benchmarks import tiny_models, tiny_run
 from grpo_kernels import GRPOLoss
-from grpo_kernels.transformers import causal_lm_loss, completion_logps, describe_head
+from grpo_kernels.transformers import causal_lm_logps, causal_lm_loss, describe_head
 from tests.support import tiny_architectures as tiny
 from tests.support.tiny_architectures import with_logits
 from tests.support.training_step import SCORED, batch
@@ -123,19 +123,19 @@ def test_an_argument_that_divides_the_logits_is_measured_for_each_value() -> Non
     model.forward = forward
     for layout in ("tree", "padded"):
         for divisor in (1.0, 2.0, torch.tensor(3.0), 1.0, torch.tensor(0.5)):
-            got = completion_logps(model, **given, divisor=divisor, layout=layout).logps
+            got = causal_lm_logps(model, **given, divisor=divisor, layout=layout).logps
             assert_own(got, own_logps(model, given, divisor=divisor), given, rtol=1e-5, atol=1e-5)
 
 
 def test_a_forward_that_is_replaced_later_is_measured_again() -> None:
     model, given = tiny.text_model("llama", torch.float32), {name: batch()[name] for name in SCORED}
-    before = completion_logps(model, **given).logps
+    before = causal_lm_logps(model, **given).logps
     plain = model.forward
     with_logits(model, lambda logits: 0.5 * logits)
-    assert not torch.allclose(completion_logps(model, **given).logps, before, atol=1e-2)
+    assert not torch.allclose(causal_lm_logps(model, **given).logps, before, atol=1e-2)
     assert describe_head(model).logit_scale == 0.5
     model.forward = plain
-    torch.testing.assert_close(completion_logps(model, **given).logps, before)
+    torch.testing.assert_close(causal_lm_logps(model, **given).logps, before)
 
 
 def test_a_copy_of_a_tied_head_has_the_size_of_its_weight() -> None:
@@ -147,6 +147,6 @@ def test_a_copy_of_a_tied_head_has_the_size_of_its_weight() -> None:
     )
     wrapped, given = peft.get_peft_model(model, config), batch()
     scored = {name: given[name] for name in SCORED}
-    got = completion_logps(wrapped, **scored).logps
+    got = causal_lm_logps(wrapped, **scored).logps
     assert_own(got, own_logps(wrapped, given), given, rtol=1e-5, atol=1e-5)
     causal_lm_loss(wrapped, GRPOLoss(), **given).loss.backward()

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from benchmarks import tiny_models
 from grpo_kernels import GRPOLoss
 from grpo_kernels.body import trial, trunk
-from grpo_kernels.transformers import causal_lm_loss, completion_logps
+from grpo_kernels.transformers import causal_lm_logps, causal_lm_loss
 from tests.support import all_architectures as every
 from tests.support import tiny_architectures as tiny
 from tests.support.training_step import (
@@ -292,7 +292,7 @@ def test_an_invoked_adapter_is_seen_at_the_first_call_and_after_one_without_adap
     first, second = (peft.get_peft_model(family("llama"), lora).float().eval() for _ in range(2))
     assert_right(first, given, "aLoRA begins at columns of the padded batch")
     with second.disable_adapter(), torch.no_grad():
-        scores = completion_logps(second, **{name: given[name] for name in SCORED})
+        scores = causal_lm_logps(second, **{name: given[name] for name in SCORED})
     given["ref_per_token_logps"] = scores.logps
     got, want = (loss_of(second, given, beta=0.04, **options)[1] for options in ({}, PADDED))
     assert_same(got, want)
@@ -353,7 +353,7 @@ def test_values_that_were_not_computed_do_not_look_like_numbers() -> None:
     model, given = reader(), {name: batch()[name] for name in SCORED}
     want = model(given["input_ids"], given["attention_mask"])
     for _ in range(2):  # the first call checks the head, too
-        output = completion_logps(model, **given, return_output=True)[1]
+        output = causal_lm_logps(model, **given, return_output=True)[1]
         pairs = (output.values, want.values), (output.hidden_states[0], want.hidden_states[0])
         for value, theirs in pairs:
             skipped = value.isnan().reshape(*value.shape[:2], -1).any(-1)
@@ -367,7 +367,7 @@ def test_hidden_states_that_the_config_of_a_decoder_asks_for_are_those_of_the_ba
     model, given = tiny.gemma3_vl()[0].eval(), {name: batch()[name] for name in SCORED}
     model.config.get_text_config().output_hidden_states = True
     for _ in range(2):  # the first call checks the head, too
-        output = completion_logps(model, **given, return_output=True)[1]
+        output = causal_lm_logps(model, **given, return_output=True)[1]
         assert {x.shape[:2] for x in output.hidden_states} == {given["input_ids"].shape}
 
 
@@ -388,7 +388,7 @@ def test_a_loss_of_the_models_own_is_that_of_the_whole_batch(zero_advantage: Any
     nested = reader()  # a scalar within another field
     nested.adds_loss = nested.nests_loss = True
     scored = {name: given[name] for name in SCORED}
-    found = completion_logps(nested, **scored, return_output=True)[1].losses[0]
+    found = causal_lm_logps(nested, **scored, return_output=True)[1].losses[0]
     torch.testing.assert_close(found, output.aux_loss, rtol=1e-5, atol=1e-5)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 from benchmarks import tiny_models
 from grpo_kernels import GRPOLoss
-from grpo_kernels.transformers import causal_lm_loss, completion_logps
+from grpo_kernels.transformers import causal_lm_logps, causal_lm_loss
 from tests.support import zero3
 from tests.support.parallel_cases import gradients_of
 from tests.support.ranks import Ranks
@@ -80,7 +80,7 @@ def step(
     given = batch(rank, advantages)
     layout = {name: x for name, x in options.items() if name != "zero_advantage"}
     with torch.no_grad():
-        logps = completion_logps(model, **{x: given[x] for x in SCORED}, **layout).logps
+        logps = causal_lm_logps(model, **{x: given[x] for x in SCORED}, **layout).logps
     return loss_of(model, given, **options), logps
 
 

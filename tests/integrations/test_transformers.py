@@ -19,8 +19,8 @@ pytest.importorskip("transformers")
 from grpo_kernels import GRPOLoss, Head, KeptIds, LossOutput, linear_logps
 from grpo_kernels.transformers import (
     causal_lm_divergence,
+    causal_lm_logps,
     causal_lm_loss,
-    completion_logps,
     describe_head,
     head_inputs,
 )
@@ -61,7 +61,7 @@ def test_vision_language_models_and_models_with_positions_of_their_own() -> None
     ids = ids.where(mask == 1, model.config.pad_token_id)
     parts = ids[:1], ids[1:, 4:]
     alone = [tiny.plain_logprobs(model, part)[0][:, -3:] for part in parts]
-    got = completion_logps(model, ids, mask, torch.ones(2, 3)).logps
+    got = causal_lm_logps(model, ids, mask, torch.ones(2, 3)).logps
     torch.testing.assert_close(got, torch.cat(alone))
 
     model, ids, inputs = tiny.qwen2_vl()
@@ -102,7 +102,7 @@ def test_over_the_sets_of_a_truncating_sampler() -> None:
     want = logps.gather(-1, ids[:, -5:, None])[..., 0] * mask
     for _ in range(2):
         over_sets = {"temperature": 0.7, "kept_ids": kept}
-        got = completion_logps(model, ids, attention_mask, mask, **over_sets).logps
+        got = causal_lm_logps(model, ids, attention_mask, mask, **over_sets).logps
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
     loss_fn, advantages = GRPOLoss(temperature=0.7), torch.tensor([1.0, 0.0, 0.3])
     given = {"old_per_token_logps": want, "kept_ids": KeptIds.from_padded(kept)}
@@ -139,7 +139,7 @@ def test_the_check_costs_nothing_and_leaves_nothing() -> None:
     calls, attributes, random = body_calls(model), set(vars(model.lm_head)), torch.get_rng_state()
     hooks = len(model.lm_head._forward_hooks)
     batch = ids, attention_mask, mask
-    first, again = (completion_logps(model.train(), *batch).logps for _ in range(2))
+    first, again = (causal_lm_logps(model.train(), *batch).logps for _ in range(2))
     assert calls == [False, False]
     assert torch.equal(first, again)
     assert torch.equal(torch.get_rng_state(), random)
@@ -154,7 +154,7 @@ def test_a_config_that_is_wrong_or_changes_is_measured() -> None:
     model, ids, attention_mask, mask = scene("hyperclovax")
     calls = body_calls(model)
     for expected in (2, 3):
-        completion_logps(model, ids, attention_mask, mask)
+        causal_lm_logps(model, ids, attention_mask, mask)
         assert len(calls) == expected
     assert describe_head(model).logit_scale == 3.0
     model.config.logits_scaling = 0.4
@@ -176,7 +176,7 @@ def test_bfloat16_and_autocast(autocast: bool) -> None:
     dtype = torch.float32 if autocast else torch.bfloat16
     model, ids, attention_mask, mask = scene("gemma3_text", dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        logps = completion_logps(model, ids, attention_mask, mask).logps
+        logps = causal_lm_logps(model, ids, attention_mask, mask).logps
         want = tiny.plain_logprobs(model, ids, attention_mask=attention_mask)[0][:, -5:]
     assert logps.dtype == torch.float32
     assert (logps - want)[mask.bool()].abs().max() < 0.05
@@ -235,12 +235,12 @@ def test_the_models_own_output_comes_back_without_logits() -> None:
     placed = positions_of_generate(model, ids, attention_mask)
     plain = model(input_ids=ids, attention_mask=attention_mask, **placed, **wanted)
     for _ in range(2):
-        scores, output = completion_logps(model, *args, return_output=True, **wanted)
+        scores, output = causal_lm_logps(model, *args, return_output=True, **wanted)
         assert type(output) is type(plain)
         assert (output.logits, "logits" in output) == (None, False)
         torch.testing.assert_close(output.aux_loss, plain.aux_loss)
         torch.testing.assert_close(output.hidden_states[-1], plain.hidden_states[-1])
-        torch.testing.assert_close(scores.given, completion_logps(model, *args, **wanted).given)
+        torch.testing.assert_close(scores.given, causal_lm_logps(model, *args, **wanted).given)
     router = model.model.layers[0].mlp.gate.weight
     gradients = (torch.autograd.grad(x.aux_loss, router)[0] for x in (output, plain))
     torch.testing.assert_close(*gradients)
@@ -262,7 +262,7 @@ def test_peft(fields: dict[str, Any]) -> None:
     model, ids, attention_mask, mask = scene("granite")
     model = peft_model(model, **fields)
     assert_as_model(model, ids, mask, attention_mask=attention_mask)
-    with_adapter = completion_logps(model, ids, attention_mask, mask).logps
+    with_adapter = causal_lm_logps(model, ids, attention_mask, mask).logps
     with model.disable_adapter():  # the reference model of a trainer with LoRA
         assert_as_model(model, ids, mask, attention_mask=attention_mask)
     parameters = [x for x in model.parameters() if x.requires_grad]
@@ -278,7 +278,7 @@ def test_prompt_tuning() -> None:
     model, ids, attention_mask, mask = scene()
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(model, config)
-    got = completion_logps(model, ids, attention_mask, mask).logps
+    got = causal_lm_logps(model, ids, attention_mask, mask).logps
     logits = model(input_ids=ids, attention_mask=attention_mask).logits
     assert logits.shape[1] == ids.shape[1] + 3
     want = logits[:, -6:-1].log_softmax(-1).gather(-1, ids[:, -5:, None]).squeeze(-1)
@@ -291,7 +291,7 @@ def test_prompt_tuning() -> None:
 def test_dropout_of_an_adapter_on_the_head_is_not_mistaken_for_another_head() -> None:
     model, *batch = scene()
     model = peft_model(model, target_modules=["lm_head"], lora_dropout=0.5).train()
-    first, second = (completion_logps(model, *batch).logps for _ in range(2))
+    first, second = (causal_lm_logps(model, *batch).logps for _ in range(2))
     assert (first - second).abs().max() > 1e-3
     assert all(x.training for x in model.modules())
 
@@ -299,11 +299,11 @@ def test_dropout_of_an_adapter_on_the_head_is_not_mistaken_for_another_head() ->
 def test_a_head_that_accelerate_has_offloaded() -> None:
     accelerate = pytest.importorskip("accelerate")
     model, *batch = scene()
-    want = completion_logps(model, *batch).logps
+    want = causal_lm_logps(model, *batch).logps
     d_want = torch.autograd.grad(want.sum(), model.model.norm.weight)
     accelerate.cpu_offload(model.lm_head, execution_device="cpu")
     assert model.lm_head.weight.is_meta
-    got = completion_logps(model, *batch).logps
+    got = causal_lm_logps(model, *batch).logps
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(torch.autograd.grad(got.sum(), model.model.norm.weight), d_want)
 
@@ -324,7 +324,7 @@ def test_hooks_on_the_head() -> None:
     model.lm_head.register_forward_hook(double)
     for _ in range(2):
         with pytest.raises(TypeError, match=r"hooks on its head that change nothing.*\.double"):
-            completion_logps(model, *args)
+            causal_lm_logps(model, *args)
 
 
 def with_new(model: Any, name: str, value: Any) -> Any:
@@ -372,7 +372,7 @@ def test_what_cannot_be_expressed_is_refused(change: Any, error: Any, message: s
     model, *batch = scene()
     head, before = model.lm_head, model.lm_head.forward
     with pytest.raises(error, match=message):
-        completion_logps(change(model), *batch)
+        causal_lm_logps(change(model), *batch)
     assert head.forward == before or "differ" in message, "a call that fails leaves the head alone"
 
 
@@ -382,23 +382,23 @@ def test_names_of_wrappers_bodies_and_of_all_models_are_known() -> None:
             return self._forward_module(*args, **inputs)
 
     model, *batch = scene("granitemoe")
-    want = completion_logps(model, *batch).logps
+    want = causal_lm_logps(model, *batch).logps
     names = {"weigh": 2.0, "output_attentions": False, "position_ids": None}
     names |= {"use_cache": False, "return_dict": True}
-    torch.testing.assert_close(completion_logps(Weighs(model), *batch, **names).logps, want)
+    torch.testing.assert_close(causal_lm_logps(Weighs(model), *batch, **names).logps, want)
     with pytest.raises(TypeError, match=r"weigh: .*, nor an input of GraniteMoeForCausalLM"):
-        completion_logps(model, *batch, weigh=2.0)
+        causal_lm_logps(model, *batch, weigh=2.0)
     adapted = peft_model(tiny.text_model("llama"), target_modules=["q_proj"])
     mixture = {"adapter_names": ["default", "__base__", "default"]}
-    mixed = completion_logps(adapted, *batch, **mixture).logps
-    torch.testing.assert_close(mixed[::2], completion_logps(adapted, *batch).logps[::2])
+    mixed = causal_lm_logps(adapted, *batch, **mixture).logps
+    torch.testing.assert_close(mixed[::2], causal_lm_logps(adapted, *batch).logps[::2])
     with adapted.disable_adapter():
-        torch.testing.assert_close(mixed[1], completion_logps(adapted, *batch).logps[1])
+        torch.testing.assert_close(mixed[1], causal_lm_logps(adapted, *batch).logps[1])
     with pytest.raises(TypeError, match=r"adapter_name: .* did you mean adapter_names\?"):
-        completion_logps(adapted, *batch, adapter_name="default")
+        causal_lm_logps(adapted, *batch, adapter_name="default")
     adapted = peft_model(tiny.text_model("llama"), target_modules=["lm_head"])
     with pytest.raises(ValueError, match="only hidden states, got adapter_names"):
-        completion_logps(adapted, *batch, **mixture)
+        causal_lm_logps(adapted, *batch, **mixture)
 
 
 def cloned(data: Any) -> Any:

@@ -18,8 +18,8 @@ import transformers
 from grpo_kernels import GRPOLoss, LossConfig
 from grpo_kernels.transformers import (
     causal_lm_divergence,
+    causal_lm_logps,
     causal_lm_loss,
-    completion_logps,
     describe_head,
 )
 from tests.support import tiny_architectures as tiny
@@ -55,7 +55,7 @@ def call(model: Any = None, **changes: Any) -> Any:
     """The loss if there are advantages, else log-probabilities; of a Llama if no model is named."""
     model = tiny.text_model("llama") if model is None else model
     given = {"input_ids": IDS, "attention_mask": ATTENTION, "completion_mask": MASK, **changes}
-    return (causal_lm_loss if "advantages" in changes else completion_logps)(model, **given)
+    return (causal_lm_loss if "advantages" in changes else causal_lm_logps)(model, **given)
 
 
 IS_FIELD = r"expected an input of LlamaForCausalLM.*, got a field of LossConfig: set it on the loss"
@@ -227,18 +227,18 @@ def test_sequences_that_share_the_masks_of_dropout_are_warned_of(
     four = [x[:1].expand(4, -1) for x in batch]
     model.train()
     with pytest.warns(UserWarning, match=r"in train mode .* layout='trim'.* model\.eval\(\)"):
-        logps = completion_logps(model, *four).logps
+        logps = causal_lm_logps(model, *four).logps
     assert torch.equal(logps, logps[:1].expand_as(logps))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        logps = completion_logps(model, *four, layout="trim").logps
+        logps = causal_lm_logps(model, *four, layout="trim").logps
         assert len(logps.sum(dim=1).unique()) == 4
-        completion_logps(model.eval(), *four)
+        causal_lm_logps(model.eval(), *four)
     forget_warnings()
     adapted = peft_model(scene()[0], target_modules=["q_proj"], lora_dropout=0.5).train()
     with adapted.disable_adapter(), warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        completion_logps(adapted, *four)
+        causal_lm_logps(adapted, *four)
 
 
 def test_log_probabilities_have_the_temperature_of_the_loss() -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from torch.utils.checkpoint import checkpoint
 
 from grpo_kernels import GRPOLoss
-from grpo_kernels.transformers import causal_lm_loss, completion_logps
+from grpo_kernels.transformers import causal_lm_logps, causal_lm_loss
 from tests.support import all_architectures as every
 from tests.support import tiny_architectures as tiny
 from tests.support.training_step import (
@@ -294,9 +294,9 @@ def test_the_device_of_the_inputs_decides() -> None:
 def test_scores_in_inference_mode_come_first() -> None:
     model, given = llama(), {name: batch()[name] for name in SCORED}
     with torch.inference_mode():
-        first = completion_logps(model, **given).logps
-        inside = completion_logps(model, **{name: x.clone() for name, x in given.items()}).logps
-    want = completion_logps(model, **given, layout="padded").logps
+        first = causal_lm_logps(model, **given).logps
+        inside = causal_lm_logps(model, **{name: x.clone() for name, x in given.items()}).logps
+    want = causal_lm_logps(model, **given, layout="padded").logps
     torch.testing.assert_close(first.clone(), want, rtol=3e-6, atol=3e-6)
     torch.testing.assert_close(inside.clone(), want, rtol=3e-6, atol=3e-6)
     assert is_a_tree(model, batch())

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from grpo_kernels.transformers import completion_logps
+from grpo_kernels.transformers import causal_lm_logps
 from tests.support import all_architectures as every
 
 VOCAB = 97
@@ -206,7 +206,7 @@ def assert_as_model(model: Any, ids: Tensor, completion_mask: Tensor, **inputs: 
     placed = {**positions_of_generate(model, ids, **inputs), **inputs}
     with torch.no_grad():
         plain = plain_logprobs(model, ids, **placed)
-    got = completion_logps(model, ids, completion_mask=completion_mask, **inputs)
+    got = causal_lm_logps(model, ids, completion_mask=completion_mask, **inputs)
     want = [x[:, -completion_mask.shape[1] :] for x in plain]
     for ours, theirs in zip((got.logps, got.entropies), want, strict=True):
         assert ours.shape == completion_mask.shape

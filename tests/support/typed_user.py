@@ -25,7 +25,7 @@ from grpo_kernels import (
     token_level,
     topk_divergence,
 )
-from grpo_kernels.transformers import causal_lm_loss, completion_logps
+from grpo_kernels.transformers import causal_lm_loss, causal_lm_logps
 from grpo_kernels.typing import BackendName, EngineName, LossFields
 
 x, ids, mask, rewards = torch.randn(2, 3, 4), torch.ones(2, 3), torch.ones(2, 3), torch.ones(2)
@@ -117,7 +117,7 @@ causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, layout="trim"
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, logits_dtype="input")
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, reference=lm_head)
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, reference=(x, lm_head))  # wrong
-assert_type(completion_logps(nn.Linear(2, 2), ids, None, mask, run=run), Scores)
-completion_logps(nn.Linear(2, 2), ids, None, mask, run="lean")  # wrong
+assert_type(causal_lm_logps(nn.Linear(2, 2), ids, None, mask, run=run), Scores)
+causal_lm_logps(nn.Linear(2, 2), ids, None, mask, run="lean")  # wrong
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, layout="pack")  # wrong
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, zero_advantage="drop")  # wrong

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import _ChunkedLogProbFunction
 
 from grpo_kernels import Head, KeptIds, linear_logps
-from grpo_kernels.transformers import completion_logps, head_inputs
+from grpo_kernels.transformers import causal_lm_logps, head_inputs
 from tests.vllm import engine, training
 from tests.vllm.engine import CASES
 
@@ -35,7 +35,7 @@ def fresh(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def batch(samples: Samples) -> dict[str, Tensor]:
-    """Arguments of `completion_logps`, prompts padded on the left."""
+    """Arguments of `causal_lm_logps`, prompts padded on the left."""
     longest = [max(len(x[name]) for x in samples) for name in ("prompt", "ids")]
     ids, mask, counted = torch.zeros(3, len(samples), sum(longest), dtype=torch.int64)
     for i, x in enumerate(samples):
@@ -64,7 +64,7 @@ def sampled() -> Any:
 def test_log_probabilities_in_fp32_are_the_engines(name: str, sampled: dict[str, Samples]) -> None:
     samples, options = sampled[name], CASES[name]
     given, model = batch(samples), AutoModelForCausalLM.from_pretrained(FP32, dtype=torch.float32)
-    score = functools.partial(completion_logps, model, **given, entropy=False)
+    score = functools.partial(causal_lm_logps, model, **given, entropy=False)
     score = functools.partial(score, temperature=options["temperature"])
     sets = {}
     if "top_k" in options:
