@@ -53,7 +53,7 @@ from grpo_kernels.base.checks import (
 from grpo_kernels.base.choices import BackendName, EngineName, choices
 from grpo_kernels.base.tensors import accumulator_of, map_tensors, take
 from grpo_kernels.engine.gemm import Products
-from grpo_kernels.engine.ranks import Ranks, Shard, widest_part
+from grpo_kernels.engine.ranks import Ranks, Shard
 from grpo_kernels.engine.topk import TopKLogps, TopKTeacher
 from grpo_kernels.engine.workspace import (
     AMPLE,
@@ -317,6 +317,10 @@ class Job:
         """`others` with `value` (n,) as d loss / d result."""
         return others._replace(**{"d_divergence" if self.result_is_divergence else "d_logp": value})
 
+    def widest_products(self, weight: Tensor, dtype: torch.dtype | None = None) -> Products:
+        """The products of the rank with the most rows of `weight`: plans by them are the same."""
+        return self.products(_widest_part(weight, self.shard), dtype)
+
     def products(self, weight: Tensor, dtype: torch.dtype | None = None) -> Products:
         """The products with `weight`, which may be a part of the head."""
         slice_bytes = min(SLICE_BYTES, self.workspace_bytes // 8)
@@ -442,7 +446,7 @@ def plan(
             shard = None
     workspace_bytes = run.workspace_bytes
     if workspace_bytes is None:
-        widest, heads = widest_part(head.weight, shard), 1 if reference is None else 2
+        widest, heads = _widest_part(head.weight, shard), 1 if reference is None else 2
         workspace_bytes = min(large_workspace(widest, needs_grad, heads), memory.workspace)
     second = None
     if reference is not None:
@@ -535,6 +539,13 @@ def in_range(rows: Rows, vocab: int, shard_start: int) -> Rows:
             none = outside.any(dim=1)
             invalid = none if invalid is None else invalid | none
     return replace(rows, ids=ids, invalid=invalid, topk=topk).counted_from(shard_start)
+
+
+def _widest_part(weight: Tensor, shard: Shard | None) -> Tensor:
+    """A tensor in the shape of the largest part of the head, perhaps without data."""
+    if shard is None or shard.widest == weight.shape[0]:
+        return weight
+    return weight.new_empty(()).expand(shard.widest, weight.shape[1])
 
 
 def _transform(head: Head, dtype: torch.dtype) -> LogitTransform:

@@ -38,16 +38,6 @@ if TYPE_CHECKING:
     from grpo_kernels.backends import Chunk, LogitTransform
 
 
-def widest_part(weight: Tensor, shard: Shard | None) -> Tensor:
-    """A tensor in the shape of the largest part of the head, perhaps without data.
-
-    Plans based on its size are the same on all ranks.
-    """
-    if shard is None or shard.widest == weight.shape[0]:
-        return weight
-    return weight.new_empty(()).expand(shard.widest, weight.shape[1])
-
-
 @dataclass(frozen=True)
 class Shard:
     """This rank's rows of the head: [start, start + sizes[rank]) of `vocab`."""

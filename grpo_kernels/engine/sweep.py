@@ -37,7 +37,6 @@ from grpo_kernels.backends import (
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.plan import Job, RowLoss, Rows
-from grpo_kernels.engine.ranks import widest_part
 from grpo_kernels.engine.workspace import Group, device_of, divide
 from grpo_kernels.head import HeadTensors
 
@@ -259,7 +258,7 @@ def plan_groups(job: Job, *, with_gradient: bool) -> list[Group]:
     A chunk needs logits; a group needs operands, and d logits if these have another dtype.
     """
     weight, reference = job.tensors.weight, job.reference
-    products = job.products(widest_part(weight, job.shard))  # the same plan on all ranks
+    products = job.widest_products(weight)
     vocab, device = products.weight.shape[0], device_of(weight.device)
     width = device.row_width(vocab)
     row_bytes = width * job.accumulator_dtype.itemsize
@@ -268,8 +267,7 @@ def plan_groups(job: Job, *, with_gradient: bool) -> list[Group]:
     if job.rows.topk is not None:
         chunk_row_bytes += job.rows.topk.row_bytes()
     if reference is not None:
-        weight = widest_part(reference.tensors.weight, job.shard)
-        other = job.products(weight, reference.operand_dtype)
+        other = job.widest_products(reference.tensors.weight, reference.operand_dtype)
         chunk_row_bytes = 2 * row_bytes + other.hidden_bytes()
         slice_bytes = max(slice_bytes, other.slice_bytes)
     d_logits = width * products.d_logits_dtype.itemsize if separate else 0
