@@ -279,8 +279,8 @@ def dppo_kl(
     """Like `dppo_tv`, but a token is kept if KL((old, 1 - old) || (p, 1 - p)) is in bounds.
 
     The bound is `clip_ratio_high` if A > 0, else `clip_ratio_low`. A token is dropped only if its
-    probability moved in its advantage's direction, up if A > 0. 1 - p is computed by expm1, and
-    verl's 1e-8 is added.
+    probability moved in its advantage's direction, up if A > 0. 1 - p is computed by expm1. Like
+    verl, the logarithm of (1 - old) / (1 - p) adds 1e-8 to both.
     Source: https://arxiv.org/abs/2602.04879.
     """
     logps, old = tokens.logps.detach(), tokens.old_per_token_logps

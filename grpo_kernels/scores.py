@@ -512,7 +512,7 @@ def _measure_of(
         if tail:
             raise ValueError(
                 f"log_prob_min_clamp: expected None with a tail, got {log_prob_min_clamp!r}; it "
-                "applies to the forward KL over the listed ids alone"
+                "works only for the forward KL over the listed ids"
             )
     if loss_max_clamp is not None:
         check_number("loss_max_clamp", loss_max_clamp, 0.0)

@@ -178,7 +178,7 @@ class Segments:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Compute attention (1, n, heads, d) along the paths, using `inner`, named `name`."""
+        """Compute attention (1, n, heads, d) along the paths with `inner`, called `name`."""
         _, heads, tokens, size = query.shape
         if not isinstance(attention_mask, Tensor) or (attention_mask.numel() != 1 and tokens > 1):
             is_tensor = isinstance(attention_mask, Tensor)

@@ -60,8 +60,8 @@ class TokenInputs:
         index: int64, the token's index in the caller's flattened batch, which has B * T positions
             (packed: N). ``extra.flatten()[tokens.index]`` reads a tensor shaped like the ids.
         sequence: int64, the index of the token's sequence, in [0, B): ``bonus[tokens.sequence]``
-            reads a tensor (B,). Always index it: ``tokens.logps + bonus`` raises an error, but
-            not if B happens to equal the number of columns or tokens.
+            reads a tensor (B,). Always index it: ``tokens.logps + bonus`` is silently wrong if B
+            equals the number of columns or tokens; otherwise, it raises an error.
         position: int64, the token's index in its sequence, which is the column in a padded batch:
             ``bonus[tokens.position]`` reads a tensor (T,).
         loss: the config's own loss of each token, with its KL term, masks and importance sampling

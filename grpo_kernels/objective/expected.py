@@ -22,7 +22,7 @@ from grpo_kernels.tokens import Tokens
 @hints_names
 @dataclass(frozen=True)
 class Expectation:
-    """The gradient of your loss, if you can predict it; the logits are then computed only once.
+    """Tells `linear_logps` your loss's gradient in advance, so that it computes the logits once.
 
     Args:
         coefficients: a function, called as ``coefficients(index, logps, entropies)`` for n tokens

@@ -141,7 +141,7 @@ def reduce_rows(
 def reduce_tile(
     sums, source, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted
 ):
-    """Fold four logits into each lane of `sums` (R, W), from `load_logits`."""
+    """Load four logits per lane with `load_logits`, and add them to `sums` (R, W)."""
     m, rest, t, squares, total, top_id = sums
     with_entropy, with_squares, with_total, with_top_id = wanted
     z0, z1, z2, z3, id0, id1, id2, id3 = load_logits(
