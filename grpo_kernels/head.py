@@ -250,12 +250,6 @@ def read_reference(reference: Any, head: Head, prefix: str) -> StatesAndHead:
         raise ValueError(
             f"{prefix}head.lora: expected None, since the head is a constant, got a LoRA"
         )
-    for name in ("process_group", "vocab_size"):
-        value, of_first = getattr(other, name), getattr(head, name)
-        if value is not None and value is not of_first and value != of_first:
-            raise ValueError(
-                f"{prefix}head.{name}: expected None or the other head's value, got {value!r}"
-            )
     return StatesAndHead(hidden, other, prefix)
 
 
@@ -287,6 +281,13 @@ def read_heads(
         first, second = first_ids(first, size), second and first_ids(second, size)
     _check_head(first, dim=dim)
     if second is not None:
+        for name in ("process_group", "vocab_size"):
+            value, of_first = getattr(second.head, name), getattr(head, name)
+            if value is not None and value is not of_first and value != of_first:
+                raise ValueError(
+                    f"{second.prefix}head.{name}: expected None or the other head's value, got "
+                    f"{value!r}"
+                )
         _check_head(second, first=first)
         more = ", or swap the two models if this one trains"
         warn_of_graph(f"{second.prefix}hidden", second.hidden, more)

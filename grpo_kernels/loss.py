@@ -97,14 +97,11 @@ from grpo_kernels.engine.plan import (
     checked_on_all_ranks,
     dtype_and_memory,
     plan,
+    with_engine,
 )
 from grpo_kernels.engine.sweep import first_pass
 from grpo_kernels.engine.topk import TopKLogps, check_topk
-from grpo_kernels.head import (
-    HeadLike,
-    read_heads,
-    read_reference,
-)
+from grpo_kernels.head import HeadLike, read_heads
 from grpo_kernels.kept_ids import KeptIds, read_kept_ids
 from grpo_kernels.module import takes_heads, whole_reference
 from grpo_kernels.objective.config import (
@@ -283,8 +280,7 @@ def grpo_loss(
         check_inputs(config, arguments, has_reference=reference is not None)
         second = None
         if reference is not None:
-            reference = whole_reference(reference, head, "reference.")
-            second = read_reference(reference, head, "reference.")
+            second = whole_reference(reference, head, "reference.")
         if not config.needs_reference_head:  # beta is 0
             second = None
         dim = 3 if cu_seqlens is None else 2
@@ -309,10 +305,9 @@ def grpo_loss(
         row_loss = _row_loss(config, objective, tokens, num_items_in_batch)
 
         # which engine; over kept sets there is none
-        job = plan(
-            hidden, head, rows, run, memory, ranks, row_loss if sets is None else None,
-            reference=second,
-        )  # fmt: skip
+        job = plan(hidden, head, rows, run, memory, ranks, reference=second)
+        if sets is None:
+            job = with_engine(job, run, row_loss)
     if sets is not None:
         over_vocab = expectation_of(row_loss, tokens) if on_missing_set == "full" else None
         scores, of_sets = score_kept(
@@ -356,9 +351,9 @@ class GRPOLoss(nn.Module):
 
     ::
 
-        loss_fn = GRPOLoss(presets.GRPO)                 # the GRPO paper's loss, with its KL term
-        loss_fn = GRPOLoss(presets.GRPO, beta=0.001)     # the same with a smaller KL weight
-        loss_fn = GRPOLoss(loss_type="grpo", beta=0.04)  # TRL's GRPO: KL estimate times the ratio
+        loss_fn = GRPOLoss(presets.GRPO)              # the GRPO paper's loss, with its KL term
+        loss_fn = GRPOLoss(presets.GRPO, beta=0.001)  # the same with a smaller KL weight
+        loss_fn = GRPOLoss(presets.DAPO)              # without a KL term
         out = loss_fn(hidden, model.lm_head, completion_ids, completion_mask, advantages)
         out.loss.backward()
 
@@ -367,7 +362,8 @@ class GRPOLoss(nn.Module):
     (B, T); and by name the other arguments of `grpo_loss`. It returns a `LossOutput`. `config` and
     its fields, `objective` and `run` are set at construction; a call does not take them.
     ``help(grpo_loss)`` describes the arguments, ``help(LossConfig)`` the fields. A preset follows
-    its paper; a `loss_type` alone follows TRL. The module has no parameters and no buffers.
+    its paper; a `loss_type` alone follows TRL, which multiplies the KL estimate by the ratio. The
+    module has no parameters and no buffers.
 
     Args:
         config: the loss; default `LossConfig()`.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import is_dtensor, outside_graphs
-from grpo_kernels.head import Head, LoRA, read_reference
+from grpo_kernels.head import Head, LoRA, StatesAndHead, read_reference
 
 _PEFT_LORA = ("peft.tuners.lora.layer", "Linear")
 # Modules whose hooks are left alone: FSDP2's and ZeRO-3's, which `forward` runs, and
@@ -44,17 +44,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 Compute = Callable[[Tensor], tuple[Tensor, ...]]
 
 
-def whole_reference(reference: Any, head: Head, prefix: str) -> Any:
-    """Replace a module in `reference` by a `Head` with whole weight and bias.
+def whole_reference(reference: Any, head: Head, prefix: str) -> StatesAndHead:
+    """Read a call's second model; its head's module becomes whole weight and bias.
 
     This is a collective if FSDP2 or ZeRO-3 has divided them. A head that is divided over a process
     group stays divided.
     """
-    if not isinstance(reference, tuple) or len(reference) != 2:
-        return reference
-    if not isinstance(Head.of(reference[1], f"{prefix}head").weight, nn.Module):
-        return reference
-    states, other, _ = read_reference(reference, head, prefix)
+    second = read_reference(reference, head, prefix)
+    other = second.head
+    if not isinstance(other.weight, nn.Module):
+        return second
     if other.bias is not None:
         raise ValueError(
             f"{prefix}head.bias: expected None, since the module has its own bias, got another one"
@@ -63,7 +62,7 @@ def whole_reference(reference: Any, head: Head, prefix: str) -> Any:
     check_present(other.weight, f"{prefix}head")
     sharded = head.process_group is not None
     weight, bias = constant_parameters(other.weight, f"{prefix}head", sharded=sharded)
-    return states, replace(other, weight=weight, bias=bias)
+    return second._replace(head=replace(other, weight=weight, bias=bias))
 
 
 def linear_of(lm_head: nn.Module, name: str = "lm_head") -> nn.Linear:

@@ -77,14 +77,16 @@ from grpo_kernels.base.choices import (
 )
 from grpo_kernels.engine.autograd import run_scores
 from grpo_kernels.engine.kept import score_kept
-from grpo_kernels.engine.plan import Rows, Run, checked_on_all_ranks, dtype_and_memory, plan
-from grpo_kernels.engine.topk import TopKLogps, TopKTeacher, check_topk
-from grpo_kernels.head import (
-    Head,
-    HeadLike,
-    read_heads,
-    read_reference,
+from grpo_kernels.engine.plan import (
+    Rows,
+    Run,
+    checked_on_all_ranks,
+    dtype_and_memory,
+    plan,
+    with_engine,
 )
+from grpo_kernels.engine.topk import TopKLogps, TopKTeacher, check_topk
+from grpo_kernels.head import Head, HeadLike, StatesAndHead, read_heads
 from grpo_kernels.kept_ids import KeptIds, read_kept_ids
 from grpo_kernels.module import takes_heads, whole_reference
 from grpo_kernels.objective.expected import (
@@ -224,9 +226,10 @@ def linear_logps(
             ids = topk_ids.detach().flatten(0, -2)[rows.positions]
             rows = replace(rows, topk=TopKLogps.of(ids, rows.ids)[0])
         job = plan(
-            hidden, head, rows, run, memory, ranks, gradient if sets is None else None,
-            entropy=bool(entropy), extras=tuple(extras),
-        )  # fmt: skip
+            hidden, head, rows, run, memory, ranks, entropy=bool(entropy), extras=tuple(extras)
+        )
+        if sets is None:
+            job = with_engine(job, run, gradient)
     if sets is None:
         return run_scores(job, gradient, completion_ids.shape)
     return score_kept(job, run, sets, completion_ids, on_missing_set, expected_at, entropy=entropy)[
@@ -303,10 +306,9 @@ def linear_divergence(
     """
     arguments, jsd_beta = {**locals()}, _beta_of(divergence, beta)
     with checked_on_all_ranks("linear_divergence", arguments) as (head, run, ranks):
-        reference: Any = whole_reference(teacher, head, "teacher.")
+        second: Any = whole_reference(teacher, head, "teacher.")
         if ranks is None:
-            head, reference = _over_common_ids(head, reference)
-        second: Any = read_reference(reference, head, "teacher.")
+            head, second = _over_common_ids(head, second)
         if not isinstance(entropy, bool):
             raise TypeError(f"entropy: expected a bool, got {entropy!r}")
         hidden, head, second = read_heads(hidden, head, second)
@@ -319,9 +321,10 @@ def linear_divergence(
             expected, hidden, completion_ids, rows.positions, dtype, entropy=entropy
         )
         job = plan(
-            hidden, head, rows, run, memory, ranks, gradient,
+            hidden, head, rows, run, memory, ranks,
             reference=second, jsd_beta=jsd_beta, entropy=entropy,
         )  # fmt: skip
+        job = with_engine(job, run, gradient)
     has_ids = completion_ids is not None
     return run_scores(job, gradient, hidden.shape[:-1], has_ids=has_ids)
 
@@ -406,10 +409,8 @@ def topk_divergence(
         has_tail = topk.least_tail is not None and ids.shape[1] < head.weight.shape[0]
         check_masses("teacher_logps", topk.logps, has_tail=has_tail)
         rows = replace(rows, topk=topk)
-        job = plan(
-            hidden, head, rows, run, memory, ranks, gradient,
-            entropy=False,
-        )  # fmt: skip
+        job = plan(hidden, head, rows, run, memory, ranks, entropy=False)
+        job = with_engine(job, run, gradient)
     return run_scores(job, gradient, hidden.shape[:-1], has_ids=False)
 
 
@@ -444,12 +445,9 @@ def _read_rows(
     return Rows(positions, ids.detach().reshape(-1)[positions].long(), inverse)
 
 
-def _over_common_ids(head: Head, teacher: Any) -> tuple[Head, Any]:
+def _over_common_ids(head: Head, teacher: StatesAndHead) -> tuple[Head, StatesAndHead]:
     """Give both heads the `vocab_size` of the shorter one, if the sizes differ and are valid."""
-    if not isinstance(teacher, tuple) or len(teacher) != 2:
-        return head, teacher
-    states, given = teacher
-    other = Head.of(given, "teacher.head")
+    other = teacher.head
     sizes: set[Any] = {head.vocab_size, other.vocab_size} - {None}
     weights = (head.weight, other.weight)
     if all(isinstance(x, Tensor) and not is_dtensor(x) and x.dim() == 2 for x in weights):
@@ -465,9 +463,8 @@ def _over_common_ids(head: Head, teacher: Any) -> tuple[Head, Any]:
             sizes |= rows
     if not sizes or not all(isinstance(x, int) for x in sizes):
         return head, teacher
-    if isinstance(given, Head):
-        given = replace(other, vocab_size=None)
-    return replace(head, vocab_size=min(sizes)), (states, given)
+    teacher = teacher._replace(head=replace(other, vocab_size=None))
+    return replace(head, vocab_size=min(sizes)), teacher
 
 
 def _beta_of(divergence: Any, beta: Any) -> float:

@@ -407,21 +407,18 @@ def plan(
     run: Run,
     memory: Memory,
     ranks: Ranks | None,
-    row_loss: RowLoss | None,
     *,
     reference: StatesAndHead | None = None,
     jsd_beta: float = 1.0,
     entropy: bool = True,
     extras: tuple[str, ...] = (),
 ) -> Job:
-    """Plan a call with checked heads.
+    """Plan a call with checked heads, but for what `with_engine` adds.
 
     Args:
         rows: rows with ids of the whole vocabulary.
         memory: from `dtype_and_memory`.
         ranks: the ranks of a sharded head, which compare their calls here.
-        row_loss: the gradient that the engine must give. None, for kept sets: no engine is chosen,
-            and ids are neither checked nor counted from this rank's first row.
         jsd_beta: as in `SecondHead`.
         entropy, extras: as in `Job`.
     """
@@ -453,7 +450,7 @@ def plan(
         (states, other, _), (of_second,) = reference, of_reference
         constants = map_tensors(Tensor.detach, tensors_of(states, other, rows.positions))
         second = SecondHead(constants, of_second, _transform(other, of_second), jsd_beta)
-    job = Job(
+    return Job(
         rows=rows,
         tensors=tensors_of(hidden, head, rows.positions),
         needs_grad=needs_grad,
@@ -467,7 +464,6 @@ def plan(
         extras=extras,
         gather=run.gather or nullcontext,
     )
-    return job if row_loss is None else with_engine(job, run, row_loss)
 
 
 def with_engine(job: Job, run: Run, row_loss: RowLoss) -> Job:

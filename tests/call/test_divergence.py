@@ -41,6 +41,9 @@ def test_only_the_common_ids_count() -> None:
     cut = Head(ours[:31], case.bias[:31])
     assert torch.equal(found(Head(ours, case.bias, vocab_size=31), theirs), found(cut, theirs[:31]))
     assert torch.equal(found(ours, Head(theirs, vocab_size=31)), some)
+    module = torch.nn.Linear(theirs.shape[1], theirs.shape[0], bias=False)
+    module.weight = torch.nn.Parameter(theirs)
+    assert torch.equal(found(ours, Head(module, vocab_size=31)), some)
 
 
 def test_what_is_expected_changes_no_result(every_backend: str) -> None:
