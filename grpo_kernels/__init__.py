@@ -77,10 +77,10 @@ __all__ = [
 
 _TRAINERS = ("liger", "transformers", "trl", "verl")
 _OF_TRAINERS = {
-    "transformers": ("causal_lm_divergence", "causal_lm_loss", "causal_lm_logps"),
+    "transformers": ("causal_lm_divergence", "causal_lm_logps", "causal_lm_loss", "describe_head"),
     "trl": ("FusedGRPOTrainer", "patch_trl"),
     "verl": ("patch_verl",),
-    "liger": ("patch_liger",),
+    "liger": ("LigerFusedLinearGRPOLoss", "patch_liger"),
 }  # to say where a name is
 
 if TYPE_CHECKING:

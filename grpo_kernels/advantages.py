@@ -214,7 +214,8 @@ def process_advantages(
         step_rewards: (B, S), or a list of numbers per completion, on any device. NaN or None marks
             an unscored step, which is ignored.
         step_ends: (B, S), or a list per completion: the column of each step's last token. Columns
-            are in [0, T) and increase from step to step; ends of unscored steps are ignored.
+            are in [0, T) and increase from step to step; ends of unscored steps are ignored. Let
+            the last step end at the last counted token, since later tokens get 0.
         num_generations, group_ids, std, eps, process_group: as in `group_advantages`.
         completion_mask: (B, T); masked positions get 0.
         length: the length T; pass either `length` or `completion_mask`.

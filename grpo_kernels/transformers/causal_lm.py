@@ -165,7 +165,7 @@ def causal_lm_loss(
             f"{config.beta}, got None"
         )
     _warn_of_prompts(attention_mask, completion_mask)
-    _warn_of_packed(config, inputs.get("position_ids"), attention_mask)
+    _warn_of_packed(config, inputs.get("position_ids"), attention_mask, advantages)
     live = None if zero_advantage == "train" else _live(loss_fn, batch, advantages, loss_inputs)
     if zero_advantage == "skip" and live is not None:
         check_skip(config)
@@ -698,8 +698,7 @@ def _states_and_head(name: str, model: nn.Module, batch: Batch) -> tuple[Tensor,
 
     with torch.no_grad():
         states = run_scored(model, batch, keep)[0]["states"]
-    found: tuple[Tensor, Head] = whole_reference((states, used[0]), used[0], f"{name}.")
-    return found
+    return whole_reference((states, used[0]), used[0], f"{name}.")[:2]
 
 
 def _check_loss_fn(loss_fn: Any) -> None:
@@ -723,22 +722,36 @@ def _warn_of_prompts(attention_mask: Tensor | None, completion_mask: Tensor) -> 
         )
 
 
-def _warn_of_packed(config: LossConfig, positions: Any, attention_mask: Any) -> None:
-    """Warn once if a row holds several sequences in a loss that counts rows. On a CPU alone."""
-    counts_rows = config.definition.loss_over(num_items=True) == "sequences"
-    counts_rows |= config.definition.shares_ratio(config.importance_sampling_level)
-    on_cpu = isinstance(positions, Tensor) and positions.device.type == "cpu"
-    if not counts_rows or not on_cpu or positions.dim() != 2:
+def _warn_of_packed(
+    config: LossConfig, positions: Any, attention_mask: Any, advantages: Tensor
+) -> None:
+    """Warn once if a row holds several sequences that the loss counts as one. On a CPU alone."""
+    if not isinstance(positions, Tensor) or positions.device.type != "cpu" or positions.dim() != 2:
         return
     begins = positions.diff(dim=1) < 0
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         attended = attention_mask != 0  # padding has any position
         begins = begins & (attended[:, 1:] & attended[:, :-1]).to(begins.device)
-    if bool(begins.any()):
+    if not bool(begins.any()):
+        return
+    if advantages.dim() == 1:
         warn_once(
-            "position_ids: a row holds several sequences, which count as one in this loss, a mean "
-            "over sequences or with a ratio per sequence. Pass one sequence per row, or use "
-            "grpo_loss with cu_seqlens, or a mean over tokens (loss_type='dapo')"
+            "advantages: one per row, but position_ids hold several sequences in a row; pass them "
+            "per token, (B, T)"
+        )
+    definition = config.definition
+    reads_rows = (
+        definition.loss_over(num_items=True) == "sequences"
+        or definition.shares_ratio(config.importance_sampling_level)
+        or definition.argument is not None
+        or config.masks_off_policy
+        or (config.corrects_sampling and config.vllm_importance_sampling_mode.startswith("seq"))
+    )
+    if reads_rows:
+        warn_once(
+            "position_ids: a row holds several sequences, which count as one in this loss, since "
+            "it has a mean, a ratio or a mask per sequence. Pass one sequence per row, or use "
+            "grpo_loss with cu_seqlens, or a loss by tokens (loss_type='dapo')"
         )
 
 

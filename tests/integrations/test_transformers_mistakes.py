@@ -147,11 +147,21 @@ def test_a_mask_that_is_likely_not_meant_warns_once(changes: Any, said: str | No
     assert_warns_once(said, **changes)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_a_row_of_several_sequences_that_counts_as_one(loss_type: str) -> None:
-    given = {**LOSS, "loss_fn": GRPOLoss(loss_type=loss_type), **PACKED}
+@pytest.mark.parametrize(
+    ("config", "warns"),
+    [
+        ({"loss_type": "dapo"}, False),
+        ({"loss_type": "grpo"}, True),
+        ({"loss_type": "vespo"}, True),
+        ({"importance_sampling_level": "sequence"}, True),
+    ],
+)
+def test_a_row_of_several_sequences_that_counts_as_one(config: Any, warns: bool) -> None:
+    given = {**LOSS, "loss_fn": GRPOLoss(**config), **PACKED, "advantages": torch.ones(3, 12)}
     given["completion_mask"] = but(PACKED["completion_mask"], slice(None), 6, 0)
-    assert_warns_once("position_ids: a row holds" if loss_type == "grpo" else None, **given)
+    assert_warns_once("position_ids: a row holds" if warns else None, **given)
+    if not warns:
+        assert_warns_once("advantages: one per row", **{**given, "advantages": torch.ones(3)})
 
 
 def test_models_that_are_likely_not_meant_warn_once(forget_warnings: Callable[[], None]) -> None:
