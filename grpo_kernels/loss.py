@@ -35,10 +35,10 @@ This listing leaves out logit scale, soft-cap and rounding (`LogitTransform`), t
 backend runs it (backends/torch_rows.py). For most losses the C++ (csrc/ops.cpp) and Triton
 (backends/triton_rows) backends have a kernel, `fused`, that does the five lines from z to d_logits
 at once and also returns w * l of its rows (on-policy, without the part that is known beforehand);
-`Job.fuses` and `RowLoss.fused_loss` say when. Without such a kernel, the loss is evaluated for a
-and b of each chunk, and once more at the end for its value. Rows that certainly get no gradient
-(`RowLoss.live`), such as rows with A = 0 without a KL term and an entropy bonus, run through a
-separate loop without gradients.
+`Job.fused_loss` says when. Without such a kernel, the loss is evaluated for a and b of each chunk,
+and once more at the end for its value. Rows that certainly get no gradient (`RowLoss.live`), such
+as rows with A = 0 without a KL term and an entropy bonus, run through a separate loop without
+gradients.
 
 Other engines compute the gradient later, or without a and b. A loss takes two passes if a token's a
 and b depend on other tokens (`PolicyLoss.row_by_row`): ratios per sequence, such as GSPO's, with

@@ -287,19 +287,20 @@ class Job:
         """Dtype of logits, statistics, and gradients before their one rounding."""
         return accumulator_of(self.operand_dtype)
 
-    @property
-    def fuses(self) -> bool:
-        """True if the backend has one kernel for a whole loss, and can use it here.
+    def fused_loss(self, row_loss: RowLoss) -> FusedLoss | None:
+        """`row_loss` for a kernel that does a whole loss at once; None if none can do it here.
 
-        torch has none, and Triton has none with a reference. The ranks of a sharded head must
-        combine statistics before the loss is known. `RowLoss.fused_loss` is None for losses that
-        no kernel computes.
+        torch has no such kernel, and Triton has none with a reference. The ranks of a sharded head
+        must combine statistics before the loss is known. An empty batch needs no kernel.
         """
+        backend = self.backend
+        if self.when != "now" or len(self.rows) == 0 or not isinstance(backend, FusedRowBackend):
+            return None
         if self.shard is not None or self.rows.topk is not None:
-            return False
-        if not isinstance(self.backend, FusedRowBackend):
-            return False
-        return self.reference is None or self.backend.fuses_reference
+            return None
+        if self.reference is not None and not backend.fuses_reference:
+            return None
+        return row_loss.fused_loss()
 
     @property
     def result_is_divergence(self) -> bool:

@@ -6,7 +6,7 @@ have a vocabulary dimension. d logits, the gradient in the raw logits, may overw
 functions make the row work of a chunk::
 
     stats_work     the statistics of each row; by one kernel, loss and d logits too, if the backend
-                   has one (`Job.fuses`) and no token depends on others (`RowLoss.fused_loss`)
+                   has one and no token depends on others (`Job.fused_loss`)
     gradient_work  d logits from coefficients and statistics, new ones or a first pass's
 
 A call makes one or two passes over its rows. The first (`first_pass`) computes each row's
@@ -74,9 +74,7 @@ def first_pass(job: Job, row_loss: RowLoss) -> FirstPass:
         n, live = len(job.rows), row_loss.live
         every = torch.arange(n, device=job.rows.positions.device)
         live_rows = every if live is None else indices_of(live)
-        # an empty batch needs no kernel: its loss is 0
-        fuses = n > 0 and job.when == "now" and job.fuses
-        fused_loss = row_loss.fused_loss() if fuses else None
+        fused_loss = job.fused_loss(row_loss)
         first = _with_gradient(job, row_loss, fused_loss, live_rows)
         if live is None or live_rows.shape[0] == n:
             return first
