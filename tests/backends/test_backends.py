@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import (
-    RowBackend,
-    choose_backend,
-)
+from grpo_kernels.backends import RowBackend, choose_backend
 from grpo_kernels.backends.torch_rows import TorchRows
 from tests.support.divergence_suite import DivergenceSuite
 from tests.support.row_cases import same

@@ -22,11 +22,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from benchmarks.timing import Clock
-from grpo_kernels.backends import (
-    Chunk,
-    Coefficients,
-    choose_backend,
-)
+from grpo_kernels.backends import Chunk, Coefficients, choose_backend
 from grpo_kernels.backends.triton_rows import rows as row_work
 from tests.support.case_builder import make_case
 from tests.support.on_device import run_on

@@ -324,8 +324,5 @@ def test_the_plug_in_loads_in_silence_or_tells_its_error(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("grpo_kernels.verl.patch_verl", broken)
     monkeypatch.delitem(sys.modules, name)
-    with (
-        pytest.warns(RuntimeWarning, match="failed to load.*broken"),
-        pytest.raises(RuntimeError),
-    ):
+    with pytest.warns(RuntimeWarning, match="failed to load.*broken"), pytest.raises(RuntimeError):
         importlib.import_module(name)

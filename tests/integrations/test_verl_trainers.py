@@ -415,8 +415,7 @@ QUICK = [("token-mean", True), ("zero_advantage", True), ("dynamic batches", Tru
 
 
 @pytest.mark.parametrize(
-    ("name", "v1"),
-    [pytest.param(*x, marks=() if x in QUICK else pytest.mark.slow) for x in BOTH],
+    ("name", "v1"), [pytest.param(*x, marks=() if x in QUICK else pytest.mark.slow) for x in BOTH]
 )
 def test_what_verl_logs_and_learns_is_the_same(name: str, v1: bool) -> None:
     flags = dict(SCENES[name])

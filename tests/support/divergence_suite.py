@@ -10,13 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import (
-    Chunk,
-    Coefficients,
-    LogitTransform,
-    RowBackend,
-    RowStats,
-)
+from grpo_kernels.backends import Chunk, Coefficients, LogitTransform, RowBackend, RowStats
 from grpo_kernels.base.tensors import take
 from tests.support.row_cases import (
     DEVICE,

@@ -15,13 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from grpo_kernels.backends import (
-    Chunk,
-    Coefficients,
-    FusedLoss,
-    FusedRowBackend,
-    RowStats,
-)
+from grpo_kernels.backends import Chunk, Coefficients, FusedLoss, FusedRowBackend, RowStats
 from tests.support import pretend_gpu
 from tests.support.chosen import choose_by
 from tests.support.measure import AllocationWatcher

@@ -11,13 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import (
-    Chunk,
-    Coefficients,
-    FusedRowBackend,
-    LogitTransform,
-    RowStats,
-)
+from grpo_kernels.backends import Chunk, Coefficients, FusedRowBackend, LogitTransform, RowStats
 from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.tensors import take
 from tests.support.row_cases import (

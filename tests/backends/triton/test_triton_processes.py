@@ -20,13 +20,7 @@ pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from grpo_kernels.backends import (
-    Chunk,
-    Coefficients,
-    DivergenceStats,
-    FusedLoss,
-    LogitTransform,
-)
+from grpo_kernels.backends import Chunk, Coefficients, DivergenceStats, FusedLoss, LogitTransform
 from grpo_kernels.backends.triton_rows.device import row_config
 from grpo_kernels.backends.triton_rows.divergence import diverge_kernel, launch_diverge
 from grpo_kernels.backends.triton_rows.fused import fused_kernel, launch_fused
