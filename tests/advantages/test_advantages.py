@@ -627,8 +627,7 @@ def test_a_step_that_ends_in_a_masked_column_is_warned_of(forget_warnings):
     """As ends counted from the prompt, or lengths in their place."""
     mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]])
     given = {"num_generations": 2, "completion_mask": mask}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         adv.process_advantages([[0.5, None], [0.1, 1.0]], [[2, 3], [1, 3]], **given)
     with pytest.warns(UserWarning, match="step_ends: a step ends in a masked column"):
         adv.process_advantages([[0.5], [1.0]], [[3], [3]], **given)

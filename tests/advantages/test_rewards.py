@@ -78,8 +78,7 @@ def test_kinds_of_returned_values():
 
 
 def test_none_becomes_nan_and_a_warning_names_the_rows_nobody_scored():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         some = [lambda **kwargs: [1.0, None, 2.0], lengths]
         rewards = compute_rewards(some, PROMPTS, COMPLETIONS)
     assert rewards.isnan().tolist() == [[False, False], [True, False], [False, False]]

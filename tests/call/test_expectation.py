@@ -277,8 +277,7 @@ def test_function_of_the_wrong_kind() -> None:
 @pytest.mark.usefixtures("forget_warnings")
 def test_an_expectation_that_fits_few_tokens_is_said_once() -> None:
     """It costs 6 products, where a right one costs 3; a few wrong rows are no reason for a word."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         assert run(A, None, entropy=False)[0] == 4.0
         assert run(A, None, entropy=False, expected=A)[0] == 3.0
         run(A, None, entropy=False, expected=some_rows(A, 4))

@@ -119,8 +119,7 @@ def test_a_promotion_to_fp32_warns_once(monkeypatch, forget_warnings):
 
     def said(*pairs: tuple[torch.dtype, torch.dtype], there: bool = True) -> list[str]:
         forget_warnings()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             for pair in pairs:
                 call(*pair, there=there)
         return [str(x.message) for x in caught if "grpo_kernels" in str(x.message)]

@@ -108,8 +108,7 @@ def test_what_is_likely_not_meant_is_warned_of_once(options, config, message):
     loss = config if isinstance(config, LossConfig) else LossConfig(**config)
     given = {**small_batch(), **options, "config": loss}
     weight = given.pop("weight")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for _ in range(2):
             grpo_loss(head=weight, **given)
         scores = linear_logps(given.pop("hidden"), weight, given.pop("completion_ids"))
@@ -134,8 +133,7 @@ def test_values_that_belong_to_other_tokens_are_warned_of(
         forget_warnings()
         with pytest.warns(UserWarning, match="old_per_token_logps: the log-ratios to them have a"):
             grpo_loss(hidden, weight, ids, *given, old_per_token_logps=logps.roll(1, dim))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         old = logps + 0.1 * torch.randn(4, 8)
         grpo_loss(hidden, weight, ids, *given, old_per_token_logps=old.clamp(max=0.0))
 
@@ -145,8 +143,7 @@ def test_the_same_mistake_on_another_line_is_warned_of_again() -> None:
     batch = small_batch()
     weight, odd = batch.pop("weight"), torch.full((2, 5), 0.5)
     hidden, ids = batch["hidden"], batch["completion_ids"]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for _ in range(2):
             linear_logps(hidden, weight, ids, odd)
             linear_divergence(hidden, weight, (hidden, weight), odd)
@@ -157,10 +154,9 @@ def test_a_filter_that_makes_warnings_errors_raises_in_every_call() -> None:
     batch = small_batch()
     batch["head"] = batch.pop("weight")
     for _ in range(2):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            with pytest.raises(UserWarning, match=r"delta: .* is below"):
-                grpo_loss(**batch, delta=1.1)
+        raised = pytest.raises(UserWarning, match=r"delta: .* is below")
+        with warnings.catch_warnings(action="error"), raised:
+            grpo_loss(**batch, delta=1.1)
 
 
 def test_heads_of_two_sizes_are_warned_of_unless_that_is_stated() -> None:
@@ -169,8 +165,7 @@ def test_heads_of_two_sizes_are_warned_of_unless_that_is_stated() -> None:
     shorter = hidden, weight[:-1]
     with pytest.warns(UserWarning, match="teacher: its head has 8 ids, the other head 9; "):
         linear_divergence(hidden, weight, shorter)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         linear_divergence(hidden, Head(weight, vocab_size=len(weight) - 1), shorter)
 
 
@@ -189,8 +184,7 @@ def test_a_second_model_with_a_graph_is_warned_of() -> None:
 
 
 def test_a_workspace_of_a_few_bytes_warns_once() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for size in (64, 512, 2**20):
             flat(grpo_loss)(**small_batch(), workspace_bytes=size)
     (said,) = caught
@@ -201,7 +195,6 @@ def test_ligers_call_which_always_has_a_number_of_items_does_not_warn() -> None:
     given = [*small_batch().values()]
     for loss_type in ("grpo", "dapo"):
         loss = LigerFusedLinearGRPOLoss(loss_type=loss_type, use_ref_model=False)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             found, several = (loss(*given, num_items_in_batch=items)[0] for items in (None, 40))
         assert torch.equal(several, found) == (loss_type == "grpo")

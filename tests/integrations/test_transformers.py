@@ -548,8 +548,7 @@ def test_a_larger_vocabulary_and_options() -> None:
 @pytest.mark.usefixtures("forget_warnings")
 def test_a_teacher_with_dropout_is_warned_of_in_train_mode() -> None:
     own, other, *inputs = two_models("llama", "llama", torch.float32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         causal_lm_divergence(own, other.train(), *inputs)
         for layer in other.model.layers:
             layer.self_attn.attention_dropout = 0.1

@@ -173,8 +173,7 @@ def test_models_that_are_likely_not_meant_warn_once(forget_warnings: Callable[[]
     swapped = "student, teacher: only the teacher"
     for student, said in ((copy.requires_grad_(False), swapped), (model, None)):
         teacher = scene()[0].requires_grad_(student is copy)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             causal_lm_divergence(student, teacher, *exact)
         assert [said in str(x.message) for x in caught if said] == [True] * (said is not None)
         assert bool(caught) == (said is not None)
@@ -185,8 +184,7 @@ def test_models_that_are_likely_not_meant_warn_once(forget_warnings: Callable[[]
 
 
 def assert_warns_once(said: str | None, **changes: Any) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for _ in range(2):
             call(**changes)
     assert [x.filename for x in caught] == [__file__] * (said is not None)
@@ -239,15 +237,13 @@ def test_sequences_that_share_the_masks_of_dropout_are_warned_of(
     with pytest.warns(UserWarning, match=r"in train mode .* layout='trim'.* model\.eval\(\)"):
         logps = causal_lm_logps(model, *four).logps
     assert torch.equal(logps, logps[:1].expand_as(logps))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         logps = causal_lm_logps(model, *four, layout="trim").logps
         assert len(logps.sum(dim=1).unique()) == 4
         causal_lm_logps(model.eval(), *four)
     forget_warnings()
     adapted = peft_model(scene()[0], target_modules=["q_proj"], lora_dropout=0.5).train()
-    with adapted.disable_adapter(), warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with adapted.disable_adapter(), warnings.catch_warnings(action="error", category=UserWarning):
         causal_lm_logps(adapted, *four)
 
 

@@ -314,8 +314,7 @@ def test_the_plug_in_loads_in_silence_or_tells_its_error(monkeypatch: pytest.Mon
     """verl writes it to its debug log alone."""
     name = "grpo_kernels.verl_plugin"
     monkeypatch.delitem(sys.modules, name, raising=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         importlib.import_module(name)
     assert plugin._importer in sys.meta_path
 

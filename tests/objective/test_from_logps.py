@@ -94,8 +94,7 @@ def test_entropies_without_a_graph_are_warned_of(bonus: Any) -> None:
     alone, attached = ({"entropies": torch.ones(1, 2, requires_grad=x)} for x in (False, True))
     with pytest.warns(UserWarning, match="entropies: the loss has a gradient in them"):
         policy_loss_from_logps(logps, *given, **alone, **bonus)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         policy_loss_from_logps(logps, *given, **alone)
         policy_loss_from_logps(logps.detach(), *given, **alone, **bonus)
         with torch.no_grad():

@@ -148,8 +148,7 @@ def assert_any_rows(model: Any, batches: int = 8, *, counts: bool = True) -> Non
 
 
 def said_by(call: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as found:
         call()
     return [str(x.message) for x in found if "grpo_kernels" in str(x.message)]
 

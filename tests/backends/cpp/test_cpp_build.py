@@ -40,8 +40,7 @@ import json, os, torch, warnings
 from grpo_kernels import Run, linear_logps
 hidden, weight, ids = torch.ones(5, 3), torch.ones(7, 3), torch.arange(5)
 for backend in {backends!r}:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for _ in range(3):
             logps = linear_logps(hidden, weight, ids, run=Run(backend=backend)).logps
     said = [str(x.message) for x in caught if x.category is RuntimeWarning]
@@ -305,8 +304,7 @@ def test_forced_backend_fails_loudly_and_a_report_warns_of_nothing(
     message = r"can serve here, got 'cpp': no C\+\+ compiler; install one"
     with pytest.raises(ValueError, match=message):
         backends.choose_backend("cpp", torch.device("cpu"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         said = report.collect()["backend"]
     assert said["cpu"] == "torch (not cpp: no C++ compiler; install one)"
     assert said["C++ library"] == "none"

@@ -156,8 +156,7 @@ nvidia.CudaUtils.__init__ = counted
 AFTER = """
 from grpo_kernels.backends import choose_backend
 device = torch.device("cuda")
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("default")
+with warnings.catch_warnings(record=True, action="default") as caught:
     for _ in range(3):
         backend, why = choose_backend("auto", device)
     print(backend.name, "|", why)
