@@ -14,7 +14,6 @@ from benchmarks import tiny_models, tiny_run
 from grpo_kernels import GRPOLoss
 from grpo_kernels.transformers import causal_lm_logps, causal_lm_loss, describe_head
 from tests.support import tiny_architectures as tiny
-from tests.support.tiny_architectures import with_logits
 from tests.support.training_step import SCORED, batch
 
 pytestmark = pytest.mark.usefixtures("forget_warnings")
@@ -131,7 +130,7 @@ def test_a_forward_that_is_replaced_later_is_measured_again() -> None:
     model, given = tiny.text_model("llama", torch.float32), {name: batch()[name] for name in SCORED}
     before = causal_lm_logps(model, **given).logps
     plain = model.forward
-    with_logits(model, lambda logits: 0.5 * logits)
+    tiny.with_logits(model, lambda logits: 0.5 * logits)
     assert not torch.allclose(causal_lm_logps(model, **given).logps, before, atol=1e-2)
     assert describe_head(model).logit_scale == 0.5
     model.forward = plain

@@ -25,15 +25,6 @@ from grpo_kernels.transformers import (
     head_inputs,
 )
 from tests.support import tiny_architectures as tiny
-from tests.support.tiny_architectures import (
-    assert_as_model,
-    last_columns,
-    peft_model,
-    positions_of_generate,
-    scene,
-    text_batch,
-    with_logits,
-)
 
 # Their attention masks are no masks in float64: padding makes NaN there.
 DTYPES = {"gemma2": torch.float32, "bloom": torch.float32}
@@ -41,19 +32,19 @@ DTYPES = {"gemma2": torch.float32, "bloom": torch.float32}
 
 @pytest.mark.parametrize("kind", tiny.TEXT)
 def test_logprobs_are_those_of_the_models_logits(kind: str) -> None:
-    model, ids, attention_mask, mask = scene(kind, DTYPES.get(kind, torch.float64))
-    assert_as_model(model, ids, mask, attention_mask=attention_mask)
+    model, ids, attention_mask, mask = tiny.scene(kind, DTYPES.get(kind, torch.float64))
+    tiny.assert_as_model(model, ids, mask, attention_mask=attention_mask)
     assert describe_head(model).weight is model.get_output_embeddings()
     # turns of a conversation, over the whole sequence
     anywhere = attention_mask * (torch.rand(ids.shape) < 0.5)
     anywhere[2, 1:3], anywhere[:, 0], anywhere[0, 3] = 1, 0, 0  # padding predicts no token
-    assert_as_model(model, ids, anywhere, attention_mask=attention_mask)
+    tiny.assert_as_model(model, ids, anywhere, attention_mask=attention_mask)
 
 
 def test_vision_language_models_and_models_with_positions_of_their_own() -> None:
     """RoBERTa's begin after its padding id; Qwen-VL's have three dimensions with an image."""
     model, ids, inputs = tiny.gemma3_vl()
-    assert_as_model(model, ids, torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6]), **inputs)
+    tiny.assert_as_model(model, ids, torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6]), **inputs)
 
     model = tiny.text_model("roberta", pad_token_id=1)
     ids, mask = torch.randint(3, tiny.VOCAB, (2, 9)), torch.ones(2, 9, dtype=torch.long)
@@ -68,11 +59,11 @@ def test_vision_language_models_and_models_with_positions_of_their_own() -> None
     ids[1] = ids[1].roll(3)
     inputs = {**inputs, "mm_token_type_ids": (ids == model.config.image_token_id).long()}
     inputs["attention_mask"][1, :3] = 0
-    assert_as_model(model, ids, torch.ones(2, 4), **inputs)
+    tiny.assert_as_model(model, ids, torch.ones(2, 4), **inputs)
 
 
 def test_the_loss_is_that_of_the_hidden_states() -> None:
-    model, ids, attention_mask, mask = scene("granite")
+    model, ids, attention_mask, mask = tiny.scene("granite")
     names = ("old_per_token_logps", "ref_per_token_logps")
     inputs = {name: -4 + torch.randn(3, 5).double() for name in names}
     advantages = torch.tensor([1.0, -0.5, 0.3]).double()
@@ -94,7 +85,7 @@ def test_the_loss_is_that_of_the_hidden_states() -> None:
 
 
 def test_over_the_sets_of_a_truncating_sampler() -> None:
-    model, ids, attention_mask, mask = scene("gemma3_text")
+    model, ids, attention_mask, mask = tiny.scene("gemma3_text")
     logits = model(input_ids=ids, attention_mask=attention_mask).logits[:, -6:-1].double() / 0.7
     kept = torch.cat([ids[:, -5:, None], logits.topk(6).indices], dim=-1)
     outside = torch.ones_like(logits, dtype=torch.bool).scatter(-1, kept, False)
@@ -112,7 +103,7 @@ def test_over_the_sets_of_a_truncating_sampler() -> None:
 
 
 def test_a_mixture_of_experts_adds_its_load_balancing_loss() -> None:
-    model, ids, attention_mask, mask = scene("qwen3_moe")
+    model, ids, attention_mask, mask = tiny.scene("qwen3_moe")
     args = (model, GRPOLoss(), ids, attention_mask, mask, torch.tensor([1.0, -1.0, 0.5]))
     plain = causal_lm_loss(*args).loss
     inputs = {"input_ids": ids, "attention_mask": attention_mask, "output_router_logits": True}
@@ -135,7 +126,7 @@ def body_calls(model: Any) -> list[bool]:
 
 
 def test_the_check_costs_nothing_and_leaves_nothing() -> None:
-    model, ids, attention_mask, mask = scene("gemma3_text")
+    model, ids, attention_mask, mask = tiny.scene("gemma3_text")
     calls, attributes, random = body_calls(model), set(vars(model.lm_head)), torch.get_rng_state()
     hooks = len(model.lm_head._forward_hooks)
     batch = ids, attention_mask, mask
@@ -151,22 +142,22 @@ def test_the_check_costs_nothing_and_leaves_nothing() -> None:
 
 def test_a_config_that_is_wrong_or_changes_is_measured() -> None:
     # its logits_scaling is a factor; elsewhere the name is a divisor
-    model, ids, attention_mask, mask = scene("hyperclovax")
+    model, ids, attention_mask, mask = tiny.scene("hyperclovax")
     calls = body_calls(model)
     for expected in (2, 3):
         causal_lm_logps(model, ids, attention_mask, mask)
         assert len(calls) == expected
     assert describe_head(model).logit_scale == 3.0
     model.config.logits_scaling = 0.4
-    assert_as_model(model, ids, mask, attention_mask=attention_mask)
+    tiny.assert_as_model(model, ids, mask, attention_mask=attention_mask)
     assert describe_head(model).logit_scale == pytest.approx(0.4)
 
 
 def test_padding_rows_of_the_head_are_cut_off_as_the_model_does() -> None:
-    model, ids, attention_mask, mask = scene()
-    model = with_logits(model, lambda logits: logits[..., :90])
+    model, ids, attention_mask, mask = tiny.scene()
+    model = tiny.with_logits(model, lambda logits: logits[..., :90])
     forward = model.forward
-    assert_as_model(model, ids.clamp(max=89), mask, attention_mask=attention_mask)
+    tiny.assert_as_model(model, ids.clamp(max=89), mask, attention_mask=attention_mask)
     assert describe_head(model).vocab_size == 90
     assert model.forward is forward
 
@@ -174,7 +165,7 @@ def test_padding_rows_of_the_head_are_cut_off_as_the_model_does() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bfloat16_and_autocast(autocast: bool) -> None:
     dtype = torch.float32 if autocast else torch.bfloat16
-    model, ids, attention_mask, mask = scene("gemma3_text", dtype)
+    model, ids, attention_mask, mask = tiny.scene("gemma3_text", dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logps = causal_lm_logps(model, ids, attention_mask, mask).logps
         want = tiny.plain_logprobs(model, ids, attention_mask=attention_mask)[0][:, -5:]
@@ -191,8 +182,8 @@ def test_what_is_handed_over_gives_the_models_log_probabilities(
 ) -> None:
     model = tiny.text_model("llama" if kind == "adapter" else kind, dtype)
     if kind == "adapter":
-        model = peft_model(model, target_modules=["q_proj", "lm_head"]).to(dtype)
-    ids, attention_mask = text_batch()
+        model = tiny.peft_model(model, target_modules=["q_proj", "lm_head"]).to(dtype)
+    ids, attention_mask = tiny.text_batch()
     ids, attention_mask = ids[2:], attention_mask[2:]
     parameters = [x for x in model.parameters() if x.requires_grad]
     plain = tiny.plain_logprobs(model, ids, attention_mask=attention_mask)[0][:, 1:]
@@ -215,7 +206,7 @@ def test_what_is_handed_over_gives_the_models_log_probabilities(
 
 def test_one_forward_is_expected() -> None:
     """A call within another is refused; the outer one goes on, and the model is as before."""
-    model, ids, *_ = scene()
+    model, ids, *_ = tiny.scene()
     none = "one forward of the model inside, got none"
     with pytest.raises(RuntimeError, match=none), head_inputs(model):
         pass
@@ -229,10 +220,10 @@ def test_one_forward_is_expected() -> None:
 
 
 def test_the_models_own_output_comes_back_without_logits() -> None:
-    model, *args = scene("qwen3_moe")
+    model, *args = tiny.scene("qwen3_moe")
     ids, attention_mask, _ = args
     wanted: dict[str, Any] = {"output_router_logits": True, "output_hidden_states": True}
-    placed = positions_of_generate(model, ids, attention_mask)
+    placed = tiny.positions_of_generate(model, ids, attention_mask)
     plain = model(input_ids=ids, attention_mask=attention_mask, **placed, **wanted)
     for _ in range(2):
         scores, output = causal_lm_logps(model, *args, return_output=True, **wanted)
@@ -259,12 +250,12 @@ def test_the_models_own_output_comes_back_without_logits() -> None:
     ids=["body", "head", "a trained copy of the head"],
 )
 def test_peft(fields: dict[str, Any]) -> None:
-    model, ids, attention_mask, mask = scene("granite")
-    model = peft_model(model, **fields)
-    assert_as_model(model, ids, mask, attention_mask=attention_mask)
+    model, ids, attention_mask, mask = tiny.scene("granite")
+    model = tiny.peft_model(model, **fields)
+    tiny.assert_as_model(model, ids, mask, attention_mask=attention_mask)
     with_adapter = causal_lm_logps(model, ids, attention_mask, mask).logps
     with model.disable_adapter():  # the reference model of a trainer with LoRA
-        assert_as_model(model, ids, mask, attention_mask=attention_mask)
+        tiny.assert_as_model(model, ids, mask, attention_mask=attention_mask)
     parameters = [x for x in model.parameters() if x.requires_grad]
     ours = torch.autograd.grad((with_adapter * mask).sum(), parameters)
     plain = tiny.plain_logprobs(model, ids, attention_mask=attention_mask)[0][:, -5:]
@@ -275,7 +266,7 @@ def test_peft(fields: dict[str, Any]) -> None:
 def test_prompt_tuning() -> None:
     """The head gets the virtual tokens, too, in columns before those of the batch."""
     peft = pytest.importorskip("peft")
-    model, ids, attention_mask, mask = scene()
+    model, ids, attention_mask, mask = tiny.scene()
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(model, config)
     got = causal_lm_logps(model, ids, attention_mask, mask).logps
@@ -289,8 +280,8 @@ def test_prompt_tuning() -> None:
 
 
 def test_dropout_of_an_adapter_on_the_head_is_not_mistaken_for_another_head() -> None:
-    model, *batch = scene()
-    model = peft_model(model, target_modules=["lm_head"], lora_dropout=0.5).train()
+    model, *batch = tiny.scene()
+    model = tiny.peft_model(model, target_modules=["lm_head"], lora_dropout=0.5).train()
     first, second = (causal_lm_logps(model, *batch).logps for _ in range(2))
     assert (first - second).abs().max() > 1e-3
     assert all(x.training for x in model.modules())
@@ -298,7 +289,7 @@ def test_dropout_of_an_adapter_on_the_head_is_not_mistaken_for_another_head() ->
 
 def test_a_head_that_accelerate_has_offloaded() -> None:
     accelerate = pytest.importorskip("accelerate")
-    model, *batch = scene()
+    model, *batch = tiny.scene()
     want = causal_lm_logps(model, *batch).logps
     d_want = torch.autograd.grad(want.sum(), model.model.norm.weight)
     accelerate.cpu_offload(model.lm_head, execution_device="cpu")
@@ -314,12 +305,12 @@ def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 def test_hooks_on_the_head() -> None:
     """After it there are scores, which they may look at and not change."""
-    model, *args = scene()
+    model, *args = tiny.scene()
     seen: list[Tensor] = []
     model.lm_head.register_forward_pre_hook(lambda module, given: (1.5 * given[0],))
     model.lm_head.register_forward_hook(lambda module, given, output: seen.append(output))
     for _ in range(2):  # the second time without the check of the logits
-        assert_as_model(model, args[0], args[2], attention_mask=args[1])
+        tiny.assert_as_model(model, args[0], args[2], attention_mask=args[1])
     assert seen
     model.lm_head.register_forward_hook(double)
     for _ in range(2):
@@ -351,11 +342,11 @@ class Rounds(nn.Module):
 
 
 growing = itertools.count(2)  # another scale every time
+BANNED = torch.arange(5, 9)  # can never be drawn, as Chameleon's image tokens
 REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
-    # some ids can never be drawn, as Chameleon's image tokens
-    (lambda x: with_logits(x, lambda y: y.index_fill(2, torch.arange(5, 9), -1e300)), ValueError,
+    (lambda x: tiny.with_logits(x, lambda y: y.index_fill(2, BANNED, -1e300)), ValueError,
         r"expected a scale, a soft-cap or a cut of the logits, but LlamaForCausalLM .* \(id 5\)"),
-    (lambda x: with_logits(x, lambda y: y * next(growing)), ValueError, "expected one scale"),
+    (lambda x: tiny.with_logits(x, lambda y: y * next(growing)), ValueError, "expected one scale"),
     (lambda x: with_head_forward(x, torch.tanh), ValueError, "its log-probabilities differ"),
     (lambda x: with_new(x, "lm_head", nn.Sequential(nn.Linear(16, tiny.VOCAB)).double()), TypeError,
         r"got torch\.nn\.modules\.container\.Sequential"),
@@ -369,7 +360,7 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("change", "error", "message"), REFUSED)
 def test_what_cannot_be_expressed_is_refused(change: Any, error: Any, message: str) -> None:
-    model, *batch = scene()
+    model, *batch = tiny.scene()
     head, before = model.lm_head, model.lm_head.forward
     with pytest.raises(error, match=message):
         causal_lm_logps(change(model), *batch)
@@ -381,14 +372,14 @@ def test_names_of_wrappers_bodies_and_of_all_models_are_known() -> None:
         def forward(self, *args: Any, weigh: float = 1.0, **inputs: Any) -> Any:
             return self._forward_module(*args, **inputs)
 
-    model, *batch = scene("granitemoe")
+    model, *batch = tiny.scene("granitemoe")
     want = causal_lm_logps(model, *batch).logps
     names = {"weigh": 2.0, "output_attentions": False, "position_ids": None}
     names |= {"use_cache": False, "return_dict": True}
     torch.testing.assert_close(causal_lm_logps(Weighs(model), *batch, **names).logps, want)
     with pytest.raises(TypeError, match=r"weigh: .*, nor an input of GraniteMoeForCausalLM"):
         causal_lm_logps(model, *batch, weigh=2.0)
-    adapted = peft_model(tiny.text_model("llama"), target_modules=["q_proj"])
+    adapted = tiny.peft_model(tiny.text_model("llama"), target_modules=["q_proj"])
     mixture = {"adapter_names": ["default", "__base__", "default"]}
     mixed = causal_lm_logps(adapted, *batch, **mixture).logps
     torch.testing.assert_close(mixed[::2], causal_lm_logps(adapted, *batch).logps[::2])
@@ -396,7 +387,7 @@ def test_names_of_wrappers_bodies_and_of_all_models_are_known() -> None:
         torch.testing.assert_close(mixed[1], causal_lm_logps(adapted, *batch).logps[1])
     with pytest.raises(TypeError, match=r"adapter_name: .* did you mean adapter_names\?"):
         causal_lm_logps(adapted, *batch, adapter_name="default")
-    adapted = peft_model(tiny.text_model("llama"), target_modules=["lm_head"])
+    adapted = tiny.peft_model(tiny.text_model("llama"), target_modules=["lm_head"])
     with pytest.raises(ValueError, match="only hidden states, got adapter_names"):
         causal_lm_logps(adapted, *batch, **mixture)
 
@@ -444,19 +435,19 @@ def two_models(student: str, teacher: str, dtype: torch.dtype = torch.float64) -
     is a constant."""
     own = tiny.text_model("llama" if student in ("adapter", "shared") else student, dtype)
     if student == "adapter":
-        own = peft_model(own, target_modules=["q_proj", "lm_head"]).to(dtype)
+        own = tiny.peft_model(own, target_modules=["q_proj", "lm_head"]).to(dtype)
     other = tiny.text_model(teacher, dtype)
     with torch.no_grad():
         for x in other.parameters():
             x.mul_(1.1).add_(0.02 * torch.randn_like(x))
     if student == "shared":
         other.lm_head = own.lm_head
-    ids, attention_mask = text_batch()
-    return own, other, ids, attention_mask, last_columns(attention_mask)
+    ids, attention_mask = tiny.text_batch()
+    return own, other, ids, attention_mask, tiny.last_columns(attention_mask)
 
 
 def plain(student: Any, teacher: Any, count: int, divergence: str, **inputs: Tensor) -> Tensor:
-    places = positions_of_generate(student, inputs["input_ids"], inputs["attention_mask"])
+    places = tiny.positions_of_generate(student, inputs["input_ids"], inputs["attention_mask"])
     of_student = student(**inputs, **places).logits.double()
     with torch.no_grad():
         of_teacher = teacher(**inputs, **places).logits.double()
@@ -571,7 +562,7 @@ def test_mistakes_with_two_models() -> None:
         causal_lm_divergence(own, torch.nn.Linear(2, 2), *inputs)
     with pytest.raises(TypeError, match=r"^student: expected a causal language model"):
         causal_lm_divergence(own.model, other, *inputs)
-    adapted = peft_model(other, target_modules=["lm_head"]).float()
+    adapted = tiny.peft_model(other, target_modules=["lm_head"]).float()
     adapted.register_forward_pre_hook(lambda *_: pytest.fail("the teacher ran"))
     with pytest.raises(ValueError, match=r"^teacher.*adapter"):
         causal_lm_divergence(own, adapted, *inputs)

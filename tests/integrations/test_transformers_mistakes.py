@@ -23,11 +23,10 @@ from grpo_kernels.transformers import (
     describe_head,
 )
 from tests.support import tiny_architectures as tiny
-from tests.support.tiny_architectures import peft_model, scene
 
 pytestmark = pytest.mark.usefixtures("forget_warnings")
 
-IDS, ATTENTION, MASK = scene()[1:]  # the second sequence ends two columns before the last
+IDS, ATTENTION, MASK = tiny.scene()[1:]  # the second sequence ends two columns before the last
 SWAPPED = {"input_ids": ATTENTION, "attention_mask": IDS}
 LOSS = {"loss_fn": GRPOLoss(), "advantages": torch.ones(3)}
 
@@ -48,13 +47,19 @@ PACKED = {  # in each row a sequence of 6 tokens behind another
     "position_ids": torch.arange(6).repeat(3, 2),
     "completion_mask": but(ONES, slice(None), 0, 0),
 }
+APART = LOSS | PACKED | {"completion_mask": but(ONES, slice(None), [0, 6], 0)}
+APART["advantages"] = torch.ones(3, 12)
+SEQUENCE_RATIO = {"importance_sampling_level": "sequence"}
 OWN_POSITIONS = {"model": tiny.qwen2_vl()[0], "layout": "padded"}
 
 
 def call(model: Any = None, **changes: Any) -> Any:
-    """The loss if there are advantages, else log-probabilities; of a Llama if no model is named."""
+    """The loss if there are advantages, the divergence from a teacher, or log-probabilities; of a
+    Llama if no model is named."""
     model = tiny.text_model("llama") if model is None else model
     given = {"input_ids": IDS, "attention_mask": ATTENTION, "completion_mask": MASK, **changes}
+    if "teacher" in changes:
+        return causal_lm_divergence(model, **given)
     return (causal_lm_loss if "advantages" in changes else causal_lm_logps)(model, **given)
 
 
@@ -140,6 +145,13 @@ def test_encoder_decoder_models_are_refused_by_name() -> None:
         # packed sequences, whose first tokens nothing predicts
         (PACKED, "it counts a token whose previous column has attention_mask 0, or whose position"),
         ({**PACKED, "completion_mask": but(ONES, slice(None), 6, 0)}, None),
+        # ... each of which counts as a sequence in a mean over sequences
+        *(
+            (APART | {"loss_fn": GRPOLoss(**x)}, "position_ids: a row holds")
+            for x in ({"loss_type": "grpo"}, {"loss_type": "vespo"}, SEQUENCE_RATIO)
+        ),
+        (APART, None),
+        (APART | {"advantages": torch.ones(3)}, "advantages: one per row"),
         ({"attention_mask": ATTENTION * 2}, "attention_mask: it holds values other than 0 and 1"),
     ],
 )
@@ -147,37 +159,14 @@ def test_a_mask_that_is_likely_not_meant_warns_once(changes: Any, said: str | No
     assert_warns_once(said, **changes)
 
 
-@pytest.mark.parametrize(
-    ("config", "warns"),
-    [
-        ({"loss_type": "dapo"}, False),
-        ({"loss_type": "grpo"}, True),
-        ({"loss_type": "vespo"}, True),
-        ({"importance_sampling_level": "sequence"}, True),
-    ],
-)
-def test_a_row_of_several_sequences_that_counts_as_one(config: Any, warns: bool) -> None:
-    given = {**LOSS, "loss_fn": GRPOLoss(**config), **PACKED, "advantages": torch.ones(3, 12)}
-    given["completion_mask"] = but(PACKED["completion_mask"], slice(None), 6, 0)
-    assert_warns_once("position_ids: a row holds" if warns else None, **given)
-    if not warns:
-        assert_warns_once("advantages: one per row", **{**given, "advantages": torch.ones(3)})
-
-
-def test_models_that_are_likely_not_meant_warn_once(forget_warnings: Callable[[], None]) -> None:
-    model, copy = scene()[0], scene()[0]
+def test_models_that_are_likely_not_meant_warn_once() -> None:
+    model, copy = tiny.scene()[0], tiny.scene()[0]
     for first, said in ((model, "reference: it is the model that trains"), (copy, None)):
-        exact = {**LOSS, "loss_fn": EXACT, "reference": first}
-        assert_warns_once(said, model=model, **exact)
-    exact = (IDS, ATTENTION, MASK)
-    swapped = "student, teacher: only the teacher"
-    for student, said in ((copy.requires_grad_(False), swapped), (model, None)):
-        teacher = scene()[0].requires_grad_(student is copy)
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            causal_lm_divergence(student, teacher, *exact)
-        assert [said in str(x.message) for x in caught if said] == [True] * (said is not None)
-        assert bool(caught) == (said is not None)
-    random = scene(attention_dropout=0.5)[0].train()
+        assert_warns_once(said, model=model, **LOSS | {"loss_fn": EXACT, "reference": first})
+    copy.requires_grad_(False)
+    assert_warns_once("student, teacher: only the teacher", model=copy, teacher=model)
+    assert_warns_once(None, model=model, teacher=copy)
+    random = tiny.scene(attention_dropout=0.5)[0].train()
     with torch.no_grad():
         assert_warns_once("model: it is in train mode", model=random, layout="padded")
         assert_warns_once(None, model=random.eval(), layout="padded")
@@ -231,7 +220,7 @@ def test_prompts_that_train_are_warned_of(forget_warnings: Callable[[], None]) -
 def test_sequences_that_share_the_masks_of_dropout_are_warned_of(
     forget_warnings: Callable[[], None],
 ) -> None:
-    model, *batch = scene(attention_dropout=0.5)
+    model, *batch = tiny.scene(attention_dropout=0.5)
     four = [x[:1].expand(4, -1) for x in batch]
     model.train()
     with pytest.warns(UserWarning, match=r"in train mode .* layout='trim'.* model\.eval\(\)"):
@@ -242,7 +231,7 @@ def test_sequences_that_share_the_masks_of_dropout_are_warned_of(
         assert len(logps.sum(dim=1).unique()) == 4
         causal_lm_logps(model.eval(), *four)
     forget_warnings()
-    adapted = peft_model(scene()[0], target_modules=["q_proj"], lora_dropout=0.5).train()
+    adapted = tiny.peft_model(tiny.scene()[0], target_modules=["q_proj"], lora_dropout=0.5).train()
     with adapted.disable_adapter(), warnings.catch_warnings(action="error", category=UserWarning):
         causal_lm_logps(adapted, *four)
 
