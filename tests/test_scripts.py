@@ -141,12 +141,7 @@ def test_a_script_is_alike_and_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("steps", "has_ratios"), [(1, False), (3, False), (4, True), (9, True)])
-def test_times_have_a_ratio_from_three_timed_steps_on(
-    steps: int,
-    has_ratios: bool,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_times_have_a_ratio_from_three_timed_steps_on(steps, has_ratios, capsys, monkeypatch):
     """Of runs of 2 and 1 seconds per step, which take no time here; the first step is a warm-up."""
 
     def trained(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:

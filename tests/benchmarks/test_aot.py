@@ -82,9 +82,7 @@ WIDE = ("%row = arith.extsi %pid : i32 to i64", "%stride = arith.extsi %stride_n
         ([PID, *WIDE, "%at = arith.muli %row, %stride : i64"], None),  # in 64 bits
     ],
 )  # fmt: skip
-def test_a_narrow_product_of_a_row_and_its_stride_is_noticed(
-    lines: list[str], broken: str | None
-) -> None:
+def test_a_narrow_product_of_a_row_and_its_stride_is_noticed(lines, broken):
     ttir = "\n".join(f"{line} loc(#loc)" for line in lines)
     assert narrow_products(ttir) == ([f"a product in 32 bits: {broken}"] if broken else [])
 

@@ -63,9 +63,7 @@ def test_dry_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_known_survives_an_interrupt(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_known_survives_an_interrupt(tmp_path, capsys):
     """In the background of a shell, too, where SIGINT is ignored."""
     out = tmp_path / "results.json"
     ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]

@@ -117,9 +117,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert command.is_wrong(found.data)
 
 
-def test_what_fails_in_a_timed_step_costs_no_other_provider(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_fails_in_a_timed_step_costs_no_other_provider(monkeypatch, tmp_path):
     left, eager = [2], heads.eager
 
     def breaking(inputs: Inputs) -> Any:

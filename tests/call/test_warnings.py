@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -122,9 +121,7 @@ def test_what_is_likely_not_meant_is_warned_of_once(options, config, message):
         assert warning.filename == __file__
 
 
-def test_values_that_belong_to_other_tokens_are_warned_of(
-    forget_warnings: Callable[[], None],
-) -> None:
+def test_values_that_belong_to_other_tokens_are_warned_of(forget_warnings):
     """Shifted by one or in another order: the mean of the log-ratios is near 0 all the same."""
     torch.manual_seed(0)
     hidden, weight, ids = torch.randn(4, 8, 16), torch.randn(60, 16), torch.randint(60, (4, 8))

@@ -55,9 +55,7 @@ COST = {  # of the share s of rows with gradient: (head trains, head frozen)
 @pytest.mark.parametrize("head", ["trainable", "frozen", "no grad"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", get_args(LossTypeName))
-def test_cost_of_every_loss(
-    loss_type: str, level: str, head: str, share_zero: float, off_policy: bool
-) -> None:
+def test_cost_of_every_loss(loss_type, level, head, share_zero, off_policy):
     inputs = batch(share_zero, head)
     # nothing is clipped
     options = {"importance_sampling_level": level, "max_completion_length": 512}
@@ -104,9 +102,7 @@ EVERY_ROW = [  # options, engine of a head that trains, and of a frozen one
 
 
 @pytest.mark.parametrize(("options", "trainable", "frozen"), EVERY_ROW, ids=range(len(EVERY_ROW)))
-def test_cost_where_every_row_carries_gradient(
-    options: dict[str, Any], trainable: str, frozen: str
-) -> None:
+def test_cost_where_every_row_carries_gradient(options, trainable, frozen):
     custom = {k: x for k, x in options.items() if k == "objective"}
     config = LossConfig(**{} if custom else options)
     for head, name in (("trainable", trainable), ("frozen", frozen)):
@@ -218,9 +214,7 @@ def with_exact_kl(given: Any, **options: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("old", "level", "cost"), [(False, "token", 8), (True, "token", 8), (True, "sequence", 12)]
 )
-def test_the_exact_kl_of_a_loss_adds_the_projection_of_the_reference(
-    old: bool, level: str, cost: int
-) -> None:
+def test_the_exact_kl_of_a_loss_adds_the_projection_of_the_reference(old, level, cost):
     options: dict[str, Any] = {"config": {"importance_sampling_level": level}}
     if old:
         options["old_per_token_logps"] = torch.full((8, N // 8), -4.0)

@@ -136,9 +136,7 @@ def test_rows_of_logits_are_aligned_whatever_the_vocabulary(v: int, engine: str)
     ],
     ids=str,
 )
-def test_short_memory_chooses_lean(
-    case: dict[str, Any], memory: dict[str, Any], engine: str, asked: list[str]
-) -> None:
+def test_short_memory_chooses_lean(case, memory, engine, asked):
     """Where the head trains and no engine was named. The allocator is asked only where the driver
     has not enough; nothing is asked after a wait."""
     found = step(n=1024, **case, memory=memory)
@@ -167,9 +165,7 @@ def test_the_workspace_grows_in_steps_with_what_is_free() -> None:
 @pytest.mark.parametrize(
     ("beside", "conversions", "workspace"), [(511, 0, 1536), (512, 1, 512), (1600, 1, 1536)]
 )
-def test_a_copy_of_the_weight_comes_before_a_larger_workspace(
-    beside: int, conversions: int, workspace: int
-) -> None:
+def test_a_copy_of_the_weight_comes_before_a_larger_workspace(beside, conversions, workspace):
     """Without it every chunk converts the weight again."""
     free = (8 * V + 6 * N) * H + COPY + beside * MIB
     found = step(weight=FP32, engine="one_pass", memory={"free": free, "unused": 0})

@@ -40,9 +40,7 @@ SHAPES = [  # N, H, V, workspace, dtype, share of sequences with advantage 0
 
 @pytest.mark.parametrize(("n", "h", "v", "workspace", "dtype", "zero"), SHAPES)
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass"])
-def test_peak_and_largest_allocation(
-    n: int, h: int, v: int, workspace: int, dtype: torch.dtype, zero: float, engine: str
-) -> None:
+def test_peak_and_largest_allocation(n, h, v, workspace, dtype, zero, engine):
     args = inputs(n, h, v, dtype, zero)
     size = 8 if dtype == torch.float64 else 4
     with AllocationWatcher() as watch:
@@ -103,10 +101,7 @@ def peak_of_backward(leaves: list[Tensor], ids: Tensor, budget: int, **options: 
 @pytest.mark.parametrize("where", ["torch", "cpp", "a GPU"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "h", "v", "budget"), SLICED)
-def test_stays_within_its_budget(
-    n: int, h: int, v: int, budget: int, dtype: torch.dtype, where: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_stays_within_its_budget(n, h, v, budget, dtype, where, monkeypatch):
     """On a GPU with 16-bit d logits beside the logits, and rows in whole tiles."""
     hidden, weight, ids = head_of(n, h, v, dtype)
     if where == "a GPU":

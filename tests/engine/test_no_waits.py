@@ -6,7 +6,6 @@ While a CUDA graph is captured a wait is an error; what runs through here then, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -122,9 +121,7 @@ def test_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["one_pass", "score"])
-def test_a_mask_of_floats_is_looked_at_in_the_same_wait(
-    name: str, monkeypatch: pytest.MonkeyPatch, forget_warnings: Callable[[], None]
-) -> None:
+def test_a_mask_of_floats_is_looked_at_in_the_same_wait(name, monkeypatch, forget_warnings):
     want = call(name, Waits(), there=False, mask=MASK)
     with pretended(monkeypatch) as waits:
         found = call(name, waits, mask=OnGPU(1.0 * MASK))
@@ -219,9 +216,7 @@ def test_scores(diverges: bool, name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("trains", [BOTH, HIDDEN, NEITHER])
-def test_divergences_can_be_captured(
-    trains: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_divergences_can_be_captured(trains, monkeypatch):
     want = scores_of(batch(trains=NEITHER, there=False), diverges=True).divergence
     with pretended(monkeypatch, capturing=True) as waits:
         found = scores_of(batch(trains=trains), diverges=True).divergence
@@ -233,9 +228,7 @@ def test_divergences_can_be_captured(
 
 @pytest.mark.parametrize("mask", [None, MASK], ids=["all", "some"])
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
-def test_candidates_cost_no_wait(
-    engine: Any, mask: Tensor | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_candidates_cost_no_wait(engine, mask, monkeypatch):
     """In a loss, and as scores; without a mask both are captured."""
     ids = torch.randint(V, (B, T, 3), generator=seeded("candidates"))
     logps, as_without = torch.full((B, T, 3), -2.0), 0 if mask is None else 2

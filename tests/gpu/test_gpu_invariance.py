@@ -38,9 +38,7 @@ def scored(hidden: Tensor, weight: Tensor, ids: Tensor, backend: str) -> tuple[T
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_run_has_the_same_bits(
-    device: torch.device, engine: str, dtype: torch.dtype, backend: str
-) -> None:
+def test_every_run_has_the_same_bits(device, engine, dtype, backend):
     n, h, v = (1024, 512, 32_003) if device.type == "cuda" else TINY
     n -= n % 4
     hidden, weight, ids = leaves(device, n, h, v, dtype)
@@ -63,9 +61,7 @@ def test_every_run_has_the_same_bits(
 
 
 @pytest.mark.parametrize(("n", "h", "v", "dtype"), BIG, ids=str)
-def test_a_row_does_not_depend_on_its_batch(
-    device: torch.device, n: int, h: int, v: int, dtype: torch.dtype, backend: str
-) -> None:
+def test_a_row_does_not_depend_on_its_batch(device, n, h, v, dtype, backend):
     """Alone, in parts of any size, permuted, repeated, in chunks."""
     if device.type == "cpu":
         n, h, v = TINY
@@ -86,9 +82,7 @@ def test_a_row_does_not_depend_on_its_batch(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_masked_positions_and_padding_change_no_bit(
-    device: torch.device, dtype: torch.dtype, backend: str
-) -> None:
+def test_masked_positions_and_padding_change_no_bit(device, dtype, backend):
     n, h, v = (640, 512, 32_003) if device.type == "cuda" else (16, 16, 70)
     hidden, weight, ids = (x.detach() for x in leaves(device, n, h, v, dtype))
     hidden, ids = hidden.view(-1, 8, h), ids.view(-1, 8)
@@ -107,9 +101,7 @@ def test_masked_positions_and_padding_change_no_bit(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_ratio_is_exactly_one_on_policy(
-    device: torch.device, engine: str, dtype: torch.dtype, backend: str
-) -> None:
+def test_the_ratio_is_exactly_one_on_policy(device, engine, dtype, backend):
     """Old log-probabilities of calls without gradient, by sequence: loss and gradient as on-policy.
 
     Exactly, or, where that is not promised, as nearly as log-probabilities are.

@@ -74,9 +74,7 @@ def test_row_kernels_beyond_2_to_the_31_logits(device: torch.device, kernel: str
 
 @pytest.mark.parametrize("workspace", [None, 14 * GIB], ids=["in chunks", "at once"])
 @pytest.mark.parametrize("engine", ["one_pass", "lean"])
-def test_more_than_2_to_the_31_logits(
-    device: torch.device, engine: str, workspace: int | None, backend: str
-) -> None:
+def test_more_than_2_to_the_31_logits(device, engine, workspace, backend):
     """16,384 tokens and 151,936 columns, against the same tokens in eight calls."""
     n, h, v = (16_384, 64, 151_936) if device.type == "cuda" else (128, 16, 130)
     if backend == "torch" and workspace is not None and device.type == "cuda":
@@ -108,9 +106,7 @@ def test_more_than_2_to_the_31_logits(
     [(131_072, 32, 512), (200, 64, 300_001), (70_001, 16, 33)],
     ids=["rows", "columns", "odd"],
 )
-def test_many_rows_and_many_columns(
-    device: torch.device, n: int, h: int, v: int, engine: str, backend: str
-) -> None:
+def test_many_rows_and_many_columns(device, n, h, v, engine, backend):
     if device.type == "cpu":
         n, h, v = min(n, 24), 16, min(v, 101)
     for dtype in (torch.float32, torch.bfloat16):
@@ -176,9 +172,7 @@ def peak_of(run: Any, device: torch.device) -> int:
 
 @pytest.mark.parametrize("workspace", [256 * MIB, None], ids=["256 MiB", "default"])
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean", "frozen"])
-def test_the_peak_is_within_the_documented_budget(
-    device: torch.device, engine: str, workspace: int | None, backend: str
-) -> None:
+def test_the_peak_is_within_the_documented_budget(device, engine, workspace, backend):
     """The workspace, the gradients, and d hidden and d weight in fp32 where stored."""
     n, h, v = (8192, 1024, 151_936) if device.type == "cuda" else (64, 16, 300)
     if device.type == "cpu":

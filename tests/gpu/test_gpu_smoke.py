@@ -126,10 +126,7 @@ FORMS = [*itertools.product(KERNELS, VOCABS, (FP32, BF16, FP16))]
 @pytest.mark.parametrize(
     ("kernel", "vocab", "dtype"), FORMS, ids=lambda x: str(x).removeprefix("torch.")
 )
-def test_kernel(
-    device: torch.device, kernel: str, vocab: int, dtype: torch.dtype, record_property: Any,
-    as_in_use: None,
-) -> None:  # fmt: skip
+def test_kernel(device, kernel, vocab, dtype, record_property, as_in_use):
     if device.type == "cpu":
         if vocab not in CPU_VOCABS or dtype not in CPU_DTYPES:
             pytest.skip("too much for Triton's interpreter, or bf16, which it rounds otherwise")

@@ -127,9 +127,7 @@ def check_replays(
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
-def test_a_graph_of_the_loss_replays(
-    device: torch.device, engine: str, config: str, backend: str, as_in_use: None
-) -> None:
+def test_a_graph_of_the_loss_replays(device, engine, config, backend, as_in_use):
     given = batch(device)
     if config == "on-policy":
         given["old_per_token_logps"] = None
@@ -138,9 +136,7 @@ def test_a_graph_of_the_loss_replays(
 
 
 @pytest.mark.parametrize("engine", ["score", "two_pass"])
-def test_a_graph_of_the_log_probabilities_replays(
-    device: torch.device, engine: str, backend: str, as_in_use: None
-) -> None:
+def test_a_graph_of_the_log_probabilities_replays(device, engine, backend, as_in_use):
     given = batch(device)
     hidden, weight, ids = (given[name] for name in ("hidden", "head", "completion_ids"))
 
@@ -174,9 +170,7 @@ WAITS = {
 
 @pytest.mark.parametrize("head", ["trains", "frozen", "no gradient"])
 @pytest.mark.parametrize(("engine", "kind", "config"), WAITS)
-def test_waits(
-    gpu: torch.device, engine: str, kind: str, config: str, head: str, backend: str, as_in_use: None
-) -> None:
+def test_waits(gpu, engine, kind, config, head, backend, as_in_use):
     given, run = batch(gpu), Run(engine, backend)
     given["head"].requires_grad_(head == "trains")
     given["hidden"].requires_grad_(head != "no gradient")

@@ -327,9 +327,7 @@ def test_a_trial_puts_back_the_modules_that_a_model_replaces() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_a_passing_lack_of_memory_switches_nothing_off(
-    failing: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_passing_lack_of_memory_switches_nothing_off(failing, monkeypatch):
     """In the first call's trial; that call is right, and the next one computes parts."""
     model, calls = family("llama"), []
     forward = model.model.forward

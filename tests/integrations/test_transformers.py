@@ -177,9 +177,7 @@ def test_bfloat16_and_autocast(autocast: bool) -> None:
     "kind", ["gemma3_text", "hyperclovax", "cohere", "gptj", "gpt2", "adapter"]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_what_is_handed_over_gives_the_models_log_probabilities(
-    kind: str, dtype: torch.dtype
-) -> None:
+def test_what_is_handed_over_gives_the_models_log_probabilities(kind, dtype):
     model = tiny.text_model("llama" if kind == "adapter" else kind, dtype)
     if kind == "adapter":
         model = tiny.peft_model(model, target_modules=["q_proj", "lm_head"]).to(dtype)

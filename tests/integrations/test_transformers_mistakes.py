@@ -107,9 +107,7 @@ WRONG: list[tuple[type[Exception], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("error", "changes", "message"), WRONG)
-def test_wrong_arguments_are_named_before_the_model_runs(
-    error: type[Exception], changes: dict[str, Any], message: str
-) -> None:
+def test_wrong_arguments_are_named_before_the_model_runs(error, changes, message):
     model = tiny.text_model("llama")
     model.register_forward_pre_hook(lambda *_: pytest.fail("the model has run"))
     with pytest.raises(error, match=f"^{message}"):
@@ -191,9 +189,7 @@ def assert_warns_once(said: str | None, **changes: Any) -> None:
         (2, slice(5, 6), False),  # of a conversation: the padding token ends turns, too
     ],
 )
-def test_padding_that_is_attended_to_is_warned_of(
-    pad: int | None, columns: slice, warns: bool, forget_warnings: Callable[[], None]
-) -> None:
+def test_padding_that_is_attended_to_is_warned_of(pad, columns, warns, forget_warnings):
     model = tiny.text_model("llama", pad_token_id=pad)
     given = {"model": model, "input_ids": but(IDS, 0, columns, pad or 0), "completion_mask": MASK}
     said = f"attention_mask: got None, and input_ids with padding tokens (pad_token_id = {pad})"
@@ -217,9 +213,7 @@ def test_prompts_that_train_are_warned_of(forget_warnings: Callable[[], None]) -
     assert_warns_once(None, attention_mask=WHOLE, completion_mask=WHOLE)
 
 
-def test_sequences_that_share_the_masks_of_dropout_are_warned_of(
-    forget_warnings: Callable[[], None],
-) -> None:
+def test_sequences_that_share_the_masks_of_dropout_are_warned_of(forget_warnings):
     model, *batch = tiny.scene(attention_dropout=0.5)
     four = [x[:1].expand(4, -1) for x in batch]
     model.train()

@@ -356,9 +356,7 @@ def test_the_trial_sees_a_wrong_state(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_right(every.build("qwen3_5_text"), large(), "states are off by", "'trim' is used")
 
 
-def test_a_recurrence_that_drops_its_last_state_later_gives_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_recurrence_that_drops_its_last_state_later_gives_way(monkeypatch):
     model, given, name = every.build("qwen3_5_text"), large(), "torch_chunk_gated_delta_rule"
     loss_of(model, given)
     plain = getattr(modeling_qwen3_5, name).__wrapped__

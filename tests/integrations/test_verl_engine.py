@@ -428,9 +428,7 @@ def test_within_verls_engine(rewards: bool, least: int, most: int) -> None:
         ("forward_kl_topk", {"use_remove_padding": False}, "use_remove_padding: expected True"),
     ],
 )
-def test_what_verls_fused_heads_do_not_serve_is_refused(
-    mode: str, more: dict[str, Any], message: str
-) -> None:
+def test_what_verls_fused_heads_do_not_serve_is_refused(mode, more, message):
     data, loss = distilling(verl_peer.batch(), loss_mode=mode)
     with pytest.raises(ValueError, match=message):
         run(OURS, data, loss, distillation_use_topk=True, **more)

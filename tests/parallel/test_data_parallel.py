@@ -128,9 +128,7 @@ def run_mixed(rank: int, world_size: int, output_dtype: torch.dtype | None) -> d
 
 
 @pytest.mark.parametrize("output_dtype", [None, torch.bfloat16], ids=["", "bf16 outputs"])
-def test_mixed_precision_rounds_weights_and_hidden_states_and_nothing_else(
-    ranks: Ranks, output_dtype: torch.dtype | None
-) -> None:
+def test_mixed_precision_rounds_weights_and_hidden_states_and_nothing_else(ranks, output_dtype):
     got = ranks.run(run_mixed, output_dtype)
     model = cases.make_model(torch.float32, LOSSES["sequence ratio"])
     weight = model.lm_head.weight.detach().bfloat16()
@@ -288,9 +286,7 @@ def run_cases(rank: int, world_size: int, given: Any) -> list[Gradients]:
     [(TEACHERS, 1e-13), pytest.param(TEACHERS_OF_ZERO3, 2e-7, marks=zero3.needs_deepspeed)],
     ids=["", "ZeRO-3"],
 )
-def test_gradients_beside_a_divided_teacher_are_those_of_one_process(
-    given: Any, bound: float
-) -> None:
+def test_gradients_beside_a_divided_teacher_are_those_of_one_process(given, bound):
     wanted = [truth_of_teacher(divergence, tied) for _, _, divergence, _, tied in given]
     found = zip(*run_ranks(run_cases, 2, given), strict=True)
     for case, got, want in zip(given, found, wanted, strict=True):

@@ -163,9 +163,7 @@ class DivergenceSuite:
         ("students", "references", "unmet"),
         [(9, 5, 0.0), (5, 9, 1.0), (9, 9, None), (12, 9, 0.0), (9, 12, 1.0)],
     )
-    def test_banned_ids(
-        self, students: int, references: int, unmet: float | None, beta: float
-    ) -> None:
+    def test_banned_ids(self, students, references, unmet, beta):
         """Logits of -inf: infinite only where one needs what the other bans; never NaN."""
         raw, other = 2 * self.randn(4, self.wide), 2 * self.randn(4, self.wide)
         raw[:, 5:students], other[:, 5:references] = -INF, -INF

@@ -180,9 +180,7 @@ REFUSED = (
 
 
 @pytest.mark.parametrize(("make", "events", "origin"), FOUND.values(), ids=FOUND)
-def test_a_library_is_found_or_built(
-    world: World, make: Callable[[World], object], events: str, origin: str
-) -> None:
+def test_a_library_is_found_or_built(world, make, events, origin):
     make(world)
     library = build.find()
     assert world.events() == events
@@ -197,9 +195,7 @@ def test_a_library_is_found_or_built(
 
 
 @pytest.mark.parametrize(("make", "events", "said"), REFUSED, ids=[x[2] for x in REFUSED])
-def test_why_there_is_none(
-    world: World, make: Callable[[World], object], events: str, said: str
-) -> None:
+def test_why_there_is_none(world, make, events, said):
     at = make(world)
     refusal = build.find().refusal
     assert said.format(at=at) in refusal
@@ -223,9 +219,7 @@ def test_many_processes_compile_once(world: World) -> None:
     assert sorted(world.events().split(", ")) == ["compile", *["load cached"] * 4]
 
 
-def test_who_waits_for_a_lock_says_so_and_the_lock_ends_with_its_holder(
-    world: World, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_who_waits_for_a_lock_says_so_and_the_lock_ends_with_its_holder(world, capfd):
     begun = world.folder / "begun"
     world.compiler(f'touch "{begun}"; exec sleep 600')
     holder, end = fork(build.find), time.monotonic() + 120
@@ -272,9 +266,7 @@ def test_key_is_of_sources_flags_and_torch(world: World, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("torch_extensions", "xdg"), [("/a", "/b"), ("", "/b"), ("", "")])
-def test_where_the_cache_is(
-    monkeypatch: pytest.MonkeyPatch, torch_extensions: str, xdg: str
-) -> None:
+def test_where_the_cache_is(monkeypatch, torch_extensions, xdg):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", torch_extensions)
     monkeypatch.setenv("XDG_CACHE_HOME", xdg)
     monkeypatch.setenv("HOME", "/c")
@@ -296,9 +288,7 @@ def test_torch_builds_nothing_and_auto_warns_once_and_goes_on_with_it(tmp_path: 
     torch.testing.assert_close(torch.tensor(logps), torch.full((5,), 1 / 7).log())
 
 
-def test_forced_backend_fails_loudly_and_a_report_warns_of_nothing(
-    monkeypatch: pytest.MonkeyPatch, forget_warnings: Callable[[], None]
-) -> None:
+def test_forced_backend_fails_loudly_and_a_report_warns_of_nothing(monkeypatch, forget_warnings):
     library = build.Library(refusal="no C++ compiler; install one")
     monkeypatch.setattr(build, "load", lambda: library)
     message = r"can serve here, got 'cpp': no C\+\+ compiler; install one"

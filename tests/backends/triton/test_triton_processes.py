@@ -196,9 +196,7 @@ ODD = "Triton cannot start: IndexError: list index out of range"
         pytest.param("nvidia.libcuda_dirs = lambda: [][0]\n", {}, ODD, marks=pytest.mark.slow),
     ],
 )
-def test_it_is_said_once_and_torch_serves(
-    tmp_path: Path, change: str, env: dict[str, str], reason: str
-) -> None:
+def test_it_is_said_once_and_torch_serves(tmp_path, change, env, reason):
     auto, warned, named, torch, started = run(tmp_path, change, **env)
     assert auto.startswith(f"torch | not triton: {reason}")
     assert warned.startswith("1 | grpo_kernels: on the GPU, losses and log-probabilities run in")
