@@ -53,6 +53,11 @@ def plain_logps(head: Any, hidden: Tensor) -> Tensor:
     return torch.log_softmax(head(hidden), dim=-1).gather(-1, IDS[..., None])[..., 0]
 
 
+def assert_refused(head: Any, message: str, error: type[Exception] = TypeError) -> None:
+    with pytest.raises(error, match=f"^head{message}"):
+        logps_of(head, states())
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_every_call_takes_a_module_or_a_head_around_one(bias: bool) -> None:
     """With the results and gradients of a call with the module's parameters."""
@@ -92,17 +97,14 @@ def test_what_is_not_a_linear_head_is_refused_by_name() -> None:
         (NormedHead(H, V), "NormedHead"),
         (nn.Sequential(nn.Linear(H, V)), "Sequential"),
     ):
-        message = f"^head: expected an nn.Linear with its own forward.*got .*{named}"
-        with pytest.raises(TypeError, match=message):
-            logps_of(head, states())
+        assert_refused(head, f": expected an nn.Linear with its own forward.*got .*{named}")
 
 
 def test_a_forward_that_was_put_on_the_head_itself_is_not_left_out_in_silence() -> None:
     head = linear()
     plain = head.forward
     head.forward = lambda x: 2 * plain(x)  # type: ignore[method-assign]
-    with pytest.raises(TypeError, match=r"^head: expected .*got one whose forward was replaced"):
-        logps_of(head, states())
+    assert_refused(head, ": expected .*got one whose forward was replaced")
     hooks = pytest.importorskip("accelerate.hooks")
     hooked = hooks.add_hook_to_module(linear(), hooks.ModelHook())
     assert_close(logps_of(hooked, states()), logps_of(linear(), states()))
@@ -161,10 +163,9 @@ def test_hooks_that_would_be_handed_logits_are_refused_by_name() -> None:
         ("register_full_backward_pre_hook", "backward pre-hook"),
     ):
         handle = getattr(head, register)(double)
-        message = rf"^head: expected no {kind}, .*got {__name__}\.double"
-        with pytest.raises(TypeError, match=message):
-            logps_of(head, states())
-        with pytest.raises(TypeError, match=message):
+        message = rf": expected no {kind}, .*got {__name__}\.double"
+        assert_refused(head, message)
+        with pytest.raises(TypeError, match=f"^head{message}"):
             grpo_loss(states(), head, IDS, MASK, ADVANTAGES)
         handle.remove()
     assert logps_of(head, states()).requires_grad
@@ -172,23 +173,18 @@ def test_hooks_that_would_be_handed_logits_are_refused_by_name() -> None:
 
 def test_pre_hooks_that_give_more_than_hidden_states_are_refused() -> None:
     head = with_pre_hook(lambda m, args, kwargs: (args, {"names": 1}), with_kwargs=True)
-    message = r"^head: expected its forward pre-hooks to return one input, got .*'names'\]"
-    with pytest.raises(TypeError, match=message):
-        logps_of(head, states())
+    assert_refused(head, r": expected its forward pre-hooks to return one input, got .*'names'\]")
     layer = peft_head(2)
     layer.base_layer.register_forward_pre_hook(lambda module, args: args)
-    message = r"^head\.base_layer: expected no forward pre-hook, .*lambda"
-    with pytest.raises(TypeError, match=message):
-        logps_of(layer, states())
+    assert_refused(layer, r"\.base_layer: expected no forward pre-hook, .*lambda")
 
 
 def test_a_head_that_accelerate_has_offloaded_is_told_what_to_do() -> None:
     accelerate = pytest.importorskip("accelerate")
     head = linear()
     accelerate.cpu_offload(head, execution_device="cpu")
-    message = r"^head: expected its weight on a device, .*device_map.*causal_lm_loss"
-    with pytest.raises(ValueError, match=message):
-        logps_of(head, states())
+    says = ": expected its weight on a device, .*device_map.*causal_lm_loss"
+    assert_refused(head, says, ValueError)
 
 
 def peft_head(*ranks: int, bias: bool = False, **options: Any) -> Any:
@@ -266,8 +262,7 @@ def test_adapters_that_are_not_plain_lora_are_refused_by_name() -> None:
         (Head(peft_head(2), lora=own), ValueError, "None, since PEFT's adapters"),
         (model["lm_head"], TypeError, ".*, got peft.tuners.loha.layer.Linear"),
     ):  # fmt: skip
-        with pytest.raises(error, match=rf"^head(\.lora)?: expected {message}"):
-            logps_of(head, states())
+        assert_refused(head, rf"(\.lora)?: expected {message}", error)
 
 
 WEIGHT = torch.randn(9, 4, generator=torch.Generator().manual_seed(1))

@@ -27,6 +27,13 @@ def training_batch(rows: int = 4, columns: int = 6) -> dict[str, Any]:
     return given | {"head": given.pop("weight")}
 
 
+def run(inputs: dict[str, Any], objective: Any) -> tuple[LossOutput, list[Tensor]]:
+    """The output, and the loss with its gradients in hidden states and head."""
+    out = grpo_loss(**inputs, objective=objective)
+    gradients = torch.autograd.grad(out.loss, (inputs["hidden"], inputs["head"]))
+    return out, [out.loss.detach(), *gradients]
+
+
 def test_a_method_and_no_gradient() -> None:
     """no_grad and inference_mode give the value, of a coupled function too; a method can be
     declared token-level."""
@@ -55,12 +62,9 @@ def test_a_function_may_write_into_its_inputs(declare: Any) -> None:
         return -advantages * (tokens.logps - tokens.old_per_token_logps - 0.1).exp()
 
     inputs = training_batch()
-    outs = [grpo_loss(**inputs, objective=declare(x)) for x in (writes, copies)]
-    grads = [torch.autograd.grad(x.loss, [inputs["hidden"], inputs["head"]]) for x in outs]
-    torch.testing.assert_close(grads[0], grads[1])
-    torch.testing.assert_close(outs[0].loss, outs[1].loss)
-    for name in outs[0].metrics:
-        torch.testing.assert_close(outs[0].metrics[name], outs[1].metrics[name])
+    (one, found), (other, want) = (run(inputs, declare(x)) for x in (writes, copies))
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(dict(one.metrics), dict(other.metrics))
 
 
 def test_a_parameter_of_its_own_is_refused() -> None:
@@ -93,10 +97,6 @@ def test_tokens_know_their_place(lengths: tuple[int, ...]) -> None:
             inputs[name] = x.detach().flatten(0, 1).requires_grad_(x.requires_grad)
         inputs["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0)
 
-    def results(objective: Any) -> list[Tensor]:
-        loss = grpo_loss(**inputs, objective=objective).loss
-        return [loss.detach(), *torch.autograd.grad(loss, (inputs["hidden"], inputs["head"]))]
-
     def by_place(tokens: TokenInputs) -> Tensor:
         return -of_sequence[tokens.sequence] * of_column[tokens.position] * tokens.logps
 
@@ -105,9 +105,9 @@ def test_tokens_know_their_place(lengths: tuple[int, ...]) -> None:
         assert tokens.index.dtype == torch.int64
         return -of_token[tokens.index] * tokens.logps
 
-    want = results(lambda tokens: -tokens.advantages * tokens.logps)
+    _, want = run(inputs, lambda tokens: -tokens.advantages * tokens.logps)
     for objective in (by_place, by_index, token_level(by_place), token_level(by_index)):
-        torch.testing.assert_close(results(objective), want)
+        torch.testing.assert_close(run(inputs, objective)[1], want)
 
 
 def test_a_token_level_function_is_told_what_it_gets() -> None:
@@ -186,14 +186,9 @@ def test_the_configs_own_loss_can_be_built_on(name: str, on_policy: bool) -> Non
     inputs = training_batch(8, 16) | {"run": Run(workspace_bytes=2**11)}
     inputs |= options_of(name, on_policy=on_policy, shape=(8, 16))
 
-    def results(objective: Any) -> tuple[LossOutput, list[Tensor]]:
-        out = grpo_loss(**inputs, objective=objective)
-        return out, [*torch.autograd.grad(out.loss, (inputs["hidden"], inputs["head"]))]
-
-    want, of_config = results(None)
-    found, gradients = results(lambda tokens: tokens.loss)
-    torch.testing.assert_close(gradients, of_config)
-    torch.testing.assert_close(found.loss, want.loss)
+    want, of_config = run(inputs, None)
+    found, same = run(inputs, lambda tokens: tokens.loss)
+    torch.testing.assert_close(same, of_config)
     assert {*found.metrics} == {*want.metrics}
     for k, x in want.metrics.items():
         if k != "rows/gradient":  # of a custom loss no token is known to have none
@@ -202,10 +197,10 @@ def test_the_configs_own_loss_can_be_built_on(name: str, on_policy: bool) -> Non
     def penalty(tokens: TokenInputs) -> Tensor:
         return 0.5 * tokens.logps.square()
 
-    both = results(lambda tokens: 2 * tokens.loss + penalty(tokens))[1]
+    _, both = run(inputs, lambda tokens: 2 * tokens.loss + penalty(tokens))
     for k in CONFIGS[name].keys() - {"loss_type"}:
         del inputs[k]
-    alone = results(penalty)[1]
+    _, alone = run(inputs, penalty)
     want_sum = [2 * x + y for x, y in zip(of_config, alone, strict=True)]
     torch.testing.assert_close(both, want_sum)
 
@@ -229,14 +224,10 @@ def test_a_token_level_function_reads_no_loss_of_several_tokens(name: str, on_po
         with pytest.raises(ValueError, match=r"^tokens.loss: expected a loss of each token alone"):
             grpo_loss(**inputs, objective=objective)
         return
-    results = list[Any]()
-    for each in (penalized, objective):
-        out = grpo_loss(**inputs, objective=each)
-        grads = torch.autograd.grad(out.loss, (inputs["hidden"], inputs["head"]))
-        results.append([out.loss.detach(), *grads])
+    (_, want), (out, found) = (run(inputs, each) for each in (penalized, objective))
     assert out.engine == "one_pass"
     assert sizes == [32, 32, 32, 32, 128]  # for the gradients, and for the loss
-    torch.testing.assert_close(*results)
+    torch.testing.assert_close(found, want)
 
 
 def test_its_gradient_cannot_be_differentiated() -> None:
@@ -250,20 +241,18 @@ def test_its_gradient_cannot_be_differentiated() -> None:
         grpo_loss(**inputs, objective=with_its_norm)
 
 
-def test_a_clip_range_is_checked_where_it_is_read(forget_warnings: Any) -> None:
-    inputs = training_batch() | {"old_per_token_logps": -2.0 - torch.rand(4, 6)}
-    with pytest.warns(UserWarning, match="epsilon_high: the upper bound of the ratio"):
-        grpo_loss(**inputs, objective=penalized, epsilon_high=1.28)
-
-
-def test_inputs_without_use_are_named_where_the_loss_is_read(forget_warnings: Any) -> None:
+def test_options_without_use_or_out_of_range_are_named_where_the_loss_is_read(
+    forget_warnings: Any,
+) -> None:
     ratio, level = {"importance_sampling_ratio": torch.ones(4, 6)}, "importance_sampling_level"
     apart = {"advantages": torch.randn(4, 6), level: "sequence"}
+    wide = {"old_per_token_logps": -2.0 - torch.rand(4, 6), "epsilon_high": 1.28}
     for options, message in (
         ({"vllm_importance_sampling_mode": "token_mask"}, "vllm_importance_sampling_mode: not"),
         ({"loss_type": "gmpo", **ratio}, "importance_sampling_ratio: not used by loss_type"),
         ({"off_policy_mask_threshold": 0.1}, "off_policy_mask_threshold: drops nothing"),
         (apart, "advantages: they differ within a sequence"),
+        (wide, "epsilon_high: the upper bound of the ratio"),
     ):
         with pytest.warns(UserWarning, match=message):
             grpo_loss(**{**training_batch(), **options}, objective=lambda tokens: tokens.loss)
