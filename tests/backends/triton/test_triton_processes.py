@@ -76,12 +76,12 @@ def launch_all(n: int, at: int, swept: float) -> None:
     config = {kernel: row_config(kernel, V, "sm_90") for kernel in ("stats", "grad", "fused")}
     stats = launch_stats(Chunk(x, ids, transform), config["stats"], entropy=True, extras=())
     known, both = replace(stats, logps=ones), Coefficients(ones, ones)
-    launch_grad(Chunk(x, ids, transform, at), known, both, x, config["grad"])
+    launch_grad(Chunk(x, ids, transform), known, both, x, config["grad"])
     on_policy = {"surrogate": None, "is_linear": True, "constants": (), "old": None, "gate": None}
     on_policy |= {"advantages": None, "d_policy": ones}
     for each in (loss, replace(loss, **on_policy)):
         launch_fused(Chunk(x, ids, transform), each, x, config["fused"])
-    pair = Chunk(x, ids, transform, at, Chunk(x, ids, transform), (0.5 + swept) / 2)
+    pair = Chunk(x, ids, transform, Chunk(x, ids, transform), (0.5 + swept) / 2)
     launch_diverge(pair, stats, stats, config["stats"])
     diverged = replace(stats, logps=ones, divergence=DivergenceStats(ones, ones, ones, ones))
     launch_grad(pair, diverged, Coefficients(ones, ones, ones), x, config["grad"])
