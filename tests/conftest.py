@@ -81,17 +81,13 @@ def _same_start() -> None:
 def _uninitialized_memory_is_nan() -> Iterator[None]:
     """`torch.empty` and its kin come full of NaN (integers: the largest), so that reading what
     nobody wrote shows."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    filled = deterministic.fill_uninitialized_memory
+    before, filled = torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory
     # the filling needs it; determinism itself is not tested
     torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic.fill_uninitialized_memory = True
     yield
     deterministic.fill_uninitialized_memory = filled
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.set_deterministic_debug_mode(before)
 
 
 @pytest.fixture(params=["torch", "triton", "cpp"])

@@ -34,13 +34,10 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def as_in_use() -> Iterator[None]:
     """Without the suite's deterministic mode, whose operations wait and allocate."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    before = torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(False)
     yield
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.set_deterministic_debug_mode(before)
 
 
 @pytest.fixture(autouse=True)
