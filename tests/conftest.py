@@ -27,6 +27,7 @@ from grpo_kernels.backends import choose_backend
 from grpo_kernels.base.checks import WARNED
 from tests.support import interpreter
 from tests.support.chosen import Choose, choose_by
+from tests.support.ranks import Ranks
 
 SEED = 20240203
 NO_GPU = "needs a CUDA or ROCm device"
@@ -105,6 +106,13 @@ def every_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
     choose_by(monkeypatch, make)
     return request.param
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Two processes for all tests of a file: what they import may take longer than the tests."""
+    with Ranks(2) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -267,12 +267,6 @@ BECOMES = {
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def logged(ranks: Ranks) -> list[dict[str, Any]]:
     """By rank, by job; ZeRO last, as it changes accelerate."""
     of_zero = {} if zero3.needs_deepspeed.args[0] else ZERO_JOBS

@@ -565,13 +565,6 @@ TASKS: dict[Callable[..., None], list[tuple[Any, ...]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Kept: importing verl and Megatron takes them longer than all the rest."""
-    with Ranks(RANKS) as found:
-        yield found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "given"),

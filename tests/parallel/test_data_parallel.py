@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,16 +17,6 @@ from grpo_kernels import LossConfig, grpo_loss, linear_divergence, linear_logps
 from tests.support import parallel_cases as cases
 from tests.support import zero3
 from tests.support.case_builder import Case
-from tests.support.parallel_cases import (
-    LOSSES,
-    SETUPS,
-    TIED,
-    Batch,
-    Run,
-    TinyModel,
-    relative_error,
-    truth,
-)
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.reference import reference_loss
 from tests.support.tolerance import bounds_of
@@ -41,22 +30,16 @@ Gradients = dict[str, Tensor]
 Scene = tuple[str, str, dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as made:
-        yield made
-
-
 @functools.cache
 def wanted(world_size: int, loss: str, **options: Any) -> Gradients:
     options.pop("dtype", None)
-    return truth(LOSSES[loss], world_size, **options)
+    return cases.truth(cases.LOSSES[loss], world_size, **options)
 
 
 def check(found: list[Gradients], want: Gradients, what: object, bound: float = 1e-13) -> None:
     """Every rank has the gradients wanted; `bound` is of the largest entry."""
     for got in found:
-        errors = relative_error(got, want)
+        errors = cases.relative_error(got, want)
         assert max(errors.values()) < bound, f"{what}: {errors}"
 
 
@@ -64,10 +47,12 @@ TWO_PARTS = {"tied": True, "accumulate": 2, "last_empty": True}
 SCENES: dict[str, list[Scene]] = {
     "every setup with every loss": [  # each sees each of `VARIANTS`
         (setup, loss, VARIANTS[(i + j) % len(VARIANTS)])
-        for (i, setup), (j, loss) in itertools.product(enumerate(SETUPS), enumerate(LOSSES))
+        for (i, setup), (j, loss) in itertools.product(
+            enumerate(cases.SETUPS), enumerate(cases.LOSSES)
+        )
     ],
     "heads": [
-        *itertools.product(TIED, BOTH, ({"tied": True}, TWO_PARTS)),
+        *itertools.product(cases.TIED, BOTH, ({"tied": True}, TWO_PARTS)),
         *itertools.product(("DDP", OWN_UNIT), BOTH, [{"bias": True}]),
         (OWN_UNIT, "off-policy", {"dtype": torch.float32}),
     ],
@@ -87,7 +72,9 @@ HYBRID: list[Scene] = [
 def run_scenes(rank: int, world_size: int, scenes: list[Scene]) -> list[Gradients]:
     """On four ranks two replicas of two shards each."""
     mesh = {"mesh": cases.hsdp_mesh("cpu", world_size)} if world_size == 4 else {}
-    return [cases.gradients(SETUPS[x], loss, **options, **mesh) for x, loss, options in scenes]
+    return [
+        cases.gradients(cases.SETUPS[x], loss, **options, **mesh) for x, loss, options in scenes
+    ]
 
 
 def check_scenes(ranks: Ranks, scenes: list[Scene]) -> None:
@@ -112,7 +99,9 @@ def run_mixed(rank: int, world_size: int, output_dtype: torch.dtype | None) -> d
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     policy = MixedPrecisionPolicy(**dtypes, output_dtype=output_dtype)
     wrap = cases.units("mid", "lm_head", mp_policy=policy)
-    run = Run(cases.Setup(wrap, inside=False), LOSSES["sequence ratio"], CPU, torch.float32)
+    run = cases.Run(
+        cases.Setup(wrap, inside=False), cases.LOSSES["sequence ratio"], CPU, torch.float32
+    )
     model = cases.make_model(torch.float32, run.loss)
     wrapped = run.setup.wrap(model, None)
     hidden = wrapped(run.batch.tokens)
@@ -130,13 +119,13 @@ def run_mixed(rank: int, world_size: int, output_dtype: torch.dtype | None) -> d
 @pytest.mark.parametrize("output_dtype", [None, torch.bfloat16], ids=["", "bf16 outputs"])
 def test_mixed_precision_rounds_weights_and_hidden_states_and_nothing_else(ranks, output_dtype):
     got = ranks.run(run_mixed, output_dtype)
-    model = cases.make_model(torch.float32, LOSSES["sequence ratio"])
+    model = cases.make_model(torch.float32, cases.LOSSES["sequence ratio"])
     weight = model.lm_head.weight.detach().bfloat16()
     total, allowed = torch.zeros(2, *weight.shape, dtype=torch.float64)
     for found in got:
         assert found["hidden"].dtype == torch.bfloat16
         assert found["loss"].dtype == found["logps"].dtype == found["scored"].dtype == torch.float32
-        config = LOSSES["sequence ratio"].config
+        config = cases.LOSSES["sequence ratio"].config
         case = Case("", found["hidden"], weight, config=config, **found["given"])
         want = reference_loss(case)
         bounds = bounds_of(want, case)
@@ -153,7 +142,7 @@ def test_mixed_precision_rounds_weights_and_hidden_states_and_nothing_else(ranks
 def by_hand(loss: str, *, twice: bool) -> dict[str, Tensor]:
     """What the message for an empty weight says: forward and backward in one context. Or `twice`:
     for the forward, and again by the backward, which recomputes."""
-    run = Run(zero3.AFTER, LOSSES[loss], CPU, torch.float64)
+    run = cases.Run(zero3.AFTER, cases.LOSSES[loss], CPU, torch.float64)
     model = cases.make_model(torch.float64, run.loss)
     engine, weight = zero3.divided(model), model.lm_head.weight
     hidden = engine(run.batch.tokens)
@@ -177,7 +166,7 @@ def by_hand(loss: str, *, twice: bool) -> dict[str, Tensor]:
 
 
 OF_ZERO3: list[tuple[Any, str, dict[str, Any]]] = [
-    *((setup, loss, {}) for setup in (zero3.INSIDE, zero3.AFTER) for loss in LOSSES),
+    *((setup, loss, {}) for setup in (zero3.INSIDE, zero3.AFTER) for loss in cases.LOSSES),
     *((zero3.INSIDE, loss, x) for loss in BOTH for x in ({"last_empty": True}, {"tied": True})),
     (zero3.INSIDE, "sequence ratio", {"bias": True}),
     *((zero3.AFTER, x, {"adapter": y}) for x, y in itertools.product(BOTH, cases.PLACES)),
@@ -196,7 +185,7 @@ def test_gradients_of_zero3() -> None:
     found = zip(*run_ranks(run_zero3, 2), strict=True)
     for got, (_, loss, options) in zip(found, wanted, strict=True):
         # DeepSpeed keeps gradients in float32, whatever the model's dtype
-        check([*got], truth(LOSSES[loss], 2, **options), (loss, options), 2e-7)
+        check([*got], cases.truth(cases.LOSSES[loss], 2, **options), (loss, options), 2e-7)
 
 
 ZERO3 = "ZeRO-3"
@@ -217,16 +206,16 @@ TEACHERS_OF_ZERO3 = (
 )
 
 
-def make_teacher() -> TinyModel:
+def make_teacher() -> cases.TinyModel:
     """Another model than the student, with a bias."""
-    teacher = cases.make_model(torch.float64, LOSSES["off-policy"], bias=True)
+    teacher = cases.make_model(torch.float64, cases.LOSSES["off-policy"], bias=True)
     with torch.no_grad():
         for x in teacher.parameters():
             x.mul_(0.7).add_(0.1)
     return teacher.requires_grad_(False)
 
 
-def divided(teacher: TinyModel, way: str) -> nn.Module:
+def divided(teacher: cases.TinyModel, way: str) -> nn.Module:
     if way == ZERO3:
         return zero3.divided(teacher)
     if way == OWN_UNIT:
@@ -235,12 +224,12 @@ def divided(teacher: TinyModel, way: str) -> nn.Module:
 
 
 def score(
-    heads: tuple[nn.Linear, nn.Linear], batch: Batch, states: Tensor, divergence: str, engine: str,
-    hidden: Tensor,
+    heads: tuple[nn.Linear, nn.Linear], batch: cases.Batch, states: Tensor, divergence: str,
+    engine: str, hidden: Tensor,
 ) -> Tensor:  # fmt: skip
     """A divergence from the teacher, and a loss whose KL term is one."""
     items, run = cases.items_per_rank(2, last_empty=False), grpo_kernels.Run(engine)
-    given = cases.arguments(LOSSES["off-policy"], batch, items) | {"run": run}
+    given = cases.arguments(cases.LOSSES["off-policy"], batch, items) | {"run": run}
     kl, second = {"beta": 0.3, "kl_estimator": "full"}, (states, heads[1])
     out = grpo_loss(hidden, heads[0], **kl, reference=second, **given)
     assert engine in ("auto", out.engine)
@@ -252,8 +241,8 @@ def score(
 def with_teacher(
     student_way: str, teacher_way: str, divergence: str, engine: str, tied: bool
 ) -> Gradients:
-    setup = zero3.INSIDE if student_way == ZERO3 else SETUPS[student_way]
-    run = Run(setup, LOSSES["off-policy"], CPU, torch.float64)
+    setup = zero3.INSIDE if student_way == ZERO3 else cases.SETUPS[student_way]
+    run = cases.Run(setup, cases.LOSSES["off-policy"], CPU, torch.float64)
     student, teacher = cases.make_model(torch.float64, run.loss, tied=tied), make_teacher()
     wrapped, tokens = setup.wrap(student, None), run.batch.tokens
     with torch.no_grad():
@@ -266,7 +255,7 @@ def with_teacher(
 
 def truth_of_teacher(divergence: str, tied: bool) -> Gradients:
     """The mean over ranks."""
-    student = cases.make_model(torch.float64, LOSSES["off-policy"], tied=tied)
+    student = cases.make_model(torch.float64, cases.LOSSES["off-policy"], tied=tied)
     teacher = make_teacher()
     for rank in range(2):
         batch = cases.make_batch(rank, 2, torch.float64, last_empty=False)
