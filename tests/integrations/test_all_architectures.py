@@ -18,16 +18,7 @@ import transformers
 from grpo_kernels.transformers import causal_lm_logps
 from tests.support import all_architectures as every
 from tests.support import tiny_architectures as tiny
-from tests.support.training_step import (
-    PADDED,
-    SCORED,
-    assert_same,
-    batch,
-    lengthened,
-    loss_of,
-    positions_left_to_the_model,
-    said_by,
-)
+from tests.support import training_step
 
 pytestmark = pytest.mark.usefixtures("forget_warnings")
 
@@ -45,25 +36,25 @@ def kinds(*outcomes: str) -> list[str]:
 
 def assert_right(model: Any, given: dict[str, Tensor]) -> float:
     """Loss and gradients are the padded forward's; returns the share of the cells that ran."""
-    want, gradients = loss_of(model, given, **PADDED)
-    out, got = loss_of(model, given)
+    want, gradients = training_step.loss_of(model, given, **training_step.PADDED)
+    out, got = training_step.loss_of(model, given)
     torch.testing.assert_close(out.loss, want.loss, rtol=3e-6, atol=3e-6)
     # experts that no token has chosen
     idle = {name: torch.zeros_like(x) for name, x in model.named_parameters()}
     # its recurrences round otherwise where their chunks begin elsewhere: 2e-6 to 3.02e-6 here
     is_rough = model.config.model_type == "bailing_hybrid"
-    assert_same({**idle, **got}, {**idle, **gradients}, 1e-5 if is_rough else 3e-6)
+    training_step.assert_same({**idle, **got}, {**idle, **gradients}, 1e-5 if is_rough else 3e-6)
     return float(out.metrics["tokens/computed"])
 
 
 def assert_own_logprobs(model: Any, given: dict[str, Tensor]) -> None:
     """Log-probabilities are those of the model's own logits, without any of our code."""
-    ids, mask, counted = (given[name] for name in SCORED)
+    ids, mask, counted = (given[name] for name in training_step.SCORED)
     takes = "use_cache" in inspect.signature(model.forward).parameters
     more = {"use_cache": False} if takes else {}
     with torch.no_grad():
         want, _ = tiny.plain_logprobs(model, ids, attention_mask=mask, **more)
-        with positions_left_to_the_model(model):
+        with training_step.positions_left_to_the_model(model):
             got = causal_lm_logps(model, ids, mask, counted).logps
     want = want[:, -counted.shape[1] :] * counted
     torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
@@ -77,7 +68,8 @@ QUICK = ("glm_moe_dsa", "gemma4_text", "llama4_text", "afmoe")
     "kind", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in kinds(*LAYOUTS)]
 )
 def test_each_architecture_gets_the_padded_numbers_in_its_layout(kind: str) -> None:
-    model, given, shares = every.build(kind), lengthened(batch(), 8), list[float]()
+    given = training_step.lengthened(training_step.batch(), 8)
+    model, shares = every.build(kind), list[float]()
 
     def run() -> None:
         if kind != "reformer":  # which has a gradient in train mode alone
@@ -85,7 +77,7 @@ def test_each_architecture_gets_the_padded_numbers_in_its_layout(kind: str) -> N
             shares.append(assert_right(model, given))
         shares.append(assert_right(model.train(), given))
 
-    said = said_by(run)
+    said = training_step.said_by(run)
     if IS_PINNED:
         layout, warned = every.OUTCOME[kind]
         better = [*LAYOUTS.values()][: [*LAYOUTS].index(layout)]
@@ -98,9 +90,9 @@ def test_each_architecture_gets_the_padded_numbers_in_its_layout(kind: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", kinds("refused"))
 def test_architectures_without_one_head_are_refused(kind: str) -> None:
-    for options in ({}, PADDED):
+    for options in ({}, training_step.PADDED):
         with pytest.raises((TypeError, RuntimeError), match=every.OUTCOME[kind].said):
-            loss_of(every.build(kind), batch(), **options)
+            training_step.loss_of(every.build(kind), training_step.batch(), **options)
 
 
 @pytest.mark.skipif(not IS_PINNED, reason="the list is that of the pinned transformers")

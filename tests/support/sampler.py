@@ -9,17 +9,8 @@ import math
 import torch
 from torch import Tensor
 
+from tests.support import reference
 from tests.support.case_builder import Case, seeded
-from tests.support.reference import (
-    evaluate,
-    head,
-    on_grid,
-    on_grids,
-    pick,
-    policy_masks,
-    settings,
-    token_weights,
-)
 from tests.support.run_case import config_of
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_mean_mask")
@@ -58,7 +49,7 @@ def candidates(case: Case, k: int) -> Case:
     and one position has none.
     """
     g, ids = seeded(f"{case.name} candidates"), case.completion_ids
-    everywhere = head(case.but(completion_mask=torch.ones_like(case.completion_mask)))
+    everywhere = reference.head(case.but(completion_mask=torch.ones_like(case.completion_mask)))
     policy = everywhere.log_probs.detach().reshape(*ids.shape, -1)
     noise = torch.randn(policy.shape, generator=g, dtype=torch.float64)
     logq = (policy + 0.5 * noise).log_softmax(-1)
@@ -113,9 +104,9 @@ def centered_loss(case, dtype=torch.float64, *, whole=False):
     With `whole` the expectation is one over the vocabulary, tail included, whose gradient is the
     same.
     """
-    h, o = head(case, dtype), settings(case)
+    h, o = reference.head(case, dtype), reference.settings(case)
     dtype = torch.promote_types(dtype, torch.float32)  # of all that comes after the logits
-    scores = [x.to(dtype) for x in on_grids(case, h, None)]
+    scores = [x.to(dtype) for x in reference.on_grids(case, h, None)]
     corrects = config_of(case).vllm_importance_sampling_correction
     same = given_ratio(case, scores[0].detach()) if corrects else case
     log_probs = h.log_probs.to(dtype)
@@ -127,15 +118,16 @@ def centered_loss(case, dtype=torch.float64, *, whole=False):
         c = torch.where(listed, c, rho * p * importance(case, 1 / rho))
     else:
         c = torch.where(listed, c - rho * importance(case, 1 / rho) * p, 0.0)
-    mean = on_grid((c * torch.where(c == 0, 0.0, log_probs)).sum(1), h.counted)
+    mean = reference.on_grid((c * torch.where(c == 0, 0.0, log_probs)).sum(1), h.counted)
     adv = case.advantages.to(dtype)
     adv = adv if adv.dim() == 2 else adv[:, None]
-    acts, _ = policy_masks(case, scores[0].detach(), scores[1], scores[0].detach(), adv)
-    weights = token_weights(o, h.counted, case.num_items_in_batch, dtype)
-    loss = evaluate(same, *scores).loss + (weights * pick(adv * mean, acts)).sum()
+    acts, _ = reference.policy_masks(case, scores[0].detach(), scores[1], scores[0].detach(), adv)
+    weights = reference.token_weights(o, h.counted, case.num_items_in_batch, dtype)
+    policy = reference.evaluate(same, *scores).loss
+    loss = policy + (weights * reference.pick(adv * mean, acts)).sum()
     grads = torch.autograd.grad(loss, [*h.leaves.values()], allow_unused=True)
     found = {
-        name: on_grid(x, h.counted) if name in ("hidden", "lora_input") else x
+        name: reference.on_grid(x, h.counted) if name in ("hidden", "lora_input") else x
         for name, x in zip(h.leaves, grads, strict=True)
         if x is not None
     }

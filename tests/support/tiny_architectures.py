@@ -44,18 +44,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "opt": {**_TIED, "word_embed_proj_dim": 8},
     "bert": {},  # a dense layer, an activation and a norm before the head, which has a bias
 }
-TEXT = (
-    *_FIELDS,
-    "llama",
-    "mistral",
-    "gpt_oss",
-    "mamba",
-    "phi",
-    "gptj",
-    "gpt_neox",
-    "bloom",
-    "olmo2",
-)
+_OTHERS = ("llama", "mistral", "gpt_oss", "mamba", "phi", "gptj", "gpt_neox", "bloom", "olmo2")
+TEXT = (*_FIELDS, *_OTHERS)
 
 
 def drawn(model_class: str, config: Any, dtype: torch.dtype) -> Any:
@@ -145,8 +135,6 @@ def gemma3_vl() -> tuple[Any, Tensor, dict[str, Any]]:
 
 
 VISION: dict[str, Any] = {"qwen2_5_vl": qwen2_vl, "gemma3": gemma3_vl}
-
-
 BOUNDS = {torch.float32: 2e-5, torch.float64: 1e-6}  # some models round their logits to float32
 
 

@@ -8,21 +8,8 @@ from typing_extensions import Unpack, assert_type
 
 import grpo_kernels
 from grpo_kernels import (
-    GRPOLoss,
-    Head,
-    LossConfig,
-    LossOutput,
-    Run,
-    Scores,
-    TokenInputs,
-    advantages,
-    grpo_loss,
-    linear_divergence,
-    linear_logps,
-    objectives,
-    policy_loss_from_logps,
-    presets,
-    token_level,
+    GRPOLoss, Head, LossConfig, LossOutput, Run, Scores, TokenInputs, advantages, grpo_loss,
+    linear_divergence, linear_logps, objectives, policy_loss_from_logps, presets, token_level,
     topk_divergence,
 )
 from grpo_kernels.transformers import causal_lm_loss, causal_lm_logps
