@@ -24,6 +24,7 @@ BASE = 1 << 32  # the first address
 GAP = 4096  # bytes between arguments, at least
 PAGE = 256  # arguments begin as far from a multiple of it as they do in truth
 Places = NDArray[np.int64]
+Programs = NDArray[np.int64]  # the program of each access
 
 
 class Space:
@@ -36,14 +37,12 @@ class Space:
         self.written = np.zeros(cells, bool)
         self.trace = Trace(cells, threads)
 
-    def locate(
-        self, addresses: Places, width: int, programs: NDArray[np.int64]
-    ) -> tuple[Places, Places]:
+    def locate(self, addresses: Places, width: int, programs: Programs) -> tuple[Places, Places]:
         """Places (k,) of accesses of `width` bytes, and their cells (k, w)."""
         raise NotImplementedError
 
     def load(
-        self, addresses: Places, size: int, count: int, programs: NDArray[np.int64], who: Who
+        self, addresses: Places, size: int, count: int, programs: Programs, who: Who
     ) -> NDArray:
         """`count` neighbors of `size` bytes from each address, (k, count), as whole numbers."""
         places, cells = self._access(addresses, size * count, programs)
@@ -54,9 +53,7 @@ class Space:
         self.trace.read(cells, who)
         return self._elements(size)[(places // size)[:, None] + np.arange(count)]
 
-    def store(
-        self, addresses: Places, values: NDArray, programs: NDArray[np.int64], who: Who
-    ) -> None:
+    def store(self, addresses: Places, values: NDArray, programs: Programs, who: Who) -> None:
         """The opposite: `values` (k, count)."""
         size, count = values.dtype.itemsize, values.shape[1]
         places, cells = self._access(addresses, size * count, programs)
@@ -69,9 +66,7 @@ class Space:
             raise Fault(f"race: lanes write different values to {where}")
         self.written[cells] = True
 
-    def _access(
-        self, addresses: Places, width: int, programs: NDArray[np.int64]
-    ) -> tuple[Places, Places]:
+    def _access(self, addresses: Places, width: int, programs: Programs) -> tuple[Places, Places]:
         misaligned = addresses % width != 0
         if misaligned.any():
             where = self._where(addresses, misaligned)
@@ -94,9 +89,7 @@ class Shared(Space):
         self._size, self._cell = -(-max(size, 16) // 16) * 16, cell
         super().__init__(programs * self._size, programs * self._size // cell, threads)
 
-    def locate(
-        self, addresses: Places, width: int, programs: NDArray[np.int64]
-    ) -> tuple[Places, Places]:
+    def locate(self, addresses: Places, width: int, programs: Programs) -> tuple[Places, Places]:
         outside = (addresses < 0) | (addresses + width > self._size)
         if outside.any():
             where = f"shared memory that a program has, {self._where(addresses, outside)}"
@@ -172,9 +165,7 @@ class Global(Space):
             end = region.place + region.last - region.first
             _bytes(region)[...] = self.data[region.place : end]
 
-    def locate(
-        self, addresses: Places, width: int, programs: NDArray[np.int64]
-    ) -> tuple[Places, Places]:
+    def locate(self, addresses: Places, width: int, programs: Programs) -> tuple[Places, Places]:
         places = addresses - BASE
         index = int(np.searchsorted(self._places, places[0], "right")) - 1
         if index < 0:
