@@ -26,11 +26,7 @@ ADVANTAGES = {
     "one rank without": ([1.0, -1.0, 0.5, 0.0], [0.0] * 4),
     "both without": ([0.0] * 4, [0.0] * 4),
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "trim": {"layout": "trim"},
-    "skip": {"zero_advantage": "skip"},
-}
+OPTIONS = {"defaults": {}, "trim": {"layout": "trim"}, "skip": {"zero_advantage": "skip"}}
 Job = tuple[str, str, str, str]  # wrapping, model, advantages, options
 JOBS: list[Job] = [
     *itertools.product(("DDP", "FSDP2"), ("qwen3",), ADVANTAGES, ("defaults", "skip")),
@@ -84,8 +80,10 @@ def step(
     return loss_of(model, given, **options), logps
 
 
-def lacking(model: nn.Module) -> set[str]:
-    """The parameters that have no gradient."""
+def lacking(model: nn.Module, given: dict[str, Any], **options: Any) -> set[str]:
+    """The parameters that a step leaves without a gradient."""
+    model.zero_grad()
+    loss_of(model, given, **options).loss.backward()
     return {name for name, x in model.named_parameters() if x.grad is None}
 
 
@@ -213,9 +211,7 @@ def hooks_on_one_rank(rank: int, world_size: int) -> list[bool]:
     for i in range(4):
         if rank == 1 and i in (0, 2):
             handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
-        around.zero_grad()
-        loss_of(around, batch(rank)).loss.backward()
-        found.append(not lacking(around))
+        found.append(not lacking(around, batch(rank)))
         if rank == 1 and i == 2:
             handle.remove()
     return found
@@ -239,10 +235,7 @@ def lengths_and_failures_on_one_rank(rank: int, world_size: int) -> list[bool]:
     of_trial, of_call = torch.OutOfMemoryError("of a trial"), ValueError("of a call")
     for i, error in enumerate((of_trial, False, of_call, False)):
         fails[0] = error if rank == 0 else False
-        around.zero_grad()
-        given = batch(rank, length=13 if rank == 0 else 13 + 4 * i)
-        loss_of(around, given).loss.backward()
-        found.append(not lacking(around))
+        found.append(not lacking(around, batch(rank, length=13 if rank == 0 else 13 + 4 * i)))
     return found
 
 
@@ -254,9 +247,8 @@ def scalars_on_one_rank(rank: int, world_size: int) -> list[bool]:
     for _ in range(3):
         if rank:
             model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
-        around.zero_grad()
-        loss_of(around, batch(rank), router_aux_loss_coef=1.0).loss.backward()
-        found.append(all("value_head" in name for name in lacking(around)))
+        without = lacking(around, batch(rank), router_aux_loss_coef=1.0)
+        found.append(all("value_head" in name for name in without))
     return found
 
 
