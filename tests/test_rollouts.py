@@ -69,9 +69,6 @@ def check_verls(found: Any, weights: Any, mask: Tensor, metrics: dict[str, float
             assert name.endswith("seq_fraction_low") and not x
 
 
-# verl
-
-
 @pytest.mark.parametrize("batch_normalize", [False, True])
 @pytest.mark.parametrize("threshold", [2.0, 1.05, "0.9_1.1"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -118,9 +115,6 @@ def test_sequences_without_a_token_enter_no_metric() -> None:
     for x, y in ((found.weights, alone.weights), (found.keep, alone.keep)):
         assert torch.equal(x[2:-2], y.to(x))
         assert not x[[0, 1, -2, -1]].any()
-
-
-# the other trainers' weights and rejections
 
 
 def aggregated(data: SimpleNamespace, how: str, x: Tensor) -> Tensor:
@@ -200,9 +194,6 @@ def test_a_token_that_the_sampler_could_not_score_has_ratio_1_or_is_left_out_by_
     close(found.weights, theirs * data.mask)
 
 
-# results
-
-
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_packed_batches(level: str) -> None:
     """Equal to the padded call, values and metrics; also with a sequence that has no token."""
@@ -267,8 +258,6 @@ def test_ranks_share_the_mean() -> None:
     expected = ours(data, level="sequence", batch_normalize=True).weights
     close(torch.cat([first[1], second[1]]), expected)
 
-
-# errors
 
 X, M = -torch.ones(2, 3), torch.ones(2, 3)
 OLD, SAMPLING = "old_per_token_logps", "sampling_per_token_logps"

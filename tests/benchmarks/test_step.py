@@ -122,9 +122,6 @@ def test_every_way_of_verl_trains_alike(packed: bool) -> None:
     assert all(x > 0 for x in found["seconds"].values())
 
 
-# The real run
-
-
 def by_length(completions: list[Any], *_: Any, **__: Any) -> list[float]:
     """A reward that differs within a group."""
     texts = [x if isinstance(x, str) else x[-1]["content"] for x in completions]

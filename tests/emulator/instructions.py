@@ -96,8 +96,6 @@ def meaning(opcode: str) -> Step:
     raise UnknownInstruction(f"expected an instruction that the emulator knows, got {opcode}")
 
 
-# Arithmetic, bits and comparisons
-
 OPERATIONS: dict[str, Any] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "mul.lo": np.multiply,
     "neg": np.negative, "abs": np.abs, "min": np.minimum, "max": np.maximum,

@@ -278,9 +278,6 @@ def test_compiled_layers_see_few_shapes() -> None:
     torch._dynamo.reset()
 
 
-# Models, adapters and batches that a forward in parts could get wrong
-
-
 def test_an_invoked_adapter_is_seen_at_the_first_call_and_after_one_without_adapters() -> None:
     """It acts after tokens that each prompt has. The reference of a run with a KL term is scored
     first, with adapters off."""

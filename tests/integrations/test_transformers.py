@@ -235,9 +235,6 @@ def test_the_models_own_output_comes_back_without_logits() -> None:
     torch.testing.assert_close(*gradients)
 
 
-# Adapters, hooks and wrappers
-
-
 @pytest.mark.parametrize(
     "fields",
     [

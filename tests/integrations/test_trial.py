@@ -64,9 +64,6 @@ def mixed(inner: Callable[[Tensor], Tensor], x: Tensor, amount: float = 0.5) -> 
     return inner(x + amount * x.mean(1, keepdim=True))
 
 
-# A guest in the user's model
-
-
 @pytest.mark.parametrize("training", [False, True])
 def test_hooks_run_as_often_as_in_the_padded_forward(training: bool) -> None:
     """Those of parameters in the trial, too; a module's at most once each, and there is no tree."""
@@ -122,9 +119,6 @@ def test_a_checkpoint_around_the_first_call_recomputes_the_same(reentrant: bool)
     found = checkpoint(loss, torch.ones((), requires_grad=True), use_reentrant=reentrant)
     found.backward()
     assert_same({name: x.grad for name, x in model.named_parameters()}, want)
-
-
-# What a verdict depends on
 
 
 def changed_constant(model: Any) -> Iterator[dict[str, Any]]:
@@ -215,9 +209,6 @@ def test_a_difference_that_is_no_rounding_is_not_allowed() -> None:
     assert_right(model, batch(), modes=MODES.values())
 
 
-# A verdict has a length
-
-
 def test_what_begins_late_is_seen_when_it_begins() -> None:
     """A window that stands in the mask alone: attention is not told of it."""
     model = every.build("olmoe", sliding_window=30)
@@ -253,9 +244,6 @@ def test_an_argument_of_attention_that_is_not_known_is_not_dropped(in_a_tuple: b
     attention.forward = handing
     said = said_by(lambda: loss_of(model, batch()))
     assert len(said) == 1 and "block_indices" in said[0]
-
-
-# A layout that fails gives way
 
 
 @pytest.mark.parametrize("after", [0, 2])

@@ -140,8 +140,6 @@ def test_an_unknown_trl_is_left_alone() -> None:
     assert done.stdout.splitlines()[-2:] == [refused, f"{[message]}"]
 
 
-# Distillation
-
 THEIRS = trl_distillation._chunked_divergence_loss
 WIDER = {"hidden_size": 48, "head_dim": 12}
 COOLER = {"temperature": 0.7}
@@ -238,11 +236,7 @@ def test_each_head_is_projected_once() -> None:
 # The loss with a trunk that computes what carries gradient, by option
 
 B, P, T = 8, 10, 14
-SAVINGS: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "trim": {"layout": "trim"},
-    "skip": {"zero_advantage": "skip"},
-}
+SAVINGS = {"defaults": {}, "trim": {"layout": "trim"}, "skip": {"zero_advantage": "skip"}}
 SGD: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.05}
 
 

@@ -163,8 +163,6 @@ def test_vision_language(verl_patch: ModuleType, kind: str) -> None:
     assert max(errors(found[1][:3], found[0][:3]).values()) < 1e-5
 
 
-# In and out again
-
 # What a user's process does, with the package installed: it imports verl, and nothing of ours
 FRESH = """
 import sys, verl

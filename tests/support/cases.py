@@ -292,8 +292,6 @@ def with_garbage(case: Case, draw: Draw) -> Case:
     return case.but(**changes)
 
 
-# Scores without a loss
-
 HEADS: dict[str, Options] = {
     "plain": {}, "bias": {"bias": True}, "temperature": {"temperature": 0.6},
     "hot": {"temperature": 2.0},

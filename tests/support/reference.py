@@ -23,8 +23,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tests.support.case_builder import Case
 
-# Per-token terms
-
 Options = SimpleNamespace  # a case's configuration, with all defaults
 # GRPOConfig's defaults (TRL 1.16), then those of the options that are ours; stated again here on
 # purpose.
@@ -249,8 +247,6 @@ def listed_divergence(
     return value if most is None else value.clamp(min=-most, max=most)
 
 
-# The head
-
 # fields of a case that may want a gradient
 LEAVES = ("hidden", "weight", "bias", "lora_a", "lora_b", "lora_input")
 SCORES = ("logps", "entropies", "divergences")
@@ -377,9 +373,6 @@ def on_grid(rows: Tensor, counted: Tensor) -> Tensor:
     grid = rows.new_zeros((counted.numel(), *rows.shape[1:]))
     index = counted.reshape(-1).nonzero().squeeze(1)
     return grid.index_put((index,), rows).reshape(*counted.shape, *rows.shape[1:])
-
-
-# The loss
 
 
 @dataclass

@@ -106,9 +106,6 @@ class TestSpecialRows(SpecialSuite):
     vocabs = (3, TILE, TILE + 1)
 
 
-# Rows of two heads
-
-
 class Divergences(DivergenceSuite):
     """The suite, of which no test is collected here."""
 
