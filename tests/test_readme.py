@@ -92,9 +92,8 @@ def test_before_and_after_have_the_same_loss_and_gradients(local, adapted):
     model: Any = AutoModelForCausalLM.from_pretrained(local["Qwen/Qwen3-0.6B"], dtype=torch.float64)
     if adapted:
         peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(
-            target_modules=["q_proj", "down_proj"], init_lora_weights=False, r=4
-        )
+        fields = {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+        config = peft.LoraConfig(r=4, **fields)
         model = peft.get_peft_model(model, config).to(torch.float64)
     gen = torch.Generator().manual_seed(0)
     input_ids = torch.randint(3, model.config.vocab_size, (4, 12), generator=gen)

@@ -31,15 +31,9 @@ def valid(call: str) -> dict[str, Any]:
     inputs["completion_mask"][1, 3:] = 0
     head, ids = {name: inputs.pop(name) for name in HEAD}, inputs.pop("completion_ids")
     if call == "logprob":
-        mask, temperature = inputs["completion_mask"], inputs["importance_sampling_ratio"]
-        expected = inputs["old_per_token_logps"]
-        return {
-            **head,
-            "completion_ids": ids,
-            "completion_mask": mask,
-            "temperature": temperature,
-            "expected": expected,
-        }
+        given = {"completion_ids": ids, "completion_mask": inputs["completion_mask"]}
+        given |= {"temperature": inputs["importance_sampling_ratio"]}
+        return {**head, **given, "expected": inputs["old_per_token_logps"]}
     if call == "expectation":
         return {"config": LossConfig(beta=0.1), **inputs}
     config = LossConfig(beta=0.1, off_policy_mask_threshold=0.5, entropy_coef=0.01)

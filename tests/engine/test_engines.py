@@ -63,11 +63,8 @@ def test_cost_of_every_loss(loss_type, level, head, share_zero, off_policy):
     if off_policy:
         inputs["old_per_token_logps"] = inputs["ref_per_token_logps"] * 0 - 4.2
     couples = off_policy and (level == "sequence" or reference.TERMS[loss_type].per_sequence)
-    expected = {
-        "no grad": "score",
-        "frozen": "frozen",
-        "trainable": "two_pass" if couples else "one_pass",
-    }[head]
+    trained = "two_pass" if couples else "one_pass"
+    expected = {"trainable": trained, "frozen": "frozen", "no grad": "score"}[head]
     cost, engine = nvh(inputs, config)
     assert engine == expected
     assert cost == COST[expected][head == "frozen"](1 - share_zero)

@@ -92,13 +92,8 @@ def test_distillation(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tiny_run, "model", lambda *_, **__: model)
         options = {"config_class": trl.DistillationConfig, "beta": 0.5, "max_completion_length": 12}
         options["prepare"] = lambda _: warnings.simplefilter("always")  # a tiny run is silent
-        return train(
-            mixed(Drawn, FusedDistillationTrainer),
-            1,
-            teacher_model=other,
-            per_device_train_batch_size=4,
-            **options,
-        )
+        options |= {"teacher_model": other, "per_device_train_batch_size": 4}
+        return train(mixed(Drawn, FusedDistillationTrainer), 1, **options)
 
     with pytest.warns(UserWarning, match="TRL's head would use the soft-cap and scale"):
         run = distilled("recurrent_gemma", "hyperclovax")

@@ -144,12 +144,8 @@ def plain_loss() -> Callable[..., Tensor]:
 def test_loss_and_gradient_are_those_of_the_plain_version(loss_type: str, options: str) -> None:
     plain, draw = plain_loss(), lambda: torch.randn(4, 7, dtype=torch.float64) * 0.4 - 2
     mask = torch.arange(7) < torch.tensor([[7], [3], [1], [5]])
-    config = LossConfig(
-        loss_type=loss_type,
-        importance_sampling_level=LEVELS[loss_type],
-        max_completion_length=9,
-        **OPTIONS[options],
-    )
+    kind = {"loss_type": loss_type, "importance_sampling_level": LEVELS[loss_type]}
+    config = LossConfig(**kind, max_completion_length=9, **OPTIONS[options])
     per_sequence = torch.tensor([1.5, -0.7, 0.0, -2.0], dtype=torch.float64)
     per_token = per_sequence[:, None] + draw()
     for old, advantages in itertools.product((None, draw()), (per_sequence, per_token)):
