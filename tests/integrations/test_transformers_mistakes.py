@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from grpo_kernels import GRPOLoss, LossConfig
+from grpo_kernels import GRPOLoss, LossConfig, presets
 from grpo_kernels.transformers import (
     causal_lm_divergence,
     causal_lm_logps,
@@ -47,9 +47,9 @@ PACKED = {  # in each row a sequence of 6 tokens behind another
     "position_ids": torch.arange(6).repeat(3, 2),
     "completion_mask": but(ONES, slice(None), 0, 0),
 }
-APART = LOSS | PACKED | {"completion_mask": but(ONES, slice(None), [0, 6], 0)}
-APART["advantages"] = torch.ones(3, 12)
-SEQUENCE_RATIO = {"importance_sampling_level": "sequence"}
+APART = {**LOSS, **PACKED, "advantages": torch.ones(3, 12)}
+APART["completion_mask"] = but(ONES, slice(None), [0, 6], 0)
+BY_ROW = {"loss_type": "grpo"}, {"loss_type": "vespo"}, vars(presets.GSPO)
 OWN_POSITIONS = {"model": tiny.qwen2_vl()[0], "layout": "padded"}
 
 
@@ -144,10 +144,7 @@ def test_encoder_decoder_models_are_refused_by_name() -> None:
         (PACKED, "it counts a token whose previous column has attention_mask 0, or whose position"),
         ({**PACKED, "completion_mask": but(ONES, slice(None), 6, 0)}, None),
         # ... each of which counts as a sequence in a mean over sequences
-        *(
-            (APART | {"loss_fn": GRPOLoss(**x)}, "position_ids: a row holds")
-            for x in ({"loss_type": "grpo"}, {"loss_type": "vespo"}, SEQUENCE_RATIO)
-        ),
+        *((APART | {"loss_fn": GRPOLoss(**x)}, "position_ids: a row holds") for x in BY_ROW),
         (APART, None),
         (APART | {"advantages": torch.ones(3)}, "advantages: one per row"),
         ({"attention_mask": ATTENTION * 2}, "attention_mask: it holds values other than 0 and 1"),
