@@ -274,8 +274,11 @@ def takes_heads(function: F) -> F:
         head = Head.of(head)
         if not isinstance(head.weight, nn.Module):
             return function(hidden, head, *args, **options)
-        whole = lambda states, whole: function(states, whole, *args, **options)  # noqa: E731
-        return within_module(whole, hidden, head)
+
+        def with_parameters(states: Tensor, own: Head) -> Any:
+            return function(states, own, *args, **options)
+
+        return within_module(with_parameters, hidden, head)
 
     return cast(Any, call)
 

@@ -90,9 +90,9 @@ def _with_gradient(
     job: Job, row_loss: RowLoss, fused_loss: FusedLoss | None, live_rows: Tensor
 ) -> FirstPass:
     """The first pass of the rows `live_rows` (m,), with the statistics (m,) of these alone."""
-    n, live = len(job.rows), job
+    n, live_job = len(job.rows), job
     if live_rows.shape[0] < n:
-        live, fused_loss = job.at(live_rows), take(fused_loss, live_rows)
+        live_job, fused_loss = job.at(live_rows), take(fused_loss, live_rows)
     used: dict[str, Tensor] = {}  # expected coefficients, (n,) each, by name
 
     def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
@@ -103,12 +103,12 @@ def _with_gradient(
             found.put(live_rows[at], used, n)
         return found
 
-    work = stats_work(live, fused_loss)
+    work = stats_work(live_job, fused_loss)
     # fp16 d logits need a factor that depends on all coefficients of a chunk, so a kernel then
     # computes only statistics and loss
     if fused_loss is None or job.products(job.tensors.weight).scales_gradient:
-        work = gradient_work(live, coefficients_of, work)
-    stats, grads = sweep(live, work, with_gradient=True)
+        work = gradient_work(live_job, coefficients_of, work)
+    stats, grads = sweep(live_job, work, with_gradient=True)
     if not row_loss.is_expected or job.when == "unit":
         return FirstPass(stats, grads, live_rows)
     if fused_loss is not None:  # a kernel does not ask for the coefficients
