@@ -78,7 +78,7 @@ def row_runs(
     ids = torch.randint(vocab, (n,), device=device)
     pair = reference and Chunk(logits(), ids, transform_of(reference[0], vocab, n, device))
     beta = reference[1] if reference else 1.0
-    chunk = Chunk(logits(), ids, transform_of(transform, vocab, n, device), 0, pair, beta)
+    chunk = Chunk(logits(), ids, transform_of(transform, vocab, n, device), pair, beta)
     diverged = pair and backends.DivergenceStats(*(numbers() for _ in range(4)))
     statistics = backends.RowStats(
         -numbers(), chunk.logits.amax(1), numbers(), numbers(), divergence=diverged
