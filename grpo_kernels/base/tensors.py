@@ -32,7 +32,8 @@ def map_tensors(change: Callable[[Tensor], Any], x: Any) -> Any:
     if hasattr(x, "__dataclass_fields__") and not isinstance(x, type):
         copy = object.__new__(type(x))  # skips the checks: every call makes dozens of copies
         for name in x.__dataclass_fields__:
-            copy.__dict__[name] = map_tensors(change, getattr(x, name))
+            value = getattr(x, name)
+            copy.__dict__[name] = None if value is None else map_tensors(change, value)
         return copy
     if isinstance(x, dict):
         return {name: map_tensors(change, value) for name, value in x.items()}

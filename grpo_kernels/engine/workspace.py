@@ -251,17 +251,24 @@ def divide(
         scratch_bytes: further bytes for a chunk with the given number of rows; not decreasing.
     """
 
+    multiple = device.row_multiple
+    enough = max(LARGE_CHUNK_ROWS, -(-n // multiple) * multiple)  # more rows change nothing
+
     def rows_of_chunk(per_group: int) -> int:
         row_bytes, least = chunk_row_bytes + per_group * group_row_bytes, device.fewest_rows
+
+        def taken(m: int) -> int:
+            return m * row_bytes + scratch_bytes(m)
+
+        if taken(enough) <= workspace_bytes:
+            return enough
         rows = range(least + 1, workspace_bytes // row_bytes + 1)
-        more = bisect_right(rows, workspace_bytes, key=lambda m: m * row_bytes + scratch_bytes(m))
-        return least + more
+        return least + bisect_right(rows, workspace_bytes, key=taken)
 
     sizes = {count: rows_of_chunk(count) for count in (CHUNKS_OF_A_GROUP if grouped else ())}
     choices = itertools.product((LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS), sizes)
     per_group = next((count for least, count in choices if sizes[count] >= least), 1)
     most = sizes.get(per_group) or rows_of_chunk(per_group)
-    multiple = device.row_multiple
     most -= most % multiple  # chunks are padded to this multiple
     groups = []
     for start, stop in _even_parts(n, per_group * most, multiple):
