@@ -103,7 +103,7 @@ $(DOCS_PATH)/.installed: $(STAMP) $(DOCS)
 	@touch $@
 
 test: $(STAMP)  ## the tests (PYTEST_ARGS="tests/engine -k name" for some of them)
-	@$(if $(PYTEST_ARGS),,echo "all tests take seven to eight minutes on two idle cores; PYTEST_ARGS=\"tests/call\" runs some of them")
+	@$(if $(PYTEST_ARGS),,echo "all tests take three to eight minutes on two idle cores; PYTEST_ARGS=\"tests/call\" runs some of them")
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS) </dev/null
 
 test-slow: $(STAMP)  ## the longest tests, which also repeat others in Triton's interpreter, compile for every target, run whole commands
