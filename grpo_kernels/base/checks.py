@@ -81,7 +81,7 @@ _SYNONYMS = {
     "penalty": "objective", "extra_loss": "objective", "response_mask": "completion_mask",
     "loss_mask": "completion_mask", "selected_token_ids": "completion_ids", "rkl": "reverse_kl",
     "fkl": "forward_kl", "loss": "divergence", "rollout_is_weights": "importance_sampling_ratio",
-    "causal_lm_scores": "causal_lm_logps", "completion_logps": "causal_lm_logps",
+    "causal_lm_scores": "causal_lm_logps",
     "get_per_token_logps": "causal_lm_logps", "selective_log_softmax": "linear_logps",
     "reward_to_go": "process_advantages", "rewards_to_go": "process_advantages",
     "process_supervision": "process_advantages", "compute_advantages": "group_advantages",

@@ -290,8 +290,9 @@ class Job:
     def fused_loss(self, row_loss: RowLoss) -> FusedLoss | None:
         """`row_loss` for a kernel that does a whole loss at once; None if none can do it here.
 
-        torch has no such kernel, and Triton has none with a reference. The ranks of a sharded head
-        must combine statistics before the loss is known. An empty batch needs no kernel.
+        Only one_pass asks for it. torch has no such kernel, and Triton has none with a reference.
+        The ranks of a sharded head must combine statistics before the loss is known. An empty batch
+        needs no kernel.
         """
         backend = self.backend
         if self.when != "now" or len(self.rows) == 0 or not isinstance(backend, FusedRowBackend):

@@ -675,8 +675,8 @@ def warn_of_inputs(tokens: Tokens, inputs: Mapping[str, Any]) -> None:
     for name in ("old_per_token_logps", "logps"):
         if old is not None and name in inputs and inputs[name].dtype.itemsize < 4:
             warn_once(
-                f"{name}: rounded to {inputs[name].dtype}, so ratios that should be 1 are off, in "
-                "bf16 by up to 1.6% at -8; keep them in torch.float32"
+                f"{name}: rounded to {inputs[name].dtype}, so ratios that should be 1 are off "
+                "(in bf16 by up to 1.6% down to -8); keep them in torch.float32"
             )
     if objective is None:  # else it may not read the config's loss
         warn_of_loss(config, tokens)

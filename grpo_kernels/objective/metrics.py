@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -63,9 +62,13 @@ def loss_metrics(
 
     if tokens.old_per_token_logps is not None and inputs is not None:
         warn_of_ratio(inputs.token_log_ratio)
+    difference = None  # from the sampler's log-probabilities
     if tokens.sampling_per_token_logps is not None:
         old = logps if tokens.old_per_token_logps is None else tokens.old_per_token_logps
-        warn_of_ratio(old - tokens.sampling_per_token_logps, "sampling_per_token_logps")
+        difference = old - tokens.sampling_per_token_logps
+        warn_of_ratio(difference, "sampling_per_token_logps")
+    if inputs is None or not config.corrects_sampling:
+        difference = None  # no ratio comes from it
     if tokens.ref_per_token_logps is not None and config.estimates_kl:
         warn_of_ratio(logps - tokens.ref_per_token_logps, "ref_per_token_logps")
     pairs["policy_loss"] = (evaluation.loss_without_entropy, number(1))
@@ -76,10 +79,6 @@ def loss_metrics(
     pairs["rows/gradient"] = (gradient_count.to(entropies.dtype), number(n))
     ratio = tokens.unexpanded_sampling_ratio
     per_sequence = tokens.sampling_ratio_per_sequence is not None
-    difference = None
-    if inputs is not None and config.corrects_sampling:
-        old = logps if tokens.old_per_token_logps is None else tokens.old_per_token_logps
-        difference = old - cast(Tensor, tokens.sampling_per_token_logps)
     if inputs is not None and inputs.kl is not None:
         over_tokens("kl", inputs.kl)
     if inputs is not None and inputs.sampling_ratio is not None:

@@ -198,15 +198,15 @@ CASES = {
     ),
     "off-policy sequences": replace(PLAIN, drift=0.25, sequence=True, beta=0.04),
 }
-OF_LIGER = {"soft-cap": "no soft-cap", "fp32 weight, autocast": "one dtype"}
+LACKS_OF_THREE = {"soft-cap": "no soft-cap", "fp32 weight, autocast": "one dtype"}
 # peer -> its package, and the cases that it does not do, with the reason
 PEERS: dict[str, tuple[str, dict[str, str]]] = {
     "linear_ce": ("torch", {"soft-cap": "no soft-cap", "top entropy, padding": "gives no entropy"}),
     "unsloth": ("unsloth_zoo", {}),
     "cce": ("cut_cross_entropy", dict.fromkeys(CASES, "serve GPUs only")),
-    "liger_ce": ("liger_kernel", OF_LIGER),
-    "liger_torch": ("liger_kernel", OF_LIGER),
-    "verl_torch": ("verl", OF_LIGER),
+    "liger_ce": ("liger_kernel", LACKS_OF_THREE),
+    "liger_torch": ("liger_kernel", LACKS_OF_THREE),
+    "verl_torch": ("verl", LACKS_OF_THREE),
 }
 # asked before any runs: an adapter may put a module without a specification in its package's place
 ABSENT = {package for package, _ in PEERS.values() if importlib.util.find_spec(package) is None}

@@ -15,7 +15,8 @@ off as the furthest run in its row, plus 4 eps of the row's largest number, plus
 dtype: of itself, or of the row's largest number if it is a sum of two.
 
 Where a discrete choice (top-entropy or off-policy mask) differs between the runs, or could, only
-logps and entropies are compared; of a loss that float32 cannot hold, only the sign.
+logps and entropies are compared. A loss that float32 cannot hold must have the right sign and be
+above 1e33 in size.
 """
 
 from __future__ import annotations
