@@ -592,11 +592,11 @@ def _check_attended(
 ) -> None:
     """Check the values of an attention_mask (B, L) in `inputs`. This synchronizes with the device.
 
-    A counted token inside padding is an error. Four cases warn: there is no mask, or one without
-    zeros, although padding comes before a counted token; the mask has values other than 0 and 1; a
-    sequence's first token counts, although nothing precedes it; or zeros lie between ones, which
-    makes later positions wrong unless the caller passes positions. The token after the last 1 may
-    count: it is the end token if that is also the padding token.
+    A counted token inside padding is an error. Four cases warn: padding before a counted token is
+    attended to (`_warn_of_attended_padding`); the mask has values other than 0 and 1; a sequence's
+    first token counts, although nothing of the sequence precedes it; or zeros lie between ones,
+    which makes later positions wrong unless the caller passes positions. The token after the last 1
+    may count: it is the end token if that is also the padding token.
     """
     attention_mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     of_text = config.get_text_config(decoder=True)
@@ -642,7 +642,10 @@ def _check_attended(
 def _warn_of_attended_padding(
     input_ids: Tensor, needed: Tensor, config: Any, attended: Tensor | None = None
 ) -> None:
-    """Warn once of padding before a counted token, or of that at the beginning of `attended`."""
+    """Warn once of padding before a counted token that is attended to.
+
+    With a mask `attended` (B, L), only padding at the beginning of a row counts.
+    """
     pad = getattr(config, "pad_token_id", None)
     if pad is None:
         return
@@ -655,7 +658,7 @@ def _warn_of_attended_padding(
         padding = padding[:, 1:] & padding[:, :-1]  # a single one is an end or beginning of text
     if bool(padding.any()):
         warn_once(
-            f"attention_mask: got {'None' if attended is None else '1 there'}, and input_ids with "
+            f"attention_mask: got {'None' if attended is None else 'ones'}, and input_ids with "
             f"padding tokens (pad_token_id = {pad}) before a token that counts, which are attended "
             "to like text. Pass the tokenizer's attention_mask, with a 1 for each token of the "
             "completion"
@@ -678,8 +681,8 @@ def _check_second(name: str, model: Any, policy: nn.Module) -> None:
     without_adapter(_check_head(name, model).weight, f"{name}.head")
     if heads.causal_lm(model) is heads.causal_lm(policy):
         warn_once(
-            f"{name}: it is the model that trains, so every divergence is 0; pass another model, "
-            "such as a copy from before the training"
+            f"{name}: it is the very model that it is compared with, so they differ by dropout at "
+            "most; pass another model, such as a copy from before the training"
         )
     if draws_random(model):
         warn_once(
@@ -725,7 +728,10 @@ def _warn_of_prompts(attention_mask: Tensor | None, completion_mask: Tensor) -> 
 def _warn_of_packed(
     config: LossConfig, positions: Any, attention_mask: Any, advantages: Tensor
 ) -> None:
-    """Warn once if a row holds several sequences that the loss counts as one. On a CPU alone."""
+    """Warn once if packed rows have one advantage each, or count as one sequence in the loss.
+
+    This reads `positions` (B, L) on a CPU alone.
+    """
     if not isinstance(positions, Tensor) or positions.device.type != "cpu" or positions.dim() != 2:
         return
     begins = positions.diff(dim=1) < 0

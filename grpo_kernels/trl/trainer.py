@@ -133,6 +133,8 @@ class FusedLossMixin(LogsShares):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if cls.__init__ is not FusedLossMixin.__init__:
+            cls.__signature__ = None  # not FusedGRPOTrainer's, which it would inherit
         name, order = cls.__name__, cls.__mro__
         others = [x for x in order if issubclass(x, Trainer) and not issubclass(x, FusedLossMixin)]
         if others and GRPOTrainer not in others:

@@ -89,8 +89,7 @@ def test_samples_are_divided_by_prompts_within_a_budget() -> None:
         most = {"tokens": budget} if i % 2 == 0 else {"rows": size}
         prompts = [(draw.randrange(groups), 5) for _ in range(samples)]
         lengths = [draw.randrange(1, 9) for _ in range(samples)]
-        live = [True] * samples
-        parts = divided(prompts, lengths, live, count, **most)
+        parts = divided(prompts, lengths, [True] * samples, count, **most)
         assert sorted(i for part in parts for i in part) == [*range(samples)]
         for part in parts:
             used = sum(lengths[i] for i in part) + 5 * len({prompts[i] for i in part})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,12 +44,6 @@ ZERO3_JOBS: list[Job] = [
     ("ZeRO-3", "tied", "uneven", "skip"),
     ("ZeRO-3, checkpointing", "qwen3", "uneven", "defaults"),
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(seconds=120.0) as made:
-        yield made
 
 
 def batch(rank: int, advantages: str = "uneven", length: int = 13) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@ fewer products. The loss by option; each loss type for many steps is for make pa
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import tempfile
@@ -62,6 +63,12 @@ def test_training_is_the_same(name: str) -> None:
     options = {**TRAININGS[name]}
     tolerance = options.pop("tolerance", None)
     assert_same(*(train(x, **options) for x in (trl.GRPOTrainer, FusedGRPOTrainer)), tolerance)
+
+
+def test_help_shows_the_arguments_of_the_trainer_and_those_of_a_subclass() -> None:
+    own = type("Own", (FusedGRPOTrainer,), {"__init__": lambda self, mine: None})
+    assert {"model", "layout"} <= {*inspect.signature(FusedGRPOTrainer).parameters}
+    assert [*inspect.signature(own).parameters] == ["mine"]
 
 
 def test_a_mixture_of_experts_with_its_load_balancing_loss():
