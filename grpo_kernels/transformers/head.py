@@ -293,8 +293,9 @@ class HeadCall:
     Scores are laid out in a (1, R, V) tensor, so that the model can treat them as logits. Until the
     head `is_checked`, the two rows of a `HeadCheck` come first.
 
-    For each forward: `in_head`, inside it `pack_output` with what the model returns; then
-    `verify`. `run` does so until the head's constants are right.
+    For each forward: `in_head`, inside it `pack_output` with what the model returns. If the model
+    uses other constants than those of `head`, the `head` then gets the measured ones; `run` repeats
+    the forward until they are right.
 
     Args:
         inputs: the model's inputs, on which the head's constants may depend.
@@ -323,9 +324,10 @@ class HeadCall:
     def run(self, forward: Callable[[], T]) -> T:
         """Call `forward` with this in the head's place, and again if a constant was wrong."""
         for _ in range(_MOST_RUNS):
+            used = self.head
             with self.in_head():
                 found = forward()
-            if self.verify():  # equal on all ranks, so all run again
+            if self.head is used:  # equal on all ranks, so all run again
                 return found
         raise ValueError(
             "model: expected one scale, soft-cap or cut of the logits, got another in each run: "
@@ -334,7 +336,7 @@ class HeadCall:
 
     @contextmanager
     def in_head(self) -> Iterator[None]:
-        """Replace the head inside the context."""
+        """Replace the head inside the context, and verify its constants afterwards."""
         self.check = None
         self.result_specs, self.results = {}, {}
         head, name = self.head.weight, forward_name(self.head.weight)
@@ -350,6 +352,8 @@ class HeadCall:
                 yield
             finally:
                 unpacking.remove()
+        if self.check is not None:
+            self.head = self.check.verified(self.model, self.facts)
 
     def _head_forward(self, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
         """Score `hidden` (B, L, H) instead of projecting it; the scores are (1, R, V)."""
@@ -439,16 +443,6 @@ class HeadCall:
         others = {name: x for name, x in output.items() if name != "logits"}
         return {RESULTS: self.results, FIELDS: others}
 
-    def verify(self) -> bool:
-        """True if the model uses the constants of `head`, which the forward has used.
-
-        Otherwise `head` gets the measured constants, and the model has to run again.
-        """
-        if self.check is None:
-            return True
-        used, self.head = self.head, self.check.verified(self.model, self.facts)
-        return self.head is used
-
 
 class HeadInputs:
     """The head and its input; filled when the block ``with head_inputs(model)`` ends.
@@ -517,7 +511,6 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
             last.remove()
     if not call.results:
         raise RuntimeError("head_inputs: expected one forward of the model inside, got none")
-    call.verify()  # if not, the head gets the measured constants, and the states are right
     found.of_model = call.head
 
 
