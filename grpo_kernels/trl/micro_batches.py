@@ -14,8 +14,9 @@ the kept results, without gradient, once for each of TRL's micro-batches. Only t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -287,17 +288,9 @@ def undone(batches: Sequence[Batch], names: Sequence[str]) -> list[Batch]:
     return found
 
 
-@contextmanager
-def unlogged(trainer: Any) -> Iterator[None]:
-    """Stop TRL's loss from logging, and from gathering metrics from other processes."""
-    metrics, accelerator = metrics_of(trainer), trainer.accelerator
-    before = {name: len(x) for name, x in metrics.items()}
+def unlogged(trainer: Any) -> AbstractContextManager[None]:
+    """Inside the context, TRL's loss logs nothing and asks no other process for its metrics."""
     asks = ("gather", "gather_for_metrics", "reduce")
-    with all_replaced((accelerator, name, lambda x, *_, **__: x) for name in asks):
-        try:
-            yield
-        finally:
-            for name in [*metrics]:
-                del metrics[name][before.get(name, 0) :]
-                if not metrics[name]:
-                    del metrics[name]
+    changes = [(trainer.accelerator, name, lambda x, *_, **__: x) for name in asks]
+    unread = defaultdict[str, Any](lambda: defaultdict(list))
+    return all_replaced([*changes, (trainer, "_metrics", unread)])

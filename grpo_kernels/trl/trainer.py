@@ -488,7 +488,6 @@ class FusedLossMixin(LogsShares):
             _, _, live = micro_batches.foreseen(self, {**batch, OLD: zeros})
         logps = zeros if self._is_idle(batch) else self._score(self.model, batch, live)
         self._take_old(batch, logps)
-        self._log_figures()
 
     def _is_idle(self, inputs: Batch) -> bool:
         """True for an empty micro-batch, if no other process waits for its forward."""
