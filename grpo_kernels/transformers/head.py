@@ -303,7 +303,7 @@ class HeadCall:
     """
 
     # each forward sets these
-    check: HeadCheck | None
+    check: HeadCheck | None = None
     project: Callable[..., Tensor]  # the head's own forward
     result_specs: dict[str, tuple[torch.Size, torch.dtype]]  # name -> shape, dtype
     results: Results
@@ -337,7 +337,6 @@ class HeadCall:
     @contextmanager
     def in_head(self) -> Iterator[None]:
         """Replace the head inside the context, and verify its constants afterwards."""
-        self.check = None
         self.result_specs, self.results = {}, {}
         head, name = self.head.weight, forward_name(self.head.weight)
         self.project = getattr(head, name)
