@@ -598,24 +598,20 @@ def _check_attended(
     which makes later positions wrong unless the caller passes positions. The token after the last 1
     may count: it is the end token if that is also the padding token.
     """
-    attention_mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
-    of_text = config.get_text_config(decoder=True)
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+        return  # only the model reads it
     first = torch.zeros_like(needed)  # the first token of a sequence, by its position
     if isinstance(positions, Tensor) and positions.shape == needed.shape:
         first = positions.to(needed.device) == 0
-    if attention_mask is None:
-        _warn_of_attended_padding(input_ids, needed, of_text)
-        attended = torch.ones_like(needed)
-    elif not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
-        return
-    else:
-        attended = attention_mask.to(needed.device) != 0
-        if bool((attended & (attention_mask.to(needed.device) != 1)).any()):
-            warn_once(
-                "attention_mask: it holds values other than 0 and 1, and all but 0 are attended "
-                "to. For packed sequences, pass position_ids that begin at 0 in each, and no mask"
-            )
-        _warn_of_attended_padding(input_ids, needed, of_text, attended)
+    attended = None if mask is None else mask.to(needed.device) != 0
+    if attended is not None and bool((attended & (mask.to(needed.device) != 1)).any()):
+        warn_once(
+            "attention_mask: it holds values other than 0 and 1, and all but 0 are attended to. "
+            "For packed sequences, pass position_ids that begin at 0 in each, and no mask"
+        )
+    _warn_of_attended_padding(input_ids, needed, config.get_text_config(decoder=True), attended)
+    attended = torch.ones_like(needed) if attended is None else attended
     unseen = needed[:, :-1] & ~attended[:, :-1]
     in_padding = (unseen & ~attended[:, 1:]).nonzero()
     if len(in_padding):
@@ -640,7 +636,7 @@ def _check_attended(
 
 
 def _warn_of_attended_padding(
-    input_ids: Tensor, needed: Tensor, config: Any, attended: Tensor | None = None
+    input_ids: Tensor, needed: Tensor, config: Any, attended: Tensor | None
 ) -> None:
     """Warn once of padding before a counted token that is attended to.
 
@@ -806,10 +802,9 @@ def _check_names(
         # special names from **kwargs.
         known |= _named(type(module).forward) | _named(module.forward)
         known |= {*getattr(module, "special_peft_forward_args", ())}
-    kind = type(base).__name__
+    reader = type(base).__name__ + (" or the loss" if of_loss else "")
     for name in given:
         if name in {field.name for field in fields(LossConfig)}:
-            reader = f"{kind} or the loss" if of_loss else kind
             raise TypeError(
                 f"{name}: expected an input of {reader}, got a field of LossConfig: set it on the "
                 f"loss, GRPOLoss({name}=...)"
@@ -820,8 +815,7 @@ def _check_names(
             first = [*own, *sorted({*of_loss, *_named(call)} - {*own})]
             hint = did_you_mean(name, [x for x in first if x not in unread], "", sorted(known))
             hint = hint or f"; it has {', '.join(own)}"
-            of_model = f"{kind} or the loss" if of_loss else kind
-            missing = f"not an argument of {call.__name__}, nor an input of {of_model}"
+            missing = f"not an argument of {call.__name__}, nor an input of {reader}"
             raise TypeError(f"{name}: {missing}{hint}")
 
 
