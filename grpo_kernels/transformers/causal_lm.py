@@ -604,12 +604,15 @@ def _check_attended(
     first = torch.zeros_like(needed)  # the first token of a sequence, by its position
     if isinstance(positions, Tensor) and positions.shape == needed.shape:
         first = positions.to(needed.device) == 0
-    attended = None if mask is None else mask.to(needed.device) != 0
-    if attended is not None and bool((attended & (mask.to(needed.device) != 1)).any()):
-        warn_once(
-            "attention_mask: it holds values other than 0 and 1, and all but 0 are attended to. "
-            "For packed sequences, pass position_ids that begin at 0 in each, and no mask"
-        )
+    attended = None
+    if mask is not None:
+        mask = mask.to(needed.device)
+        attended = mask != 0
+        if bool((attended & (mask != 1)).any()):
+            warn_once(
+                "attention_mask: it holds values other than 0 and 1, and all but 0 are attended "
+                "to. For packed sequences, pass position_ids that begin at 0 in each, and no mask"
+            )
     _warn_of_attended_padding(input_ids, needed, config.get_text_config(decoder=True), attended)
     attended = torch.ones_like(needed) if attended is None else attended
     unseen = needed[:, :-1] & ~attended[:, :-1]
