@@ -195,11 +195,13 @@ def did_you_mean(
     return f"; did you mean {meant}?{f' It is {elsewhere}' if of_others and elsewhere else ''}"
 
 
-def hints_names(function: F, name: str = "") -> F:
+def hints_names(function: F, name: str = "", *, leaves_graph: bool = False) -> F:
     """Decorate a public function or class so that errors about its arguments are helpful.
 
     An unknown keyword argument raises TypeError with the name that was probably meant. A missing
     argument, or too many positional ones, raises TypeError with the function's own name.
+
+    If it `leaves_graph`, torch.compile breaks its graph at a call, which runs eagerly.
     """
     name = name or function.__name__
     if isinstance(function, type):
@@ -215,6 +217,10 @@ def hints_names(function: F, name: str = "") -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
+        if leaves_graph and torch.compiler.is_compiling():
+            from grpo_kernels.base.eagerly import eagerly
+
+            return eagerly(call, *args, **options)
         unknown, count = [x for x in options if x not in names], len(args) - of_self
         if unknown and not takes_more:
             hint = did_you_mean(unknown[0], names) or f"; it has {', '.join(names)}"
@@ -244,18 +250,8 @@ def hints_names(function: F, name: str = "") -> F:
 
 
 def outside_graphs(function: F) -> F:
-    """Decorate a public call: torch.compile breaks its graph there, and it runs eagerly."""
-    function = hints_names(function)
-
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            return function(*args, **options)
-        from grpo_kernels.base.eagerly import eagerly
-
-        return eagerly(function, *args, **options)
-
-    return cast(F, call)
+    """Decorate a public call by `hints_names`; torch.compile runs it outside of its graphs."""
+    return hints_names(function, leaves_graph=True)
 
 
 def no_attribute(of: Any, name: str, names: Iterable[str], hint: str = "") -> AttributeError:
