@@ -233,7 +233,7 @@ def process_advantages(
     correction = _correction(std)
     check_number("eps", eps, lowest=0, inclusive=True)
     table, ends = _step_table(step_rewards, step_ends)
-    batch_size, steps = table.shape
+    batch_size = len(table)
     hint = "pass the mask as completion_mask="
     _check_one_of("completion_mask, length", completion_mask, length, hint)
     if length is not None:
@@ -252,22 +252,22 @@ def process_advantages(
     before = pad(torch.where(scored, ends, -1), (1, 0), value=-1).cummax(dim=1).values[:, :-1]
     rising = "each above those of earlier scored steps (columns, not a mask)"
     _require_all(~scored | (ends > before), ends, "step_ends", rising)
-    places = torch.where(scored, ends, columns)  # unscored steps go to one more column
-    if mask.device.type == "cpu" and not pad(mask, (0, 1), value=True).gather(1, places).all():
+    row, step = scored.nonzero(as_tuple=True)
+    x, end = x[row, step], ends[row, step]  # (M,), of the scored steps
+    if mask.device.type == "cpu" and not mask[row, end].all():
         warn_once(
             "step_ends: a step ends in a masked column; expected columns of the "
             "completion_mask that count, of the last token of each step"
         )
-    groups = _groups(x, num_generations, group_ids, process_group, fewest=1)
-    by_step = groups._replace(of_row=groups.of_row.repeat_interleave(steps))
-    centered, spread, _ = _moments(x.reshape(-1, 1), by_step, correction)
+    groups = _groups(mask, num_generations, group_ids, process_group, fewest=1)
+    by_step = groups._replace(of_row=groups.of_row[row])
+    centered, spread, _ = (y[:, 0] for y in _moments(x[:, None], by_step, correction))
     is_float64 = not table.is_floating_point() or table.dtype == torch.float64  # integers are exact
     rounding = torch.finfo(x.dtype if is_float64 else torch.float32).eps
     # of the centered numbers, and of the rewards themselves
-    error = rounding * spread + torch.finfo(x.dtype).eps * x.reshape(-1, 1).abs()
-    centered = _unless_rounding(centered, error)
-    normalized = _divide(centered, spread + eps).nan_to_num(nan=0.0).view(batch_size, steps)
-    at_ends = x.new_zeros(batch_size, columns + 1).scatter(1, places, normalized)[:, :-1]
+    error = rounding * spread + torch.finfo(x.dtype).eps * x.abs()
+    normalized = _divide(_unless_rounding(centered, error), spread + eps)
+    at_ends = x.new_zeros(mask.shape).index_put((row, end), normalized)
     sums = _unless_rounding(
         discounted_sums(at_ends, 1.0), rounding * discounted_sums(at_ends.abs(), 1.0)
     )
