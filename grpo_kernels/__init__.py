@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
 from typing import TYPE_CHECKING, Any
 
 from grpo_kernels import advantages, objectives, presets, rewards, rollouts
@@ -97,14 +96,11 @@ else:
         ours = (advantages, presets, rewards, rollouts)
         homes = {y: x.__name__ for x in ours for y in x.__all__}
         homes |= {y: f"{__name__}.{x}" for x, names in _OF_TRAINERS.items() for y in names}
-        if name not in homes:
-            hint = preset_hint(name) or did_you_mean(name, [*__all__, *_TRAINERS, *homes])
-            home = next((f" It is in {homes[x]}" for x in homes if f"mean {x}?" in hint), "")
-            raise no_name(__name__, name, __all__, hint + home)
-        # `from grpo_kernels import ...` asks first, and would hide an AttributeError
-        imports = sys._getframe(1).f_code.co_name == "_handle_fromlist"
-        error = ImportError if imports else AttributeError
-        raise error(f"{__name__} has no {name}; it is in {homes[name]}")
+        hint = preset_hint(name) or did_you_mean(name, [*__all__, *_TRAINERS, *homes])
+        hint += next((f" It is in {homes[x]}" for x in homes if f"mean {x}?" in hint), "")
+        if name in homes:
+            hint = f"; it is in {homes[name]}"
+        raise no_name(__name__, name, hint)
 
 
 def __dir__() -> list[str]:

@@ -263,12 +263,8 @@ def no_attribute(of: Any, name: str, names: Iterable[str], hint: str = "") -> At
     return AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}{hint}", obj=of)
 
 
-def no_name(module: str, name: str, names: Iterable[str], hint: str = "") -> Exception:
-    """Make the error for a name that a module's ``__getattr__`` does not find.
-
-    It has `hint`, or else the nearest of `names`.
-    """
-    hint = hint or did_you_mean(name, names)
+def no_name(module: str, name: str, hint: str) -> Exception:
+    """Make the error for a name that a module's ``__getattr__`` does not find."""
     # `from package import name` asks first, and would hide an AttributeError
     imports = sys._getframe(2).f_code.co_name == "_handle_fromlist"
     is_module = imports and importlib.util.find_spec(f"{module}.{name}") is not None
@@ -284,7 +280,7 @@ def only_public(module: str, hint: Callable[[str], str] = lambda name: "") -> No
     own: Any = sys.modules[module]
 
     def missing(name: str) -> Any:
-        raise no_name(module, name, own.__all__, hint(name))
+        raise no_name(module, name, hint(name) or did_you_mean(name, own.__all__))
 
     own.__dir__, own.__getattr__ = lambda: [*own.__all__], missing
 
