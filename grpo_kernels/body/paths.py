@@ -28,7 +28,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -46,9 +45,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 _CALL_FLOPS = {"cpu": 2.5e6}
 _CALL_FLOPS_ON_A_GPU = 2.5e9
 _VARLEN_ROWS = ("cu_seq_q", "cu_seq_k", "max_q", "max_k")
-_VARLEN_PARAMETERS = {
-    *("query", "key", "value", "scale", "window_size", "enable_gqa", *_VARLEN_ROWS)
-}
 ENDS, LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _EAGER = "eager_attention_forward"
 # Arguments of attention that stay valid along a path: positions (unused here) and sinks.
@@ -109,25 +105,15 @@ def group(paths: Paths, call_cells: float) -> tuple[list[tuple[Tensor, Tensor]],
 def _cut(costs: Sequence[float], overhead: float) -> list[tuple[int, int]]:
     """Divide ascending `costs` into parts (first, end) of least total cost.
 
-    A part costs its size times its largest member c, plus `overhead`. This is a dynamic program
-    over the start of the last part. A part that starts at `first` costs ``least[first] - first *
-    c``, a line in c, plus terms without `first`. Slopes fall and c rises, so a line that is beaten
-    once stays beaten; `lines` holds the lines that are not, best first.
+    A part costs its size times its largest member, plus `overhead`. `least` and `begin` hold, for
+    each end, the least cost up to there and the start of the last part. Costs ascend, so as the end
+    advances, that start never moves back.
     """
-    least, begin, lines = [0.0], [0], deque[int]()
-
-    def crossing(one: int, other: int) -> float:
-        return (least[other] - least[one]) / (other - one)
-
+    least, begin = [0.0], [0]
     for end, cost in enumerate(costs, start=1):
-        new = end - 1
-        while len(lines) > 1 and crossing(lines[-1], new) <= crossing(lines[-2], lines[-1]):
-            lines.pop()
-        lines.append(new)
-        while len(lines) > 1 and crossing(lines[0], lines[1]) < cost:
-            lines.popleft()
-        begin.append(lines[0])
-        least.append(least[lines[0]] + (end - lines[0]) * cost + overhead)
+        totals = {i: least[i] + (end - i) * cost for i in range(begin[-1], end)}
+        begin.append(min(totals, key=totals.__getitem__))
+        least.append(totals[begin[-1]] + overhead)
     parts, end = [], len(costs)
     while end > 0:
         parts.append((begin[end], end))
@@ -251,12 +237,8 @@ class Segments:
 
 
 def has_varlen(implementation: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """True if `torch.nn.attention.varlen` can replace `implementation`.
-
-    It needs sdpa, CUDA, a 16-bit dtype and the parameters that this module passes.
-    """
-    fits = implementation == "sdpa" and device.type == "cuda" and dtype.itemsize == 2
-    return fits and {*inspect.signature(torch_varlen.varlen_attn).parameters} >= _VARLEN_PARAMETERS
+    """True if `torch.nn.attention.varlen` may replace `implementation`; a trial decides."""
+    return implementation == "sdpa" and device.type == "cuda" and dtype.itemsize == 2
 
 
 def call_cells(width: int, device: torch.device) -> float:
