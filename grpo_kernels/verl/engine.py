@@ -91,7 +91,8 @@ class MiniBatch:
     """The current mini-batch, and how its sequences are divided into micro-batches."""
 
     def __init__(self, engine: Any, data: Any, loss_function: Any, *, forward_only: bool) -> None:
-        from grpo_kernels.body.trunk import fits_trees, trunk_of
+        from grpo_kernels.body.trial import fits_trees
+        from grpo_kernels.body.trunk import trunk_of
 
         options = options_of(engine.model_config.fused_kernel_options)
         self.loss_function = loss_function  # verl's; None: log-probabilities go to the caller
