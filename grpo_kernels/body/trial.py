@@ -353,7 +353,7 @@ class _Trial:
         states = torch.stack([_distance(got.hidden[x], want.hidden[x]) for x in ranges])
         return states.amax().item(), _distance(got.gradient, want.gradient).item()
 
-    def _run(self, way: Way, parts: list[list[int]], multiple: int = 1) -> _Found:
+    def _run(self, way: Way, parts: list[list[int]], width: int = 0) -> _Found:
         hidden, gradient = torch.zeros((), device=self.device), torch.zeros(1, device=self.device)
         with (
             torch.compiler.set_stance("force_eager"),  # do not compile for the trial's shapes
@@ -367,7 +367,7 @@ class _Trial:
             for part in parts:
                 chosen = torch.zeros(len(self.needed), dtype=torch.bool, device="cpu")
                 chosen[part] = True
-                layout = self.inputs.layout(way, chosen, multiple=multiple)
+                layout = self.inputs.layout(way, chosen, width=width)
                 output, found = run_layout(self.trunk, self.forward, self.inputs, layout, way)
                 read = filled([(layout, output)], self.needed.shape)
                 read = read[self.needed.to(read.device)]  # 0 in the rows of other parts

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +55,6 @@ _WRAPPED = (
     *("_orig_mod", "_forward_module", FSDP1, "module"),
     *("base_model", "model", "pretrained_model"),
 )
-_COMPILED_COLUMNS = 64  # widths are multiples of this if layers are compiled, so shapes recur
 Layouts = dict[bool, TrunkLayout]  # a call's, by whether the forward keeps a graph
 _NOT_OF_A_LAYOUT = (torch.OutOfMemoryError, _StopRecomputationError)
 
@@ -121,7 +120,10 @@ def _reason_against(model: nn.Module, trunk: nn.Module) -> str | None:
     wrappers, base = unwrapped(model)
     if trunk is base:
         return "the model names no trunk (base_model)"
-    if _is_compiled([*wrappers, base, trunk]):
+    if any(
+        type(x).__name__ == "OptimizedModule" or getattr(x, "_compiled_call_impl", None) is not None
+        for x in (*wrappers, base, trunk)
+    ):
         return "the whole model is compiled; compile its layers instead (docs/skipped-work.md)"
     if any(FSDP1 in x._modules for x in (*wrappers, *trunk.modules())):
         return "FSDP1 shards the model, and its units run one forward each; FSDP2 has no such limit"
@@ -132,14 +134,6 @@ def _reason_against(model: nn.Module, trunk: nn.Module) -> str | None:
     if is_deepspeeds or nn.functional.scaled_dot_product_attention is not torchs_own:
         return "attention is not torch's own (context parallel), so sequences may span ranks"
     return None
-
-
-def _is_compiled(modules: Iterable[Any]) -> bool:
-    """True if `torch.compile` has wrapped one of `modules`, or compiled it in place."""
-    return any(
-        type(x).__name__ == "OptimizedModule" or getattr(x, "_compiled_call_impl", None) is not None
-        for x in modules
-    )
 
 
 @dataclass
@@ -290,9 +284,8 @@ class TrunkCall:
     def _planned(self, inputs: TrunkInputs, way: Way) -> Layouts:
         """Layouts of the sequences with gradient, and of those without, if there are any."""
         live = (self.live & torch.is_grad_enabled())[inputs.places[:, 0] // self.needed.shape[1]]
-        multiple = _COMPILED_COLUMNS if _is_compiled(self.trunk.modules()) else 1
         return {
-            graph: inputs.layout(way, chosen, multiple=multiple)
+            graph: inputs.layout(way, chosen)
             for graph, chosen in ((True, live), (False, ~live))
             if (chosen & inputs.is_read).any()
         }
