@@ -16,8 +16,7 @@ Tensors of a layout are on the CPU. Indices are int64.
 from __future__ import annotations
 
 import inspect
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -263,30 +262,23 @@ def tree(
     return TrunkLayout(sources, attended, depths, cells[inside], tokens[inside], paths)
 
 
-def _worth_sharing(shared: Sequence[int], least: int) -> list[int]:
+def _worth_sharing(shared: list[int], least: int, above: int = 0) -> list[int]:
     """`shared`, the tokens shared with the previous row, without branches that save too little.
 
-    Branches are nodes of a tree, given by depth. For every row but one, a node saves the tokens
-    between its parent's depth and its own. Branches that save less than `least` are removed.
+    Neighbors all share at least `depth` tokens. This is a branch below one of `above` tokens, and
+    saves the tokens between the two once for each pair that shares no more. If these are fewer than
+    `least`, the branch is removed. Deeper branches lie between such pairs.
     """
-    depths, parents, of_rows, path = [0], [0], list[int](), [0]
-    for depth in shared:
-        below = None
-        while depths[path[-1]] > depth:
-            below = path.pop()
-        if depths[path[-1]] < depth:
-            path.append(len(depths))
-            depths.append(depth)
-            parents.append(path[-2])
-            if below is not None:
-                parents[below] = path[-1]
-        of_rows.append(path[-1])
-    saved, found = Counter(of_rows), depths[:]
-    for node in sorted(range(len(depths)), key=depths.__getitem__):
-        above = found[parents[node]]
-        if saved[node] * (depths[node] - above) < least:
-            found[node] = above
-    return [found[node] for node in of_rows]
+    if not shared:
+        return []
+    depth = min(shared)
+    ends = [i for i, x in enumerate(shared) if x == depth]
+    kept = depth if len(ends) * (depth - above) >= least else above
+    found, begin = list[int](), 0
+    for end in ends:
+        found += [*_worth_sharing(shared[begin:end], least, kept), kept]
+        begin = end + 1
+    return found + _worth_sharing(shared[begin:], least, kept)
 
 
 def by_rows(

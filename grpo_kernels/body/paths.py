@@ -39,11 +39,6 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils import _pytree as pytree
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-# Floating-point operations of attention that a device computes in the time of one more call,
-# forward and backward. A CPU core: 120 us at 20 GFLOP/s (measured with AVX2). A GPU: five launches
-# of 5 us at 100 TFLOP/s (estimated).
-_CALL_FLOPS = {"cpu": 2.5e6}
-_CALL_FLOPS_ON_A_GPU = 2.5e9
 _VARLEN_ROWS = ("cu_seq_q", "cu_seq_k", "max_q", "max_k")
 ENDS, LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _EAGER = "eager_attention_forward"
@@ -243,7 +238,10 @@ def has_varlen(implementation: str, device: torch.device, dtype: torch.dtype) ->
 
 def call_cells(width: int, device: torch.device) -> float:
     """Cells (query times key) that heads of total `width` compute in the time of one more call."""
-    return _CALL_FLOPS.get(device.type, _CALL_FLOPS_ON_A_GPU) / (4 * width)
+    # Forward and backward. A CPU core: 120 us at 20 GFLOP/s (measured with AVX2). A GPU: five
+    # launches of 5 us at 100 TFLOP/s (estimated).
+    operations = 2.5e6 if device.type == "cpu" else 2.5e9
+    return operations / (4 * width)
 
 
 def is_flash(implementation: str) -> bool:
@@ -252,12 +250,6 @@ def is_flash(implementation: str) -> bool:
 
 
 _CHUNK = 64  # tokens that a recurrence computes at a time, unless its call says otherwise
-# Chunks of one run that a device computes in the time of one more call, forward and backward.
-# A CPU core computes half a chunk to two (measured with AVX-512 on the gated delta rule, 4 heads of
-# size 128 and of size 32). A GPU launches some thirty kernels in 5 us each, and computes a chunk in
-# 3 us (estimated).
-_CALL_CHUNKS = {"cpu": 1.0}
-_CALL_CHUNKS_ON_A_GPU = 50.0
 # A recurrence's time per token, relative to the token's matrix products: 0.15, measured on a CPU
 # with 4 heads of size 128 and width 512, and with 16 heads and width 1024. And the factor by which
 # gathering tokens lengthens a tree's forward.
@@ -403,7 +395,11 @@ def cost(tokens: Tensor, paths: Paths | None, chunk: int, device: torch.device) 
 
 
 def _call_chunks(device: torch.device) -> float:
-    return _CALL_CHUNKS.get(device.type, _CALL_CHUNKS_ON_A_GPU)
+    """Chunks of one run that `device` computes in the time of one more call."""
+    # Forward and backward. A CPU core computes half a chunk to two (measured with AVX-512 on the
+    # gated delta rule, 4 heads of size 128 and of size 32). A GPU launches some thirty kernels in
+    # 5 us each, and computes a chunk in 3 us (estimated).
+    return 1.0 if device.type == "cpu" else 50.0
 
 
 @torch.compiler.disable
