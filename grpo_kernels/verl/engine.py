@@ -199,8 +199,7 @@ class MiniBatch:
         """Yield the results of verl's micro-batches, collected from the outputs of ours."""
         found: dict[int, dict[str, Tensor]] = {}
         for part, output in zip(self.parts, self.outputs, strict=True):
-            nested: Any = next(iter(output.values()))
-            found |= zip(part, by_sequence(output, nested.offsets()), strict=True)
+            found |= zip(part, by_sequence(output), strict=True)
         for micro_batch, part in self.theirs:
             output = joined([found[i] for i in part])
             loss, metrics = 1.0, dict[str, Any]()  # verl's own values without a loss
@@ -389,9 +388,9 @@ def _scored(step: Callable[[Any], Any], mini_batch: MiniBatch) -> tuple[Any, Any
 
     def confirmed(model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, Any]:
         nonlocal has_gradient
-        packed = {name: x.values() for name, x in model_output.items()}
-        loss, metrics, slopes = slopes_of(loss_function, packed, data, dp_group)
-        has_gradient = any(bool((x != 0).any()) for x in slopes.values())  # NaN counts too
+        loss, metrics, slopes = slopes_of(loss_function, model_output, data, dp_group)
+        # NaN counts too
+        has_gradient = any(bool((x.values() != 0).any()) for x in slopes.values())
         return loss, metrics
 
     with torch.no_grad():
