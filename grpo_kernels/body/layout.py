@@ -16,8 +16,7 @@ Tensors of a layout are on the CPU. Indices are int64.
 from __future__ import annotations
 
 import inspect
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -126,11 +125,11 @@ class TrunkInputs:
         """True if a needed cell is padding."""
         return bool((self.needed & ~self.attended).any())
 
-    def layout(self, way: Way, chosen: Tensor, *, multiple: int = 1) -> TrunkLayout:
+    def layout(self, way: Way, chosen: Tensor, *, width: int = 0) -> TrunkLayout:
         """Lay out sequences `chosen` (S,) bool as `way` says. At least one of them is read.
 
-        The layout's width is a multiple of `multiple`. If recurrences compute `way.chunk` tokens at
-        a time, a branch of the tree must save at least half a chunk.
+        Rows have at least `width` columns. If recurrences compute `way.chunk` tokens at a time, a
+        branch of the tree must save at least half a chunk.
         """
         length = self.needed.shape[1]
         numbers = (chosen & self.is_read).nonzero()
@@ -143,11 +142,11 @@ class TrunkInputs:
         attended = self.attended.reshape(-1)[cells] & computed
         places = self.places.reshape(-1)[cells]
         if way.mode != "tree":
-            return by_rows(places, computed, attended, multiple=multiple)
+            return by_rows(places, computed, attended, width=width)
         values = [x.reshape(-1)[cells] for x in self.values.values()]
         values += [columns] if way.positions == "column" else []
         features, least = torch.stack(values, dim=-1), max(1, way.chunk // 2)
-        return tree(places, attended, features, multiple=multiple, least=least)
+        return tree(places, attended, features, least=least)
 
 
 def read_inputs(
@@ -232,10 +231,9 @@ def tree(
     attended: Tensor,  # (R, w) bool, False for cells left out, on the sides and within
     features: Tensor,  # (R, w, F) int64, what the trunk reads of a cell: token, position, type
     *,
-    multiple: int = 1,
     least: int = 1,
 ) -> TrunkLayout:
-    """Lay out each distinct prefix of R rows once, with a width that is a multiple of `multiple`.
+    """Lay out each distinct prefix of R rows once.
 
     Rows share a branch only if that saves at least `least` tokens.
     """
@@ -259,43 +257,28 @@ def tree(
     tokens = (starts - shared)[owners] + places
     own, is_new = new > 0, is_new & inside
     paths = Paths(tokens[own], lengths[own], new[own])
-    sources, depths = cells[is_new], places.expand_as(cells)[is_new]
-    filling = -len(sources) % multiple
-    if filling:  # one more segment, with its own root
-        found = pad(paths.tokens, (0, max(0, filling - len(places)), 0, 1))
-        found[-1, :filling] = len(sources) + _range(filling)
-        lengths, new = (pad(x, (0, 1), value=filling) for x in (paths.lengths, paths.new))
-        paths = Paths(found, lengths, new)
-        sources = torch.cat([sources, sources[:1].expand(filling)])
-        depths = torch.cat([depths, _range(filling)])
-    attended = torch.ones_like(sources, dtype=torch.bool)[None]
-    return TrunkLayout(sources[None], attended, depths[None], cells[inside], tokens[inside], paths)
+    sources, depths = cells[is_new][None], places.expand_as(cells)[is_new][None]
+    attended = torch.ones_like(sources, dtype=torch.bool)
+    return TrunkLayout(sources, attended, depths, cells[inside], tokens[inside], paths)
 
 
-def _worth_sharing(shared: Sequence[int], least: int) -> list[int]:
+def _worth_sharing(shared: list[int], least: int, above: int = 0) -> list[int]:
     """`shared`, the tokens shared with the previous row, without branches that save too little.
 
-    Branches are nodes of a tree, given by depth. For every row but one, a node saves the tokens
-    between its parent's depth and its own. Branches that save less than `least` are removed.
+    Neighbors all share at least `depth` tokens. This is a branch below one of `above` tokens, and
+    saves the tokens between the two once for each pair that shares no more. If these are fewer than
+    `least`, the branch is removed. Deeper branches lie between such pairs.
     """
-    depths, parents, of_rows, path = [0], [0], list[int](), [0]
-    for depth in shared:
-        below = None
-        while depths[path[-1]] > depth:
-            below = path.pop()
-        if depths[path[-1]] < depth:
-            path.append(len(depths))
-            depths.append(depth)
-            parents.append(path[-2])
-            if below is not None:
-                parents[below] = path[-1]
-        of_rows.append(path[-1])
-    saved, found = Counter(of_rows), depths[:]
-    for node in sorted(range(len(depths)), key=depths.__getitem__):
-        above = found[parents[node]]
-        if saved[node] * (depths[node] - above) < least:
-            found[node] = above
-    return [found[node] for node in of_rows]
+    if not shared:
+        return []
+    depth = min(shared)
+    ends = [i for i, x in enumerate(shared) if x == depth]
+    kept = depth if len(ends) * (depth - above) >= least else above
+    found, begin = list[int](), 0
+    for end in ends:
+        found += [*_worth_sharing(shared[begin:end], least, kept), kept]
+        begin = end + 1
+    return found + _worth_sharing(shared[begin:], least, kept)
 
 
 def by_rows(
@@ -303,10 +286,10 @@ def by_rows(
     computed: Tensor,  # (R, w) bool, False right of a row's last cell
     attended: Tensor,  # (R, w) bool, False for padding
     *,
-    multiple: int = 1,
+    width: int = 0,
 ) -> TrunkLayout:
-    """Lay out R rows, padded to a width that is a multiple of `multiple`."""
-    of_rows, filling = (cells, computed, attended), -cells.shape[1] % multiple
+    """Lay out R rows, padded to at least `width` columns."""
+    of_rows, filling = (cells, computed, attended), max(0, width - cells.shape[1])
     sources, computed, attended = (pad(x, (0, filling)) for x in of_rows)
     depths = (attended.cumsum(dim=1) - 1).clamp(min=0)
     tokens = _range(sources.numel()).view_as(sources)[computed]

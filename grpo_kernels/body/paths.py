@@ -28,8 +28,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,15 +39,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils import _pytree as pytree
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-# Floating-point operations of attention that a device computes in the time of one more call,
-# forward and backward. A CPU core: 120 us at 20 GFLOP/s (measured with AVX2). A GPU: five launches
-# of 5 us at 100 TFLOP/s (estimated).
-_CALL_FLOPS = {"cpu": 2.5e6}
-_CALL_FLOPS_ON_A_GPU = 2.5e9
 _VARLEN_ROWS = ("cu_seq_q", "cu_seq_k", "max_q", "max_k")
-_VARLEN_PARAMETERS = {
-    *("query", "key", "value", "scale", "window_size", "enable_gqa", *_VARLEN_ROWS)
-}
 ENDS, LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _EAGER = "eager_attention_forward"
 # Arguments of attention that stay valid along a path: positions (unused here) and sinks.
@@ -109,25 +100,15 @@ def group(paths: Paths, call_cells: float) -> tuple[list[tuple[Tensor, Tensor]],
 def _cut(costs: Sequence[float], overhead: float) -> list[tuple[int, int]]:
     """Divide ascending `costs` into parts (first, end) of least total cost.
 
-    A part costs its size times its largest member c, plus `overhead`. This is a dynamic program
-    over the start of the last part. A part that starts at `first` costs ``least[first] - first *
-    c``, a line in c, plus terms without `first`. Slopes fall and c rises, so a line that is beaten
-    once stays beaten; `lines` holds the lines that are not, best first.
+    A part costs its size times its largest member, plus `overhead`. `least` and `begin` hold, for
+    each end, the least cost up to there and the start of the last part. Costs ascend, so as the end
+    advances, that start never moves back.
     """
-    least, begin, lines = [0.0], [0], deque[int]()
-
-    def crossing(one: int, other: int) -> float:
-        return (least[other] - least[one]) / (other - one)
-
+    least, begin = [0.0], [0]
     for end, cost in enumerate(costs, start=1):
-        new = end - 1
-        while len(lines) > 1 and crossing(lines[-1], new) <= crossing(lines[-2], lines[-1]):
-            lines.pop()
-        lines.append(new)
-        while len(lines) > 1 and crossing(lines[0], lines[1]) < cost:
-            lines.popleft()
-        begin.append(lines[0])
-        least.append(least[lines[0]] + (end - lines[0]) * cost + overhead)
+        totals = {i: least[i] + (end - i) * cost for i in range(begin[-1], end)}
+        begin.append(min(totals, key=totals.__getitem__))
+        least.append(totals[begin[-1]] + overhead)
     parts, end = [], len(costs)
     while end > 0:
         parts.append((begin[end], end))
@@ -251,17 +232,16 @@ class Segments:
 
 
 def has_varlen(implementation: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """True if `torch.nn.attention.varlen` can replace `implementation`.
-
-    It needs sdpa, CUDA, a 16-bit dtype and the parameters that this module passes.
-    """
-    fits = implementation == "sdpa" and device.type == "cuda" and dtype.itemsize == 2
-    return fits and {*inspect.signature(torch_varlen.varlen_attn).parameters} >= _VARLEN_PARAMETERS
+    """True if `torch.nn.attention.varlen` may replace `implementation`; a trial decides."""
+    return implementation == "sdpa" and device.type == "cuda" and dtype.itemsize == 2
 
 
 def call_cells(width: int, device: torch.device) -> float:
     """Cells (query times key) that heads of total `width` compute in the time of one more call."""
-    return _CALL_FLOPS.get(device.type, _CALL_FLOPS_ON_A_GPU) / (4 * width)
+    # Forward and backward. A CPU core: 120 us at 20 GFLOP/s (measured with AVX2). A GPU: five
+    # launches of 5 us at 100 TFLOP/s (estimated).
+    operations = 2.5e6 if device.type == "cpu" else 2.5e9
+    return operations / (4 * width)
 
 
 def is_flash(implementation: str) -> bool:
@@ -270,12 +250,6 @@ def is_flash(implementation: str) -> bool:
 
 
 _CHUNK = 64  # tokens that a recurrence computes at a time, unless its call says otherwise
-# Chunks of one run that a device computes in the time of one more call, forward and backward.
-# A CPU core computes half a chunk to two (measured with AVX-512 on the gated delta rule, 4 heads of
-# size 128 and of size 32). A GPU launches some thirty kernels in 5 us each, and computes a chunk in
-# 3 us (estimated).
-_CALL_CHUNKS = {"cpu": 1.0}
-_CALL_CHUNKS_ON_A_GPU = 50.0
 # A recurrence's time per token, relative to the token's matrix products: 0.15, measured on a CPU
 # with 4 heads of size 128 and width 512, and with 16 heads and width 1024. And the factor by which
 # gathering tokens lengthens a tree's forward.
@@ -299,11 +273,13 @@ RECURRENCES = {
 _CONVOLUTION = "causal_conv1d_fn"
 # This computes a whole Mamba-2 layer. If it returns None, the layer calls the functions above.
 _WHOLE = "mamba2_split_conv1d_scan_combined"
-_OF_A_CACHE = {
+_KNOWN = {
+    *RECURRENCES,
+    *(_CONVOLUTION, _WHOLE),
+    # these need a cache, so they do not run
     *("causal_conv1d_update", "torch_recurrent_gated_delta_rule"),
     *("recurrent_kimi_delta_attention", "mamba2_selective_state_update"),
 }
-_KNOWN = {*RECURRENCES, *_OF_A_CACHE, _CONVOLUTION, _WHOLE}
 
 
 def with_a_state(layers: Iterable[nn.Module]) -> list[nn.Module]:
@@ -323,20 +299,11 @@ def reason_against(layers: Iterable[nn.Module]) -> str | None:
     return None
 
 
-def _pass_state(
-    segments: Segments, inner: Callable[..., Any], name: str, *args: Any, **kwargs: Any
-) -> Any:
-    if name == _WHOLE:
-        return None
-    if name == _CONVOLUTION:
-        return _convolve(segments, inner, *args, **kwargs)
-    return _recur(segments, inner, RECURRENCES[name], args, kwargs)
-
-
 @torch.compiler.disable
 def _convolve(
     segments: Segments,
     inner: Callable[..., Any],
+    _: str,
     states: Tensor,  # (1, c, n)
     weight: Tensor,  # (c, K)
     *args: Any,
@@ -371,71 +338,50 @@ def _windows(paths: Paths, taps: int) -> tuple[Tensor, Tensor]:
     return (starts[:, None] + offsets)[sees], windows.flatten()
 
 
-class Runs(NamedTuple):
-    """The R runs of a tree, in token order."""
-
-    begins: Tensor  # (R,), first token
-    lengths: Tensor  # (R,)
-    parents: Tensor  # (R,), previous run on the path; -1 for a root
-    depths: Tensor  # (R,), number of previous runs on the path
-    is_parent: Tensor  # (R,) bool
-
-    @classmethod
-    def of(cls, paths: Paths) -> Runs:
-        starts, total = paths.starts, int(paths.new.sum())
-        last = paths.tokens.gather(1, (paths.contexts - 1).clamp(min=0)[:, None]).squeeze(1)
-        last = torch.where(paths.contexts > 0, last, -1)  # the token before each segment
-        begins = torch.cat([starts, last + 1]).unique()
-        begins = begins[begins < total]
-        before = begins - 1
-        before[torch.searchsorted(begins, starts)] = last
-        parents = torch.searchsorted(begins, before, right=True) - 1  # -1 for a root
-        depths: list[int] = []
-        for parent in parents.tolist():
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        lengths = torch.cat([begins, torch.tensor([total], device="cpu")]).diff()
-        is_parent = torch.isin(torch.arange(len(begins), device="cpu"), parents)
-        return cls(begins, lengths, parents, torch.tensor(depths, device="cpu"), is_parent)
-
-    def calls(self, chunk: int, device: torch.device) -> Iterator[list[Tensor]]:
-        """Yield the runs of each call of a recurrence, depth by depth.
-
-        Runs of a call are padded to the longest, unless their last state is needed.
-        """
-        order = self.lengths.argsort(stable=True)
-        for depth in range(int(self.depths.amax()) + 1):
-            runs = order[self.depths[order] == depth]
-            parents, leaves = runs[self.is_parent[runs]], runs[~self.is_parent[runs]]
-            lengths = self.lengths[parents]
-            chunks = (-(-self.lengths[leaves] // chunk)).tolist()
-            parts = [leaves[first:end] for first, end in _cut(chunks, _call_chunks(device))]
-            yield [*(parents[lengths == x] for x in lengths.unique()), *parts]
-
-
 def _calls(
     paths: Paths, chunk: int, device: torch.device
 ) -> tuple[list[list[tuple[Tensor, Tensor, bool]]], Tensor]:
     """A recurrence's calls at each depth, and each token's place among the tokens of all calls.
 
     A call is (tokens (r, w) of r runs, padded on the right; (r,) places of their parents among the
-    last states kept at the previous depth; True if its own last states are kept).
+    last states kept at the previous depth; True if its own last states are kept). Runs of a call
+    are padded to the longest, unless their last states are kept.
     """
-    runs, depths, owned = Runs.of(paths), [], []
-    place = torch.full_like(runs.parents, -1)
-    for parts in runs.calls(chunk, device):
+    starts, total = paths.starts, int(paths.new.sum())
+    last = paths.tokens.gather(1, (paths.contexts - 1).clamp(min=0)[:, None]).squeeze(1)
+    last = torch.where(paths.contexts > 0, last, -1)  # the token before each segment
+    begins = torch.cat([starts, last + 1]).unique()  # first token of each run
+    begins = begins[begins < total]
+    before = begins - 1
+    before[torch.searchsorted(begins, starts)] = last
+    parents = torch.searchsorted(begins, before, right=True) - 1  # previous runs; -1 for a root
+    depth_of: list[int] = []
+    for parent in parents.tolist():
+        depth_of.append(0 if parent < 0 else depth_of[parent] + 1)
+    depths = torch.tensor(depth_of, device="cpu")
+    lengths = torch.cat([begins, torch.tensor([total], device="cpu")]).diff()
+    is_parent = torch.isin(torch.arange(len(begins), device="cpu"), parents)
+    order, place = lengths.argsort(stable=True), torch.full_like(parents, -1)
+    calls_at, owned = [], []
+    for depth in range(max(depth_of) + 1):
+        runs = order[depths[order] == depth]
+        with_children, leaves = runs[is_parent[runs]], runs[~is_parent[runs]]
+        chunks = (-(-lengths[leaves] // chunk)).tolist()
+        of_parents = lengths[with_children]
+        parts = [(with_children[of_parents == x], True) for x in of_parents.unique()]
+        parts += [(leaves[first:end], False) for first, end in _cut(chunks, _call_chunks(device))]
         calls, kept = [], 0
-        for chosen in parts:
-            lengths = runs.lengths[chosen, None]
-            columns = torch.arange(int(lengths.amax()), device="cpu")
-            tokens = runs.begins[chosen, None] + columns.minimum(lengths - 1)
-            owned.append((tokens, columns < lengths))
-            keeps = bool(runs.is_parent[chosen].any())
-            calls.append((tokens, place[runs.parents[chosen]], keeps))
+        for part, keeps in parts:
+            own = lengths[part, None]
+            columns = torch.arange(int(own.amax()), device="cpu")
+            tokens = begins[part, None] + columns.minimum(own - 1)
+            owned.append((tokens, columns < own))
+            calls.append((tokens, place[parents[part]], keeps))
             if keeps:
-                place[chosen] = kept + torch.arange(len(chosen), device="cpu")
-                kept += len(chosen)
-        depths.append(calls)
-    return depths, _places(owned)
+                place[part] = kept + torch.arange(len(part), device="cpu")
+                kept += len(part)
+        calls_at.append(calls)
+    return calls_at, _places(owned)
 
 
 def cost(tokens: Tensor, paths: Paths | None, chunk: int, device: torch.device) -> float:
@@ -443,34 +389,31 @@ def cost(tokens: Tensor, paths: Paths | None, chunk: int, device: torch.device) 
     rows, width = tokens.shape
     if paths is None:
         return rows * (width + _SHARE * chunk * -(-width // chunk))
-    runs = Runs.of(paths)
-    chunks = [
-        len(x) * -(-int(runs.lengths[x].amax()) // chunk) + _call_chunks(device)
-        for parts in runs.calls(chunk, device)
-        for x in parts
-    ]
-    return _GATHERED * (width + _SHARE * chunk * sum(chunks))
+    shapes = [tokens.shape for calls in _calls(paths, chunk, device)[0] for tokens, _, _ in calls]
+    chunks = sum(runs * -(-longest // chunk) + _call_chunks(device) for runs, longest in shapes)
+    return _GATHERED * (width + _SHARE * chunk * chunks)
 
 
 def _call_chunks(device: torch.device) -> float:
-    return _CALL_CHUNKS.get(device.type, _CALL_CHUNKS_ON_A_GPU)
+    """Chunks of one run that `device` computes in the time of one more call."""
+    # Forward and backward. A CPU core computes half a chunk to two (measured with AVX-512 on the
+    # gated delta rule, 4 heads of size 128 and of size 32). A GPU launches some thirty kernels in
+    # 5 us each, and computes a chunk in 3 us (estimated).
+    return 1.0 if device.type == "cpu" else 50.0
 
 
 @torch.compiler.disable
 def _recur(
-    segments: Segments,
-    inner: Callable[..., Any],
-    recurrence: Recurrence,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    segments: Segments, inner: Callable[..., Any], name: str, *args: Any, **kwargs: Any
 ) -> Any:
     """The recurrence's output (1, n, ...), without a last state."""
+    recurrence = RECURRENCES[name]
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     like, chunk = given[0], int(given.get("chunk_size", _CHUNK))
-    for name, x in given.items():
+    for key, x in given.items():
         is_of_tokens = isinstance(x, Tensor) and x.dim() > 1 and 1 < like.shape[1] == x.shape[1]
-        if is_of_tokens and name not in recurrence.of_tokens:
-            raise NotAlongPaths(f"a recurrence gets an argument {name!r} that may be of each token")
+        if is_of_tokens and key not in recurrence.of_tokens:
+            raise NotAlongPaths(f"a recurrence gets an argument {key!r} that may be of each token")
     segments.consumed += 1
     segments.chunk = max(segments.chunk, chunk)
     depths, back = segments.kept(
@@ -481,8 +424,8 @@ def _recur(
         before, states = torch.cat(states) if states else None, []
         for tokens, parents, keeps in calls:
             own = given | {
-                name: given[name][0].index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
-                for name in recurrence.of_tokens
+                key: given[key][0].index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
+                for key in recurrence.of_tokens
             }
             own[recurrence.first] = None if before is None else before.index_select(0, parents)
             own[recurrence.wants_last] = keeps
@@ -507,7 +450,9 @@ def follow_paths(trunk: nn.Module, implementation: str) -> None:
     attention and the functions of stateful layers are in each model's own file.
     """
     in_files: dict[str, Callable[..., Any]] = {
-        **dict.fromkeys((*RECURRENCES, _CONVOLUTION, _WHOLE), _pass_state),
+        **dict.fromkeys(RECURRENCES, _recur),
+        _CONVOLUTION: _convolve,
+        _WHOLE: lambda *_, **__: None,
         **({_EAGER: Segments.attend} if implementation == "eager" else {}),
     }
     for file in {sys.modules[cls.__module__] for x in trunk.modules() for cls in type(x).__mro__}:

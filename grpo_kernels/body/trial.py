@@ -1,11 +1,11 @@
 """Find out if a layout reproduces a model's padded forward, and how to call the model for it.
 
-A layout that the config or the layers rule out is refused with a reason (`reason_by_structure`).
+A layout that the config or the layers rule out is refused with a reason (`_reason_by_structure`).
 Any other is tried on first use, on two or three rows made of the batch's own tokens, as long as its
 longest row. The trial compares the layout with the padded forward: hidden states, and gradients of
 the small trainable parameters (norms, biases, adapters) for a random cotangent. If FSDP2 or ZeRO-3
 shards the parameters, only hidden states are compared. The model runs as a `guest`, in the mode of
-the call (train or eval) with dropout off, so the trial leaves no trace in it. `trunk` keeps the
+the call (train or eval) with dropout off, so the trial leaves no trace in it. `Exactness` keeps the
 verdicts.
 """
 
@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.base.modes import evaluating, guest, random_state
+from grpo_kernels.base.choices import BatchLayout, choices
+from grpo_kernels.base.modes import evaluating, facts_of, guest, random_state
 from grpo_kernels.body import paths
 from grpo_kernels.body.layout import (
     TrunkInputs,
@@ -33,6 +34,7 @@ from grpo_kernels.body.layout import (
     run_layout,
     setting,
     takes,
+    text_config,
 )
 from grpo_kernels.module import adapters_of, foreign_hook, rank_groups
 
@@ -44,8 +46,15 @@ _ROUNDING, _MOST = 4, 1e-2
 _MORE_COLUMNS = 5  # columns of padding added in the forward that measures rounding
 _SMALL = 2**17  # largest number of elements of a parameter whose gradient is compared
 _OF_LENGTH = {"dynamic", "longrope"}  # kinds of RoPE whose frequencies depend on the last position
+_KEPT = 32  # sets of facts kept per model
+_IN_A_ROW = 8  # consecutive calls with new facts, after which nothing is tried any more
 
 
+# trunk -> facts -> layout -> verdict, oldest first; trunk -> consecutive calls with new facts
+_verdicts: weakref.WeakKeyDictionary[nn.Module, dict[Any, dict[str, Verdict]]] = (
+    weakref.WeakKeyDictionary()
+)
+_new_in_a_row: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 # trunk -> facts -> `joins_sequences`
 _joins: weakref.WeakKeyDictionary[nn.Module, dict[Any, bool]] = weakref.WeakKeyDictionary()
 
@@ -59,40 +68,116 @@ class Verdict:
     reason: str | None = None
 
 
-def tried(
-    trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, mode: str, last: Verdict
-) -> tuple[Verdict, Way | str]:
-    """Try layout `mode` on a batch that its `last` verdict does not cover.
+class Exactness:
+    """Decides in which layouts `trunk` reproduces the padded forward of one batch.
 
-    Returns the new verdict, and its way or reason for this batch. If the layout was exact for a
-    smaller batch, the trial compares at twice that size if the batch has enough tokens, to save
-    later trials.
+    A verdict holds for sequences up to the compared length, because some features of models start
+    late: sparse attention, windows, frequencies of positions. A longer batch is tried again. A
+    verdict also ends when a fact that it depends on changes (`_facts`).
     """
-    own, reason = inputs.size, ""
-    sizes = [own]
-    if last.way is not None:
-        rows, most = len(inputs.needed), setting(trunk, "max_position_embeddings")
-        tokens = inputs.needed.numel() // min(3, max(2, rows))
-        headroom = max(tokens, 5 * own[1] // 4)
-        columns = max(min(2 * last.size[1], most or headroom, headroom), own[1])
-        sizes.insert(0, (max(min(2 * last.size[0], columns), own[0]), columns))
-    for size in dict.fromkeys(sizes):
-        begin = time.perf_counter()
+
+    def __init__(self, trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -> None:
+        self.trunk, self.forward, self.inputs = trunk, forward, inputs
+        known, facts = _verdicts.setdefault(trunk, {}), _facts(trunk, forward, inputs)
+        _new_in_a_row[trunk] = 0 if facts in known else _new_in_a_row.get(trunk, 0) + 1
+        self._verdicts = known.setdefault(facts, {})
+        if len(known) > _KEPT:
+            del known[next(iter(known))]
+        if _new_in_a_row[trunk] > _IN_A_ROW:
+            reason = "facts that its results depend on change in each call"
+            self._verdicts = dict.fromkeys(choices(BatchLayout), Verdict(reason=reason))
+
+    def known(self, mode: str) -> Way | str | None:
+        """How layout `mode` is exact for this batch, or why it is not; None if not tried yet."""
+        reason = self._reason_by_tokens() if mode == "tree" else None
+        if reason is not None:
+            return reason
+        if mode not in self._verdicts:
+            reason = _reason_by_structure(mode, self.trunk, self.forward)
+            self._verdicts[mode] = Verdict(reason=reason)
+        verdict, size = self._verdicts[mode], self.inputs.size
+        if size[0] <= 0 and verdict.reason is None:
+            return Way(mode)  # no cell is read, so none is computed
+        fits = all(one <= other for one, other in zip(size, verdict.size, strict=True))
+        return verdict.way if verdict.way is not None and fits else verdict.reason
+
+    def way(self, mode: str, forward: Callable[..., Any]) -> Way | str:
+        """Like `known`, but try the layout with `forward` if there is no verdict yet."""
         try:
-            with torch.inference_mode(False):  # a graph cannot save inference tensors
-                found = _Trial(trunk, forward, inputs, size).outcome(mode)
-        except torch.OutOfMemoryError:
-            if size == own:
-                raise
-            continue
-        result = "exact" if isinstance(found, Way) else found
-        text = "%s: layout %r tried on sequences of %d tokens in %d columns: %s (%.2f s)"
-        seconds = time.perf_counter() - begin
-        _logger.info(text, type(trunk).__name__, mode, *size, result, seconds)
-        if isinstance(found, Way):
-            return Verdict(found, size), found
-        reason = found
-    return replace(last, reason=reason), reason
+            found = self.known(mode)
+            return self._tried(mode, forward) if found is None else found
+        except torch.OutOfMemoryError:  # temporary: the next call tries again
+            return "there is not enough free memory to try it"
+        except Exception as error:
+            return self.refuse(mode, f"in preparing its trial, {described(error)}")
+
+    def refuse(self, mode: str, reason: str) -> str:
+        self._verdicts[mode] = Verdict(reason=reason)
+        return reason
+
+    def _reason_by_tokens(self) -> str | None:
+        """Say why the batch's own tokens rule out a tree; None if they do not."""
+        attended, needed = self.inputs.attended, self.inputs.needed
+        begun, goes_on = attended.cumsum(1) > 0, needed.flip(1).cumsum(1).flip(1) > 0
+        if (begun & goes_on & ~attended).any():
+            if isinstance(setting(self.trunk, "sliding_window"), int):
+                return "a sequence has padding inside, which its sliding window counts"
+            if paths.with_a_state(self.trunk.modules()):
+                return "a sequence has padding inside, which its layers with a state count"
+        for name in self.inputs.values.keys() - {"input_ids", "position_ids"}:
+            if len(self.inputs.values[name][attended].unique()) > 1:
+                return f"{name} differ between tokens, and may control what tokens see"
+        return None
+
+    def _tried(self, mode: str, forward: Callable[..., Any]) -> Way | str:
+        """Try layout `mode` on a batch that its verdict does not cover.
+
+        If the layout was exact for a smaller batch, the trial compares at twice that size if the
+        batch has enough tokens, to save later trials.
+        """
+        inputs, last, reason = self.inputs, self._verdicts[mode], ""
+        own = inputs.size
+        sizes = [own]
+        if last.way is not None:
+            rows, most = len(inputs.needed), setting(self.trunk, "max_position_embeddings")
+            tokens = inputs.needed.numel() // min(3, max(2, rows))
+            headroom = max(tokens, 5 * own[1] // 4)
+            columns = max(min(2 * last.size[1], most or headroom, headroom), own[1])
+            sizes.insert(0, (max(min(2 * last.size[0], columns), own[0]), columns))
+        for size in dict.fromkeys(sizes):
+            begin = time.perf_counter()
+            try:
+                with torch.inference_mode(False):  # a graph cannot save inference tensors
+                    found = _Trial(self.trunk, forward, inputs, size).outcome(mode)
+            except torch.OutOfMemoryError:
+                if size == own:
+                    raise
+                continue
+            result = "exact" if isinstance(found, Way) else found
+            text = "%s: layout %r tried on sequences of %d tokens in %d columns: %s (%.2f s)"
+            seconds = time.perf_counter() - begin
+            _logger.info(text, type(self.trunk).__name__, mode, *size, result, seconds)
+            if isinstance(found, Way):
+                self._verdicts[mode] = Verdict(found, size)
+                return found
+            reason = found
+        self._verdicts[mode] = replace(last, reason=reason)
+        return reason
+
+
+def fits_trees(trunk: nn.Module) -> bool | None:
+    """True if `trunk` was exact in a tree in every trial; None if a tree was never tried."""
+    found = [x["tree"] for x in _verdicts.get(trunk, {}).values() if "tree" in x]
+    tried = [x.way is not None for x in found if x.way is not None or x.reason is not None]
+    return all(tried) if tried else None
+
+
+def _facts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -> Any:
+    """Everything that a verdict depends on, as comparable values."""
+    device, adapters = inputs.given["input_ids"].device, [adapters_of(x) for x in trunk.modules()]
+    names, constants = tuple(sorted(inputs.given)), tuple(sorted(inputs.constants.items()))
+    call = names, constants, device, dtype_of(trunk, device), foreign_hook(trunk), repr(adapters)
+    return call, repr(vars(text_config(trunk))), attention_of(trunk), facts_of(trunk, forward)
 
 
 def joins_sequences(trunk: nn.Module, forward: Callable[..., Any], given: dict[str, Any]) -> bool:
@@ -131,7 +216,7 @@ def described(error: Exception) -> str:
     return f"it raised {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
 
 
-def reason_by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> str | None:
+def _reason_by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> str | None:
     """Say why hooks, config, layers or adapters rule out layout `mode`; None if they do not."""
     hook = foreign_hook(trunk)
     if hook is not None:
@@ -268,7 +353,7 @@ class _Trial:
         states = torch.stack([_distance(got.hidden[x], want.hidden[x]) for x in ranges])
         return states.amax().item(), _distance(got.gradient, want.gradient).item()
 
-    def _run(self, way: Way, parts: list[list[int]], multiple: int = 1) -> _Found:
+    def _run(self, way: Way, parts: list[list[int]], width: int = 0) -> _Found:
         hidden, gradient = torch.zeros((), device=self.device), torch.zeros(1, device=self.device)
         with (
             torch.compiler.set_stance("force_eager"),  # do not compile for the trial's shapes
@@ -282,7 +367,7 @@ class _Trial:
             for part in parts:
                 chosen = torch.zeros(len(self.needed), dtype=torch.bool, device="cpu")
                 chosen[part] = True
-                layout = self.inputs.layout(way, chosen, multiple=multiple)
+                layout = self.inputs.layout(way, chosen, width=width)
                 output, found = run_layout(self.trunk, self.forward, self.inputs, layout, way)
                 read = filled([(layout, output)], self.needed.shape)
                 read = read[self.needed.to(read.device)]  # 0 in the rows of other parts

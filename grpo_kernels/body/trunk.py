@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,22 +32,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import BatchLayout, choices
 from grpo_kernels.base.distributed import most_of_ranks
-from grpo_kernels.base.modes import draws_random, facts_of
-from grpo_kernels.body import paths, trial
+from grpo_kernels.base.modes import draws_random
+from grpo_kernels.body import paths
 from grpo_kernels.body.layout import (
     TrunkInputs,
     TrunkLayout,
     Way,
     attention_of,
     by_rows,
-    dtype_of,
     filled,
     read_inputs,
     run_layout,
-    setting,
-    text_config,
 )
-from grpo_kernels.module import adapters_of, foreign_hook, rank_groups
+from grpo_kernels.body.trial import Exactness, described, joins_sequences
+from grpo_kernels.module import rank_groups
 from grpo_kernels.patching import forward_name, replaced
 
 MODES: tuple[Any, ...] = choices(BatchLayout)
@@ -58,9 +55,6 @@ _WRAPPED = (
     *("_orig_mod", "_forward_module", FSDP1, "module"),
     *("base_model", "model", "pretrained_model"),
 )
-_COMPILED_COLUMNS = 64  # widths are multiples of this if layers are compiled, so shapes recur
-_KEPT = 32  # sets of facts kept per model
-_IN_A_ROW = 8  # consecutive calls with new facts, after which nothing is tried any more
 Layouts = dict[bool, TrunkLayout]  # a call's, by whether the forward keeps a graph
 _NOT_OF_A_LAYOUT = (torch.OutOfMemoryError, _StopRecomputationError)
 
@@ -126,7 +120,10 @@ def _reason_against(model: nn.Module, trunk: nn.Module) -> str | None:
     wrappers, base = unwrapped(model)
     if trunk is base:
         return "the model names no trunk (base_model)"
-    if _is_compiled([*wrappers, base, trunk]):
+    if any(
+        type(x).__name__ == "OptimizedModule" or getattr(x, "_compiled_call_impl", None) is not None
+        for x in (*wrappers, base, trunk)
+    ):
         return "the whole model is compiled; compile its layers instead (docs/skipped-work.md)"
     if any(FSDP1 in x._modules for x in (*wrappers, *trunk.modules())):
         return "FSDP1 shards the model, and its units run one forward each; FSDP2 has no such limit"
@@ -137,14 +134,6 @@ def _reason_against(model: nn.Module, trunk: nn.Module) -> str | None:
     if is_deepspeeds or nn.functional.scaled_dot_product_attention is not torchs_own:
         return "attention is not torch's own (context parallel), so sequences may span ranks"
     return None
-
-
-def _is_compiled(modules: Iterable[Any]) -> bool:
-    """True if `torch.compile` has wrapped one of `modules`, or compiled it in place."""
-    return any(
-        type(x).__name__ == "OptimizedModule" or getattr(x, "_compiled_call_impl", None) is not None
-        for x in modules
-    )
 
 
 @dataclass
@@ -183,7 +172,7 @@ class TrunkCall:
         if not bool((begins & is_before[:, 1:].to(begins.device)).any()):
             return
         try:
-            joins = trial.joins_sequences(self.trunk, forward, given)
+            joins = joins_sequences(self.trunk, forward, given)
         except Exception:  # the batch's own forward may work
             return
         if joins:
@@ -260,7 +249,7 @@ class TrunkCall:
             if isinstance(inputs, TrunkInputs):
                 exactness = Exactness(self.trunk, self.forward, inputs)
         except Exception as error:  # for example, a body without a config
-            inputs = f"in reading its inputs, {trial.described(error)}"
+            inputs = f"in reading its inputs, {described(error)}"
         if isinstance(inputs, str):
             say_once(self.trunk, inputs)
             return None
@@ -286,7 +275,7 @@ class TrunkCall:
             except _NOT_OF_A_LAYOUT:
                 raise
             except Exception as error:
-                reasons.setdefault(exactness.refuse(mode, trial.described(error)), mode)
+                reasons.setdefault(exactness.refuse(mode, described(error)), mode)
         if reasons and not inputs.padding_is_read:
             found = "; ".join(f"layout={mode!r}: {x}" for x, mode in reasons.items())
             say_once(self.trunk, f"{found}; {instead}")
@@ -295,9 +284,8 @@ class TrunkCall:
     def _planned(self, inputs: TrunkInputs, way: Way) -> Layouts:
         """Layouts of the sequences with gradient, and of those without, if there are any."""
         live = (self.live & torch.is_grad_enabled())[inputs.places[:, 0] // self.needed.shape[1]]
-        multiple = _COMPILED_COLUMNS if _is_compiled(self.trunk.modules()) else 1
         return {
-            graph: inputs.layout(way, chosen, multiple=multiple)
+            graph: inputs.layout(way, chosen)
             for graph, chosen in ((True, live), (False, ~live))
             if (chosen & inputs.is_read).any()
         }
@@ -340,87 +328,6 @@ class TrunkCall:
                 "rates to 0"
             )
         return type(output)(**{**output, "last_hidden_state": hidden})
-
-
-# trunk -> facts -> layout -> verdict, oldest first; trunk -> consecutive calls with new facts
-_verdicts: weakref.WeakKeyDictionary[nn.Module, dict[Any, dict[str, trial.Verdict]]] = (
-    weakref.WeakKeyDictionary()
-)
-_new_in_a_row: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-
-
-class Exactness:
-    """Decides in which layouts `trunk` reproduces the padded forward of one batch.
-
-    A verdict holds for sequences up to the compared length, because some features of models start
-    late: sparse attention, windows, frequencies of positions. A longer batch is tried again. A
-    verdict also ends when a fact that it depends on changes (`_facts`).
-    """
-
-    def __init__(self, trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -> None:
-        self.trunk, self.forward, self.inputs = trunk, forward, inputs
-        known, facts = _verdicts.setdefault(trunk, {}), _facts(trunk, forward, inputs)
-        _new_in_a_row[trunk] = 0 if facts in known else _new_in_a_row.get(trunk, 0) + 1
-        self._verdicts = known.setdefault(facts, {})
-        if len(known) > _KEPT:
-            del known[next(iter(known))]
-        if _new_in_a_row[trunk] > _IN_A_ROW:
-            reason = "facts that its results depend on change in each call"
-            self._verdicts = {mode: trial.Verdict(reason=reason) for mode in MODES}
-
-    def known(self, mode: str) -> Way | str | None:
-        """How layout `mode` is exact for this batch, or why it is not; None if not tried yet."""
-        attended, needed = self.inputs.attended, self.inputs.needed
-        begun, goes_on = attended.cumsum(1) > 0, needed.flip(1).cumsum(1).flip(1) > 0
-        if mode == "tree" and (begun & goes_on & ~attended).any():
-            if isinstance(setting(self.trunk, "sliding_window"), int):
-                return "a sequence has padding inside, which its sliding window counts"
-            if paths.with_a_state(self.trunk.modules()):
-                return "a sequence has padding inside, which its layers with a state count"
-        types = self.inputs.values.keys() - {"input_ids", "position_ids"}
-        for name in types if mode == "tree" else ():
-            if len(self.inputs.values[name][attended].unique()) > 1:
-                return f"{name} differ between tokens, and may control what tokens see"
-        if mode not in self._verdicts:
-            reason = trial.reason_by_structure(mode, self.trunk, self.forward)
-            self._verdicts[mode] = trial.Verdict(reason=reason)
-        verdict, size = self._verdicts[mode], self.inputs.size
-        if size[0] <= 0 and verdict.reason is None:
-            return Way(mode)  # no cell is read, so none is computed
-        fits = all(one <= other for one, other in zip(size, verdict.size, strict=True))
-        return verdict.way if verdict.way is not None and fits else verdict.reason
-
-    def way(self, mode: str, forward: Callable[..., Any]) -> Way | str:
-        """Like `known`, but try the layout with `forward` if there is no verdict yet."""
-        try:
-            found = self.known(mode)
-            if found is None:
-                of_trial = self.trunk, forward, self.inputs, mode, self._verdicts[mode]
-                self._verdicts[mode], found = trial.tried(*of_trial)
-            return found
-        except torch.OutOfMemoryError:  # temporary: the next call tries again
-            return "there is not enough free memory to try it"
-        except Exception as error:
-            return self.refuse(mode, f"in preparing its trial, {trial.described(error)}")
-
-    def refuse(self, mode: str, reason: str) -> str:
-        self._verdicts[mode] = trial.Verdict(reason=reason)
-        return reason
-
-
-def fits_trees(trunk: nn.Module) -> bool | None:
-    """True if `trunk` was exact in a tree in every trial; None if a tree was never tried."""
-    found = [x["tree"] for x in _verdicts.get(trunk, {}).values() if "tree" in x]
-    tried = [x.way is not None for x in found if x.way is not None or x.reason is not None]
-    return all(tried) if tried else None
-
-
-def _facts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -> Any:
-    """Everything that a verdict depends on, as comparable values."""
-    device, adapters = inputs.given["input_ids"].device, [adapters_of(x) for x in trunk.modules()]
-    names, constants = tuple(sorted(inputs.given)), tuple(sorted(inputs.constants.items()))
-    call = names, constants, device, dtype_of(trunk, device), foreign_hook(trunk), repr(adapters)
-    return call, repr(vars(text_config(trunk))), attention_of(trunk), facts_of(trunk, forward)
 
 
 def _guard(

@@ -71,7 +71,8 @@ from grpo_kernels.base import choices
 from grpo_kernels.base.checks import check_choice, did_you_mean, warn_once
 from grpo_kernels.base.modes import random_rates
 from grpo_kernels.base.tensors import scored_difference
-from grpo_kernels.body.trunk import fits_trees, trunk_of
+from grpo_kernels.body.trial import fits_trees
+from grpo_kernels.body.trunk import trunk_of
 from grpo_kernels.engine.plan import Run
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.policy import bounded_ratio

@@ -91,7 +91,8 @@ class MiniBatch:
     """The current mini-batch, and how its sequences are divided into micro-batches."""
 
     def __init__(self, engine: Any, data: Any, loss_function: Any, *, forward_only: bool) -> None:
-        from grpo_kernels.body.trunk import fits_trees, trunk_of
+        from grpo_kernels.body.trial import fits_trees
+        from grpo_kernels.body.trunk import trunk_of
 
         options = options_of(engine.model_config.fused_kernel_options)
         self.loss_function = loss_function  # verl's; None: log-probabilities go to the caller
@@ -198,8 +199,7 @@ class MiniBatch:
         """Yield the results of verl's micro-batches, collected from the outputs of ours."""
         found: dict[int, dict[str, Tensor]] = {}
         for part, output in zip(self.parts, self.outputs, strict=True):
-            nested: Any = next(iter(output.values()))
-            found |= zip(part, by_sequence(output, nested.offsets()), strict=True)
+            found |= zip(part, by_sequence(output), strict=True)
         for micro_batch, part in self.theirs:
             output = joined([found[i] for i in part])
             loss, metrics = 1.0, dict[str, Any]()  # verl's own values without a loss
@@ -388,9 +388,9 @@ def _scored(step: Callable[[Any], Any], mini_batch: MiniBatch) -> tuple[Any, Any
 
     def confirmed(model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, Any]:
         nonlocal has_gradient
-        packed = {name: x.values() for name, x in model_output.items()}
-        loss, metrics, slopes = slopes_of(loss_function, packed, data, dp_group)
-        has_gradient = any(bool((x != 0).any()) for x in slopes.values())  # NaN counts too
+        loss, metrics, slopes = slopes_of(loss_function, model_output, data, dp_group)
+        # NaN counts too
+        has_gradient = any(bool((x.values() != 0).any()) for x in slopes.values())
         return loss, metrics
 
     with torch.no_grad():

@@ -176,11 +176,10 @@ def live_rows(data: Any, config: Any, places: Places) -> Tensor:
     return torch.stack([places.packed(data[name]) != 0 for name in names]).all(dim=0)
 
 
-def by_sequence(output: dict[str, Tensor], offsets: Tensor) -> list[dict[str, Tensor]]:
-    """Split a model's output, nested or packed, by sequence."""
-    lengths = offsets.diff().tolist()
-    values = [(x.values() if x.is_nested else x).split(lengths) for x in output.values()]
-    return [dict(zip(output, row, strict=True)) for row in zip(*values, strict=True)]
+def by_sequence(output: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Split a model's output, nested tensors, by sequence."""
+    rows = zip(*(x.unbind() for x in output.values()), strict=True)
+    return [dict(zip(output, row, strict=True)) for row in rows]
 
 
 def joined(sequences: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -62,8 +62,7 @@ class ScoreKeepingLoss:
         rows = data.get(ROW, None)
         if rows is not None:  # None: part of a micro-batch, evaluated for the derivative only
             output = {name: model_output[name].detach() for name in SCORES}
-            found = by_sequence(output, data["input_ids"].offsets())
-            for row, scores in zip(rows.tolist(), found, strict=True):
+            for row, scores in zip(rows.tolist(), by_sequence(output), strict=True):
                 self._kept[row] = scores
         data = data.copy()
         data[OLD] = padding.no_padding_2_padding(model_output["log_probs"].detach(), data)

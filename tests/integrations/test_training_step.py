@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from benchmarks import tiny_models
 from grpo_kernels import GRPOLoss
-from grpo_kernels.body import trial, trunk
+from grpo_kernels.body import trial
 from grpo_kernels.transformers import causal_lm_logps, causal_lm_loss
 from tests.support import all_architectures as every
 from tests.support import tiny_architectures as tiny
@@ -25,7 +25,6 @@ from tests.support.training_step import (
     MODES,
     PADDED,
     SCORED,
-    assert_any_rows,
     assert_right,
     assert_same,
     batch,
@@ -230,20 +229,6 @@ def test_a_trunk_that_is_called_on_halves_of_the_batch_runs_as_given() -> None:
     assert out.metrics["tokens/computed"] == out.metrics["sequences/gradient"] == 1
 
 
-@pytest.mark.parametrize("kind", ["sdpa", "eager", "qwen3_5_text"])
-def test_widths_of_compiled_layers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are filled to multiples of 64 with what no cell reads."""
-    # not of a list, which has the whole model and what is around it
-    monkeypatch.setattr(trunk, "_is_compiled", lambda modules: not isinstance(modules, list))
-    model = family("qwen3") if kind in ("sdpa", "eager") else every.build(kind).train()
-    if kind == "eager":
-        model.set_attn_implementation(kind)
-    assert not said_by(lambda: assert_any_rows(model, 4, counts=False))
-    for given in (batch(), lengthened(batch(), 8)):
-        out, _ = loss_of(model, given)
-        assert round(out.metrics["tokens/computed"].item() * given["input_ids"].numel()) % 64 == 0
-
-
 def test_a_tree_that_rounding_allows_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rounding is measured by another forward, which counts no layers of the tree."""
     model = family("llama")
@@ -254,7 +239,7 @@ def test_a_tree_that_rounding_allows_serves(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_compiled_layers_see_few_shapes() -> None:
+def test_compiled_layers_take_any_shape() -> None:
     """A stream of any lengths compiles each layer once for each kind of call."""
     model = tiny_models.model("qwen3", num_hidden_layers=1).train()
     compiled: list[int] = []
@@ -270,8 +255,7 @@ def test_compiled_layers_see_few_shapes() -> None:
         mask = (torch.arange(90) < torch.randint(8, 64, (4, 1))).long()
         given = {"input_ids": torch.randint(3, 90, (4, 90)), "attention_mask": mask}
         given |= {"completion_mask": mask[:, 4:], "advantages": torch.tensor([1.0, 0.0, -1.0, 0.0])}
-        out, _ = loss_of(model, given)
-        assert round(out.metrics["tokens/computed"].item() * mask.numel()) % 64 == 0
+        loss_of(model, given)
         if i == 1:
             seen = len(compiled)
     assert len(compiled) == seen, "no shape that is compiled anew after the first batches"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -271,10 +271,9 @@ def test_states_of_whatever_rows_share(kind: str, monkeypatch: pytest.MonkeyPatc
 def test_an_argument_that_may_be_of_each_token_is_not_dropped() -> None:
     row = Paths(torch.arange(3)[None], torch.tensor([3]), torch.tensor([3]))
     x, name = torch.randn(1, 3, 2, 4), "torch_chunk_gated_delta_rule"
-    inner, recurrence = getattr(modeling_qwen3_5, name), paths.RECURRENCES[name]
-    named = {"g": x[..., 0], "beta": x[..., 0], "gate": x}
+    inner, named = getattr(modeling_qwen3_5, name), {"g": x[..., 0], "beta": x[..., 0], "gate": x}
     with pytest.raises(paths.NotAlongPaths, match="'gate' that may be of each token"):
-        paths._recur(Segments(row, varlen=False), inner, recurrence, (x, x, x), named)
+        paths._recur(Segments(row, varlen=False), inner, name, x, x, x, **named)
 
 
 KERNELS = {
@@ -343,16 +342,14 @@ def test_kernels_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_trial_sees_a_wrong_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    recur = paths._recur
+    name = "torch_chunk_gated_delta_rule"
+    plain = getattr(modeling_qwen3_5, name)
 
-    def from_zeros(segments: Any, inner: Callable[..., Any], *given: Any) -> Any:
-        def forgetful(*args: Any, initial_state: Tensor | None = None, **kwargs: Any) -> Any:
-            zeros = None if initial_state is None else 0 * initial_state
-            return inner(*args, initial_state=zeros, **kwargs)
+    def forgetful(*args: Any, initial_state: Tensor | None = None, **kwargs: Any) -> Any:
+        zeros = None if initial_state is None else 0 * initial_state
+        return plain(*args, initial_state=zeros, **kwargs)
 
-        return recur(segments, forgetful, *given)
-
-    monkeypatch.setattr(paths, "_recur", from_zeros)
+    monkeypatch.setattr(modeling_qwen3_5, name, forgetful)
     assert_right(every.build("qwen3_5_text"), large(), "states are off by", "'trim' is used")
 
 

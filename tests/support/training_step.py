@@ -124,11 +124,11 @@ def assert_right(
     return found[-1][0]
 
 
-def assert_any_rows(model: Any, batches: int = 8, *, counts: bool = True) -> None:
+def assert_any_rows(model: Any, *, counts: bool = True) -> None:
     """As padded, of rows of two ids, which part anywhere; with `counts` each prefix of `rows` that
     predicts a token is computed once."""
     draw = random.Random(5)
-    for _ in range(batches):
+    for _ in range(8):
         rows = [
             [draw.randrange(3, 5) for _ in range(draw.randrange(2, 13))]
             for _ in range(draw.randrange(2, 9))
