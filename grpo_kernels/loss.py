@@ -118,7 +118,7 @@ from grpo_kernels.objective.config import (
 from grpo_kernels.objective.custom import CustomLoss, PerTokenLoss
 from grpo_kernels.objective.expected import Expectation, expectation_of, read_expected
 from grpo_kernels.objective.metrics import loss_metrics
-from grpo_kernels.objective.policy import PolicyLoss
+from grpo_kernels.objective.policy import PolicyLoss, stats_of
 from grpo_kernels.results import LossOutput
 from grpo_kernels.tokens import Tokens, read_tokens
 
@@ -324,6 +324,8 @@ def grpo_loss(
     with torch.no_grad():
         # the loss
         evaluation = row_loss.evaluate(first.stats)
+        if isinstance(row_loss, CustomLoss):
+            row_loss.check_chunks(evaluation.coefficients)
         results = first.stats.logps, first.stats.entropies
         # tokens whose gradient is computed, now or later
         live = first.live_rows
@@ -645,7 +647,7 @@ def _loss_of_logps(
         return x.detach().reshape(-1)[layout.index].to(dtype)
 
     numbers = of_tokens(logps), of_tokens(entropies)
-    evaluation = row_loss.evaluate_logps(*numbers)
+    evaluation = row_loss.evaluate(stats_of(*numbers))
     d_logp, d_entropy = evaluation.d_logp, evaluation.coefficients.d_entropy
     reads_entropies = d_entropy is not None and torch.is_grad_enabled()
     if reads_entropies and logps.requires_grad and not entropies.requires_grad:

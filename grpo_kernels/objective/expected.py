@@ -15,7 +15,7 @@ from grpo_kernels.base.checks import check_tensor, hints_names
 from grpo_kernels.base.tensors import take
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import CustomLoss
-from grpo_kernels.objective.policy import PolicyLoss
+from grpo_kernels.objective.policy import PolicyLoss, stats_of
 from grpo_kernels.tokens import Tokens
 
 
@@ -63,7 +63,7 @@ def expectation_of(row_loss: PolicyLoss | CustomLoss, tokens: Tokens) -> Expecta
     def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Coefficients:
         logps = logps.to(dtype)
         entropies = logps if entropies is None else entropies.to(dtype)
-        return row_loss.coefficients_at(row[index], RowStats(logps, logps, logps, entropies))
+        return row_loss.coefficients_at(row[index], stats_of(logps, entropies))
 
     return Expectation(
         None if not row_loss.row_by_row else coefficients,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.formulas import LINEAR, phi
-from grpo_kernels.base.choices import ImportanceSamplingLevel, LossTypeName
+from grpo_kernels.base.choices import LossTypeName
 from grpo_kernels.tokens import Layout, Tokens
 
 if TYPE_CHECKING:
@@ -163,10 +163,6 @@ class LossType:
     def is_linear(self) -> bool:
         """True if the policy term is a constant times logp."""
         return self.surrogate in LINEAR
-
-    def shares_ratio(self, level: ImportanceSamplingLevel) -> bool:
-        """True if one R serves all tokens of a sequence."""
-        return level == "sequence" or self.log_ratio is not None
 
     def token_weights(
         self,

@@ -32,7 +32,8 @@ def loss_metrics(
     there is one value per sequence. A sequence without a counted token has ratio 1. Sums over the
     tokens are computed together at the end: one sum for all numbers, one for all flags.
     """
-    config, tokens, inputs = row_loss.config, row_loss.tokens, evaluation.metric_inputs
+    config, inputs = row_loss.config, evaluation.metric_inputs
+    tokens = row_loss.tokens if inputs is None else inputs.tokens
     layout, n = tokens.layout, len(tokens)
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     summed: dict[str, Tensor] = {}  # (n,) each
@@ -77,16 +78,13 @@ def loss_metrics(
     over_tokens("advantages/zero", tokens.advantages == 0)
     pairs["rows/projected"] = (number(n), number(math.prod(layout.shape)))
     pairs["rows/gradient"] = (gradient_count.to(entropies.dtype), number(n))
-    ratio = tokens.unexpanded_sampling_ratio
-    per_sequence = tokens.sampling_ratio_per_sequence is not None
     if inputs is not None and inputs.kl is not None:
         over_tokens("kl", inputs.kl)
-    if inputs is not None and inputs.sampling_ratio is not None:
-        ratio = inputs.sampling_ratio
-    if difference is not None:
-        per_sequence = config.sampling_ratio_is_per_sequence
+    ratio = tokens.sampling_ratio_per_sequence
     if ratio is not None:
-        (over_sequences if per_sequence else over_tokens)("importance_sampling_ratio", ratio)
+        over_sequences("importance_sampling_ratio", ratio)
+    elif (ratio := tokens.importance_sampling_ratio) is not None:
+        over_tokens("importance_sampling_ratio", ratio)
     if inputs is not None and inputs.off_policy_mask is not None:
         over_tokens("off_policy_masked", ~inputs.off_policy_mask)
     if tokens.sampling_per_token_logps is not None:
@@ -103,12 +101,12 @@ def loss_metrics(
 
     if inputs is not None:
         definition, ratios = config.definition, torch.exp(inputs.log_ratio)
-        per_sequence = definition.shares_ratio(config.importance_sampling_level)
-        mean_of("ratio", ratios, per_sequence, empty=1.0)
+        mean_of("ratio", ratios, config.shares_ratio, empty=1.0)
         # with one ratio and one advantage per sequence, TRL counts clipped sequences, else tokens
         follows_level = definition.log_ratio is None
-        counts_sequences = follows_level and per_sequence and tokens.advantages_per_sequence
-        for name, x in inputs.of_loss_type.items():
+        counts_sequences = follows_level and config.shares_ratio and tokens.advantages_per_sequence
+        more = definition.more_metrics(inputs.argument, tokens.advantages, config)
+        for name, x in more.items():
             mean_of(name, x, tokens.advantages_per_sequence, empty=1.0)
         clip_inputs = ratios, inputs.token_log_ratio, tokens.advantages, config
         if definition.capped_tokens is not None:

@@ -55,9 +55,9 @@ A.3, numerator and denominator of rho are at least 1e-6.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,14 +75,14 @@ CENTERED_ROWS = 2048  # at a time, in double precision
 
 @dataclass(frozen=True)
 class MetricInputs:
-    """Inputs of the metrics; (n,) unless said otherwise, None where the loss has no such term."""
+    """What the metrics read of a loss, (n,) each; None where the loss has no such term."""
 
-    log_ratio: Tensor  # R; the surrogate of "vespo" reads another number
+    tokens: Tokens  # with the importance sampling ratio, if the loss computes it
+    log_ratio: Tensor  # R
     token_log_ratio: Tensor
+    argument: Tensor  # of the surrogate: R, or in "vespo" another number
     kl: Tensor | None = None
-    of_loss_type: dict[str, Tensor] = field(default_factory=dict)  # `LossType.more_metrics`
     off_policy_mask: Tensor | None = None  # bool: not dropped by the off-policy mask
-    sampling_ratio: Tensor | None = None  # (n,), or (B,) if it is one per sequence
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,11 @@ class Evaluation:
         """(n,) bool: the tokens with a non-zero coefficient."""
         given = [is_nonzero(x) for x in self.coefficients if x is not None]
         return functools.reduce(torch.logical_or, given)
+
+
+def stats_of(logps: Tensor, entropies: Tensor) -> RowStats:
+    """The statistics of tokens of which only these numbers, (n,) each, are known."""
+    return RowStats(logps, logps, logps, entropies)  # no loss reads the others
 
 
 class PolicyLoss:
@@ -172,13 +177,6 @@ class PolicyLoss:
         self.definition = config.definition
         self.loss_over = self.definition.loss_over(num_items=has_num_items)
         self.is_centered = tokens.sampling_topk_logps is not None
-        self.shares_ratio = self.definition.shares_ratio(config.importance_sampling_level)
-        # True if the ratio couples the tokens of a sequence in the policy term
-        self.ratio_couples_tokens = self.shares_ratio or self.definition.argument is not None
-        # True if the KL estimate is multiplied by the ratio
-        self.corrects_kl = (
-            config.estimates_kl and config.use_bias_correction_kl and self.definition.has_factors
-        )
         self.has_entropy_gradient = config.entropy_coef != 0.0
 
     @cached_property
@@ -187,11 +185,11 @@ class PolicyLoss:
         compares = config.masks_off_policy and (sampled or not self.on_policy)
         if config.top_entropy_quantile < 1.0 or compares:
             return False
-        couples = self.ratio_couples_tokens
+        couples = config.couples_tokens
         if self.on_policy:
             reads_sequence = config.vllm_importance_sampling_mode.startswith("sequence_")
             couples = config.corrects_sampling and (reads_sequence or couples)
-            couples |= self.corrects_kl and config.importance_sampling_level == "sequence"
+            couples |= config.corrects_kl and config.importance_sampling_level == "sequence"
         return not couples
 
     @cached_property
@@ -202,7 +200,8 @@ class PolicyLoss:
             only_policy = replace(config, beta=0.0, entropy_coef=0.0)
         nothing = torch.zeros_like(self.tokens.advantages)
         tokens = replace(self.tokens, sampling_topk_logps=None)
-        return PolicyLoss(only_policy, tokens, self.token_weights).evaluate_logps(nothing, nothing)
+        policy_loss = PolicyLoss(only_policy, tokens, self.token_weights)
+        return policy_loss.evaluate(stats_of(nothing, nothing))
 
     @property
     def one_coefficient(self) -> bool:
@@ -222,10 +221,10 @@ class PolicyLoss:
         reads_logps = not self.row_by_row or self.is_centered or config.corrects_sampling
         if self.on_policy and not reads_logps:
             return self._at_ratio_one.d_logp != 0
-        live = tokens.advantages != 0
-        if self._sampling_factor is not None:
-            live &= self._sampling_factor != 0
-        if self.ratio_couples_tokens:
+        live, gate = tokens.advantages != 0, _gate(config, tokens)
+        if gate is not None:
+            live &= gate != 0
+        if config.couples_tokens:
             # a token whose own term is 0 still gets gradient through the shared ratio
             layout = tokens.layout
             live = layout.sequence_sum(live.to(tokens.advantages))[layout.sequence] > 0
@@ -276,7 +275,7 @@ class PolicyLoss:
         shared = FusedLoss(
             self.token_weights,
             kl=config.kl_estimator if config.beta != 0.0 else None,
-            corrects_kl=self.corrects_kl,
+            corrects_kl=config.corrects_kl,
             ref=tokens.ref_per_token_logps if config.estimates_kl else None,
             beta=float(config.beta),
             d_entropy=self._d_entropy if self.has_entropy_gradient else 0.0,
@@ -290,79 +289,41 @@ class PolicyLoss:
             constants=self._constants,
             advantages=tokens.advantages,
             old=tokens.old_per_token_logps,
-            gate=self._gate(None, None),
+            gate=_gate(config, tokens),
         )
 
     def evaluate(self, stats: RowStats) -> Evaluation:
         """Compute the loss and its gradient from the statistics of all tokens."""
-        entropies, terms = stats.entropies, stats.loss_terms
-        if not terms:
+        config, logps, entropies = self.config, stats.logps, stats.entropies
+        terms, entropy_mask, d_topk = stats.loss_terms, None, None
+        if terms:  # a row kernel has computed `fused_loss`; no mask depends on entropies
+            loss, d_logp = terms["loss"].sum(), terms["d_logp"]
+            if self.on_policy and not self.definition.is_linear:
+                loss = loss + self._at_ratio_one.loss_without_entropy
+            metric_inputs = self._metric_inputs(terms["log_ratio"], terms.get("kl"))
+        else:
+            entropy_mask = _entropy_mask(config, entropies)
             divergences = None if stats.divergence is None else stats.divergence.value
-            return self.evaluate_logps(stats.logps, entropies, divergences, stats.topk)
-        # a row kernel has computed `fused_loss`; no mask depends on entropies
-        loss_without_entropy = terms["loss"].sum()
-        metric_inputs = MetricInputs(
-            log_ratio=terms["log_ratio"],
-            token_log_ratio=terms["log_ratio"],
-            kl=terms.get("kl"),
-            sampling_ratio=self.tokens.unexpanded_sampling_ratio,
-        )
-        if self.on_policy:
-            at_one = self._at_ratio_one
-            if not self.definition.is_linear:
-                loss_without_entropy = loss_without_entropy + at_one.loss_without_entropy
-            read = cast(MetricInputs, at_one.metric_inputs)
-            metric_inputs = replace(
-                metric_inputs, of_loss_type=read.of_loss_type, off_policy_mask=read.off_policy_mask
-            )
-        d_logp = Coefficients(terms["d_logp"])
-        return self._with_entropies(loss_without_entropy, d_logp, entropies, None, metric_inputs)
-
-    def evaluate_logps(
-        self,
-        logps: Tensor,
-        entropies: Tensor,
-        divergences: Tensor | None = None,
-        topk_logps: Tensor | None = None,
-    ) -> Evaluation:
-        """Compute the loss and its gradient from numbers of all tokens, (n,).
-
-        Pass `divergences` with a second head, and `topk_logps` (n, K) if the score is centered.
-        """
-        entropy_mask, d_topk = _entropy_mask(self.config, entropies), None
-        per_token, d_logp, metric_inputs = self._per_token(logps, entropy_mask, divergences)
-        if topk_logps is not None:
-            centering, d_topk = self._centering(topk_logps, logps, entropy_mask)
-            per_token = per_token + centering
-        loss_without_entropy = (self.token_weights * per_token).sum()
-        return self._with_entropies(
-            loss_without_entropy,
-            Coefficients(d_logp, d_topk=d_topk),
-            entropies,
-            entropy_mask,
-            metric_inputs,
-        )
-
-    def _with_entropies(
-        self,
-        loss_without_entropy: Tensor,
-        coefficients: Coefficients,
-        entropies: Tensor,
-        entropy_mask: Tensor | None,
-        metric_inputs: MetricInputs,
-    ) -> Evaluation:
-        """Add the entropy bonus, and the coefficient of a divergence."""
-        loss, d_entropy = loss_without_entropy, None
+            per_token, d_logp, metric_inputs = self._per_token(logps, entropy_mask, divergences)
+            if stats.topk is not None:
+                centering, d_topk = self._centering(stats.topk, logps, entropy_mask)
+                per_token = per_token + centering
+            loss = (self.token_weights * per_token).sum()
+        loss_without_entropy, d_entropy = loss, None
         if self.has_entropy_gradient:  # the bonus is the mean entropy of the tokens in the mask
             mask = torch.ones_like(entropies) if entropy_mask is None else entropy_mask
             counts = mask.to(entropies.dtype)
-            shares = self.config.entropy_coef * counts / counts.sum().clamp(min=1.0)
-            loss, d_entropy = loss_without_entropy - times_or_zero(entropies, shares).sum(), -shares
-        coefficients = coefficients._replace(
-            d_entropy=d_entropy,
-            d_divergence=self._d_divergence(),  # beta w, known beforehand
-        )
+            shares = config.entropy_coef * counts / counts.sum().clamp(min=1.0)
+            loss, d_entropy = loss - times_or_zero(entropies, shares).sum(), -shares
+        coefficients = Coefficients(d_logp, d_entropy, self._d_divergence(), d_topk)
         return Evaluation(loss, coefficients, loss_without_entropy, metric_inputs)
+
+    def _metric_inputs(self, log_ratio: Tensor, kl: Tensor | None) -> MetricInputs:
+        """Inputs of the metrics from a row kernel's terms."""
+        if not self.on_policy:
+            return MetricInputs(self.tokens, log_ratio, log_ratio, log_ratio, kl)
+        known: Any = self._at_ratio_one.metric_inputs
+        return replace(known, log_ratio=log_ratio, token_log_ratio=log_ratio, kl=kl)
 
     def per_token_loss(
         self, logps: Tensor, entropies: Tensor, *, alone: bool
@@ -374,7 +335,7 @@ class PolicyLoss:
         Raises:
             ValueError: tokens are coupled, and `alone` says that these may be only some of them.
         """
-        if alone and (not self.row_by_row or self.ratio_couples_tokens):
+        if alone and (not self.row_by_row or self.config.couples_tokens):
             raise ValueError(
                 "tokens.loss: expected a loss of each token alone in a token_level objective, got "
                 f"{self.config}, whose tokens depend on each other: do not declare it token_level"
@@ -412,10 +373,9 @@ class PolicyLoss:
         Without `divergences` l_t lacks beta D_t; a_t never includes it.
         """
         config, tokens, weights = self.config, self.tokens, self.token_weights
-        definition, constants = self.definition, self._constants
+        definition = self.definition
         if self.lacks_sampling_ratio:
-            complete = PolicyLoss(config, _with_sampling_ratio(config, tokens, logps), weights)
-            return complete._per_token(logps, entropy_mask, divergences)
+            tokens = _with_sampling_ratio(config, tokens, logps)
         old = tokens.old_per_token_logps
         token_log_ratio = (
             torch.where(torch.isnan(logps), logps, 0.0) if old is None else logps - old
@@ -423,15 +383,15 @@ class PolicyLoss:
         if definition.log_ratio is not None:
             log_ratio = definition.log_ratio(tokens, token_log_ratio, entropy_mask, config)
         else:
-            log_ratio = LogRatio(tokens if self.shares_ratio else None, token_log_ratio)
+            log_ratio = LogRatio(tokens if config.shares_ratio else None, token_log_ratio)
         argument, advantages = log_ratio.value, tokens.advantages
         if definition.argument is not None:
             argument = definition.argument(tokens, token_log_ratio, config)
         surrogate = SURROGATES[definition.surrogate]
-        loss, d_log_ratio, d_logps = surrogate(argument, advantages, logps, *constants)
+        loss, d_log_ratio, d_logps = surrogate(argument, advantages, logps, *self._constants)
 
         off_policy_mask = _off_policy_mask(config, tokens, logps)
-        gate = self._gate(off_policy_mask, entropy_mask)
+        gate = _gate(config, tokens, off_policy_mask, entropy_mask)
         if gate is not None:
             loss, d_log_ratio, d_logps = (
                 times_or_zero(x, gate) for x in (loss, d_log_ratio, d_logps)
@@ -447,40 +407,15 @@ class PolicyLoss:
             a = a + kl_a
         if kl is not None:
             loss = loss + config.beta * kl
-        metric_inputs = MetricInputs(
-            log_ratio=log_ratio.value,
-            token_log_ratio=token_log_ratio,
-            kl=kl,
-            of_loss_type=definition.more_metrics(argument, advantages, config),
-            off_policy_mask=off_policy_mask,
-            sampling_ratio=tokens.unexpanded_sampling_ratio,
-        )
-        return loss, a, metric_inputs
-
-    def _gate(self, off_policy_mask: Tensor | None, entropy_mask: Tensor | None) -> Tensor | None:
-        """The factor (n,) on the policy term; None if it is 1 everywhere.
-
-        It is 0 if a mask drops the token, else the importance sampling ratio.
-        """
-        gate = self._sampling_factor
-        for mask in (off_policy_mask, entropy_mask):
-            if mask is not None and self.definition.has_factors:
-                gate = torch.ones_like(self.tokens.advantages) if gate is None else gate
-                gate = torch.where(mask, gate, 0.0)
-        return gate
-
-    @property
-    def _sampling_factor(self) -> Tensor | None:
-        """The importance sampling ratio (n,), if it is a factor on the policy term."""
-        is_factor = self.definition.has_factors and self.definition.argument is None
-        return self.tokens.importance_sampling_ratio if is_factor else None
+        ratios = log_ratio.value, token_log_ratio
+        return loss, a, MetricInputs(tokens, *ratios, argument, kl, off_policy_mask)
 
     def _estimated_kl(self, log_ratio: LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
         """The KL estimate per token, without beta; and the part of a_t from it, with beta."""
         config, weights = self.config, self.config.beta * self.token_weights
         ref: Any = self.tokens.ref_per_token_logps
         kl, d_kl, d_corrected = ESTIMATORS[config.kl_estimator](logps, ref)
-        if not self.corrects_kl:
+        if not config.corrects_kl:
             return kl, weights * d_kl
         ratio = torch.exp(log_ratio.value)
         kl, a = times_or_zero(ratio, kl), weights * times_or_zero(ratio, d_corrected)
@@ -520,7 +455,22 @@ class _TokenLosses(torch.autograd.Function):
         return d_logps, None, None, None
 
 
-# Masks of the tokens that the policy term acts on. Neither mask carries gradient.
+# Factors on the policy term, which carry no gradient
+
+
+def _gate(config: LossConfig, tokens: Tokens, *masks: Tensor | None) -> Tensor | None:
+    """The factor (n,) on the policy term; None if it is 1 everywhere.
+
+    It is 0 if one of the `masks` drops the token, else the importance sampling ratio.
+    """
+    if not config.definition.has_factors:
+        return None
+    gate = None if config.definition.argument else tokens.importance_sampling_ratio
+    for mask in masks:
+        if mask is not None:
+            gate = torch.ones_like(tokens.advantages) if gate is None else gate
+            gate = torch.where(mask, gate, 0.0)
+    return gate
 
 
 def _entropy_mask(config: LossConfig, entropies: Tensor) -> Tensor | None:
