@@ -394,7 +394,7 @@ class GRPOLoss(nn.Module):
         config = LossConfig() if config is None else config
         check_kind(config)
         own, elsewhere = (*FIELDS, *_OWN_ARGUMENTS), "an argument of a call of GRPOLoss"
-        check_names(fields, "an argument of GRPOLoss", own, elsewhere, _MODULES_CALL)
+        check_names(fields, "GRPOLoss", own, elsewhere, _MODULES_CALL)
         self.config = replace(config, **fields)
         self.objective, self.run = objective, run  # each is checked as it is set
 
@@ -436,7 +436,7 @@ class GRPOLoss(nn.Module):
         """Compute the loss: `grpo_loss` with this module's config, objective and run."""
         check_names(
             inputs,
-            "an argument of a call of GRPOLoss",
+            "a call of GRPOLoss",
             _MODULES_CALL,
             "an argument of GRPOLoss(...)",
             (*_OWN_ARGUMENTS, *FIELDS),

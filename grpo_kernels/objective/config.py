@@ -474,22 +474,21 @@ def config_with(
 
 def check_names(
     names: Iterable[str],
-    what: str,
+    owner: str,
     allowed: Collection[str],
-    elsewhere: str = "",
-    others: Collection[str] = (),
+    elsewhere: str,
+    others: Collection[str],
 ) -> None:
-    """Require all `names` to be `allowed`; the error suggests one of them, or of `others`.
+    """Require all `names` to be `allowed` arguments of `owner`.
 
-    `what` says what each name should be, as "a KIND of OWNER".
+    The error suggests one of them, or of the arguments `others`, which are `elsewhere`.
     """
-    kind, _, owner = what.partition(" of ")
     for name in names:
         if name not in allowed:
             hint = did_you_mean(name, allowed, elsewhere, others)
             if name in others:
                 hint = f"; it is {elsewhere}"
-            raise TypeError(f"{name}: {owner} has no such {kind.split()[-1]}{hint}")
+            raise TypeError(f"{name}: {owner} has no such argument{hint}")
 
 
 def check_objective(config: LossConfig, objective: Any) -> None:

@@ -26,30 +26,9 @@ so R is 0. A log-probability that is not finite, of a token that the policy cann
 makes the loss NaN.
 
 The formulas come from TRL 1.16's ``GRPOTrainer._compute_loss`` (GMPO: its ``GMPOTrainer``; k1 and
-k2 are ours). The importance sampling ratio is TRL's too (``_generate_and_score_completions``),
-computed from log-probabilities that the loss has anyway. A sampler such as vLLM computes with other
-arithmetic than the trainer, so it does not sample from exactly the policy. Let d be a counted
-token's old log-probability (if absent, the current one, held constant) minus the sampler's, or 0 if
-the sampler could not score the token (NaN)::
-
-    token_*              ratio_t = exp(d_t)
-    sequence_*           ratio_b = exp(sum of d over the sequence)
-    *_truncate           clamped to [clip_min, clip_max]
-    *_mask               0 outside [clip_min, clip_max]
-    sequence_mean_mask   ratio_t = exp(d_t); 0 if exp(mean of d over the sequence) is outside
-                         [clip_min, clip_max]: NeMo-RL's and OpenRLHF's ``seq-mask-tis``
-
-Truncated importance sampling: https://fengyao.notion.site/off-policy-rl.
-
-**Score centering** (https://arxiv.org/abs/2609.20807). With the sampler's probabilities q_v of its
-K most likely ids, the term ``A_t sum_K sg[c_v] log p_v`` is added to l_t, outside is_t.
-With f the rule above from the ratio p_v / q_v to the importance sampling ratio, or 1 without one::
-
-    c_v = q_v f(p_v / q_v) - rho f(1 / rho) p_v        rho = (1 - sum_K q_v) / (1 - sum_K p_v)
-
-The other ids count as ones that the sampler draws in proportion to p. Then the expectation of a
-token's policy gradient over the sampler's tokens is 0 whatever A is. As in the paper's appendix
-A.3, numerator and denominator of rho are at least 1e-6.
+k2 are ours). The importance sampling ratio (`_with_sampling_ratio`) is TRL's too, computed from
+log-probabilities that the loss has anyway. With a sampler's K most likely ids, l_t has another
+term, outside is_t (`_centering_weights`).
 """
 
 from __future__ import annotations
@@ -513,7 +492,15 @@ def bounded_ratio(config: LossConfig, log_ratio: Tensor) -> Tensor:
 def _centering_weights(config: LossConfig, logp: Tensor, logq: Tensor) -> Tensor:
     """c (n, K) of the K ids, from the policy's and the sampler's log-probabilities.
 
-    c is 0 where the sampler's log-probability is -inf.
+    Score centering (https://arxiv.org/abs/2609.20807) adds ``A_t sum_K sg[c_v] log p_v`` to a
+    token's loss. With q_v the sampler's probabilities, and f the rule from the ratio p_v / q_v to
+    the importance sampling ratio, or 1 without one::
+
+        c_v = q_v f(p_v / q_v) - rho f(1 / rho) p_v        rho = (1 - sum_K q_v) / (1 - sum_K p_v)
+
+    The other ids count as ones that the sampler draws in proportion to p. Then the expectation of a
+    token's policy gradient over the sampler's tokens is 0 whatever A is. As in the paper's appendix
+    A.3, numerator and denominator of rho are at least 1e-6. c is 0 where q_v is 0.
     """
 
     def weight(log_ratio: Tensor) -> Tensor:
@@ -528,7 +515,21 @@ def _centering_weights(config: LossConfig, logp: Tensor, logq: Tensor) -> Tensor
 
 
 def _with_sampling_ratio(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tokens:
-    """`tokens` with the importance sampling ratio of `logps` (n,) to the sampler's."""
+    """`tokens` with the importance sampling ratio of `logps` (n,) to the sampler's.
+
+    A sampler such as vLLM computes with other arithmetic than the trainer, so it does not sample
+    from exactly the policy. Let d be the difference of a token's log-probabilities, or 0 if the
+    sampler could not score the token (NaN)::
+
+        token_*              ratio_t = exp(d_t)
+        sequence_*           ratio_b = exp(sum of d over the sequence)
+        *_truncate           clamped to [clip_min, clip_max]
+        *_mask               0 outside [clip_min, clip_max]
+        sequence_mean_mask   ratio_t = exp(d_t); 0 if exp(mean of d over the sequence) is outside
+                             [clip_min, clip_max]: NeMo-RL's and OpenRLHF's ``seq-mask-tis``
+
+    Truncated importance sampling: https://fengyao.notion.site/off-policy-rl.
+    """
     sampled: Any = tokens.sampling_per_token_logps
     difference, layout = scored_difference(logps, sampled), tokens.layout
     if config.vllm_importance_sampling_mode == "sequence_mean_mask":
