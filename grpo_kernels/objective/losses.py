@@ -103,25 +103,30 @@ def sequence_log_weight(tokens: Tokens, token_log_ratio: Tensor, config: LossCon
     return log_weight.clamp(low, high)[tokens.layout.sequence]
 
 
-# Tokens that a loss type clips, as metrics count them: (below, above), (n,) bool each
+# Tokens that a loss type clips, (n,) bool each, by the name of the metric that counts them
 
 
 def outside_range(
     ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor, config: LossConfig
-) -> tuple[Tensor, Tensor]:
+) -> dict[str, Tensor]:
     """Ratio < 1 - epsilon and A < 0; ratio > 1 + epsilon_high and A > 0."""
     if config.delta is not None:  # as in TRL, after the upper bound
         ratio = ratio.clamp(max=config.delta)
-    below, above = ratio < 1 - config.epsilon, ratio > 1 + config.clip_high
-    return below & (advantages < 0), above & (advantages > 0)
+    return _clip_ratios(ratio < 1 - config.epsilon, ratio > 1 + config.clip_high, advantages)
 
 
 def outside_log_range(
     ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor, config: LossConfig
-) -> tuple[Tensor, Tensor]:
+) -> dict[str, Tensor]:
     """Log-ratio < -epsilon and A < 0; log-ratio > epsilon_high and A > 0."""
     below, above = token_log_ratio < -config.epsilon, token_log_ratio > config.clip_high
-    return below & (advantages < 0), above & (advantages > 0)
+    return _clip_ratios(below, above, advantages)
+
+
+def _clip_ratios(below: Tensor, above: Tensor, advantages: Tensor) -> dict[str, Tensor]:
+    low, high = below & (advantages < 0), above & (advantages > 0)
+    names = (f"clip_ratio/{x}_mean" for x in ("low", "high", "region"))
+    return dict(zip(names, (low, high, low | high), strict=True))
 
 
 @dataclass(frozen=True)
@@ -152,10 +157,9 @@ class LossType:
     # the ratio may multiply the KL estimate
     has_factors: bool = True
 
-    # for metrics: the tokens that are clipped (below a range, above it), and the capped ones, from
-    # ratios, token log-ratios, advantages, config
-    clipped_tokens: Callable[..., tuple[Tensor, Tensor]] | None = None
-    capped_tokens: Callable[..., Tensor] | None = None
+    # metrics of the tokens that are clipped, by name, (n,) bool each: ratios, token log-ratios,
+    # advantages, config
+    clipped_tokens: Callable[..., dict[str, Tensor]] = lambda *_: {}
     # more metrics by name, (n,) each: the surrogate's argument, advantages, config
     more_metrics: Callable[[Tensor, Tensor, LossConfig], dict[str, Tensor]] = lambda *_: {}
 
@@ -228,9 +232,9 @@ LOSSES = {
         _clipped("dapo", "num_items"),
         LossType(
             "cispo", "cispo", ("epsilon_high",), "num_items", lambda config: (config.clip_high,),
-            capped_tokens=lambda ratio, _, advantages, config: (
-                (ratio > config.clip_high) & (advantages > 0)
-            ),
+            clipped_tokens=lambda ratio, _, advantages, config: {
+                "cispo_clip_ratio": (ratio > config.clip_high) & (advantages > 0)
+            },
         ),
         LossType(
             "sapo", "sapo", ("sapo_temperature_pos", "sapo_temperature_neg"), "sequence_mean",

@@ -108,15 +108,13 @@ def loss_metrics(
         more = definition.more_metrics(inputs.argument, tokens.advantages, config)
         for name, x in more.items():
             mean_of(name, x, tokens.advantages_per_sequence, empty=1.0)
-        clip_inputs = ratios, inputs.token_log_ratio, tokens.advantages, config
-        if definition.capped_tokens is not None:
-            capped = definition.capped_tokens(*clip_inputs)
-            mean_of(f"{definition.name}_clip_ratio", capped, counts_sequences)
-        if definition.clipped_tokens is not None:
-            low, high = definition.clipped_tokens(*clip_inputs)
-            mean_of("clip_ratio/low_mean", low, counts_sequences)
-            mean_of("clip_ratio/high_mean", high, counts_sequences)
-            mean_of("clip_ratio/region_mean", low | high, counts_sequences)
+        clipped = definition.clipped_tokens(
+            ratios, inputs.token_log_ratio, tokens.advantages, config
+        )
+        for name, x in clipped.items():
+            mean_of(name, x, counts_sequences)
+        if "clip_ratio/low_mean" in clipped:
+            low, high = clipped["clip_ratio/low_mean"], clipped["clip_ratio/high_mean"]
             if counts_sequences:
                 shares = [shared(low), shared(high)]
             else:  # shares of each sequence's tokens; exact, whatever the order of the sums
