@@ -39,34 +39,33 @@ class LogRatio:
 
     def __init__(
         self,
-        tokens: Tokens | None,
         log_ratio: Tensor,
+        layout: Layout | None = None,
         passes: Tensor | None = None,
         entropy_mask: Tensor | None = None,
     ) -> None:
-        """Take `log_ratio` (n,) as R or, with `tokens`, its mean over the sequence's tokens.
+        """Take `log_ratio` (n,) as R or, with the tokens' `layout`, its mean over each sequence.
 
         `passes` (n,) bool marks the tokens that get d R. The mean is over the tokens in
         `entropy_mask` (n,) bool; None: over all.
         """
-        self._tokens, self._passes = tokens, passes
-        self.is_shared = tokens is not None  # one per sequence
-        if tokens is None:
-            self.value = log_ratio
-            return
-        layout = tokens.layout
-        counts = layout.lengths
-        if entropy_mask is not None:
-            counts = layout.sequence_sum(entropy_mask.to(log_ratio.dtype))
-        self._counts = counts.clamp(min=1).to(log_ratio.dtype)
-        self.value = (layout.sequence_sum(log_ratio) / self._counts)[layout.sequence]
+        self._layout, self._passes = layout, passes
+        self.is_shared = layout is not None  # one per sequence
+        if layout is not None:
+            counts = layout.lengths
+            if entropy_mask is not None:
+                counts = layout.sequence_sum(entropy_mask.to(log_ratio.dtype))
+            self._counts = counts.clamp(min=1).to(log_ratio.dtype)
+        self.value = self._mean(log_ratio)
+
+    def _mean(self, x: Tensor) -> Tensor:
+        if self._layout is None:
+            return x
+        return (self._layout.sequence_sum(x) / self._counts)[self._layout.sequence]
 
     def to_logps(self, d_log_ratio: Tensor) -> Tensor:
         """d loss / d logp through R, given d loss / d R, (n,) each."""
-        if self._tokens is None:
-            return d_log_ratio
-        layout = self._tokens.layout
-        passed = (layout.sequence_sum(d_log_ratio) / self._counts)[layout.sequence]
+        passed = self._mean(d_log_ratio)  # as in the forward: the map is symmetric
         return passed if self._passes is None else torch.where(self._passes, passed, 0.0)
 
 
@@ -85,7 +84,7 @@ def clipped_mean(
     passes = torch.where(up, token_log_ratio <= high, token_log_ratio >= low)
     if entropy_mask is not None:
         passes, bounded = passes & entropy_mask, torch.where(entropy_mask, bounded, 0.0)
-    return LogRatio(tokens, bounded, passes, entropy_mask)
+    return LogRatio(bounded, tokens.layout, passes, entropy_mask)
 
 
 def sequence_log_weight(tokens: Tokens, token_log_ratio: Tensor, config: LossConfig) -> Tensor:

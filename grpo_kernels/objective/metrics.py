@@ -100,7 +100,7 @@ def loss_metrics(
             extremes[name] = extreme(ratio, largest=bound == "max")
 
     if inputs is not None:
-        definition, ratios = config.definition, torch.exp(inputs.log_ratio)
+        definition, ratios = config.definition, torch.exp(inputs.log_ratio.value)
         mean_of("ratio", ratios, config.shares_ratio, empty=1.0)
         # with one ratio and one advantage per sequence, TRL counts clipped sequences, else tokens
         follows_level = definition.log_ratio is None

@@ -57,11 +57,11 @@ class MetricInputs:
     """What the metrics read of a loss, (n,) each; None where the loss has no such term."""
 
     tokens: Tokens  # with the importance sampling ratio, if the loss computes it
-    log_ratio: Tensor  # R
+    log_ratio: LogRatio  # R
     token_log_ratio: Tensor
     argument: Tensor  # of the surrogate: R, or in "vespo" another number
-    kl: Tensor | None = None
     off_policy_mask: Tensor | None = None  # bool: not dropped by the off-policy mask
+    kl: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -172,15 +172,9 @@ class PolicyLoss:
         return not couples
 
     @cached_property
-    def _at_ratio_one(self) -> Evaluation:
-        """The policy term where every ratio is 1: its derivative depends on no log-probability."""
-        config, only_policy = self.config, self.config
-        if config.beta != 0.0 or config.entropy_coef != 0.0:
-            only_policy = replace(config, beta=0.0, entropy_coef=0.0)
-        nothing = torch.zeros_like(self.tokens.advantages)
-        tokens = replace(self.tokens, sampling_topk_logps=None)
-        policy_loss = PolicyLoss(only_policy, tokens, self.token_weights)
-        return policy_loss.evaluate(stats_of(nothing, nothing))
+    def _at_ratio_one(self) -> tuple[Tensor, Tensor, MetricInputs]:
+        """`_policy_term` where every ratio is 1: its derivative depends on no log-probability."""
+        return self._policy_term(torch.zeros_like(self.tokens.advantages), None)
 
     @property
     def one_coefficient(self) -> bool:
@@ -199,7 +193,7 @@ class PolicyLoss:
             return None
         reads_logps = not self.row_by_row or self.is_centered or config.corrects_sampling
         if self.on_policy and not reads_logps:
-            return self._at_ratio_one.d_logp != 0
+            return self._at_ratio_one[1] != 0
         live, gate = tokens.advantages != 0, _gate(config, tokens)
         if gate is not None:
             live &= gate != 0
@@ -216,9 +210,9 @@ class PolicyLoss:
         """
         logps, topk_logps = stats.logps, stats.topk
         if self.on_policy and not self.lacks_sampling_ratio:
-            d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one.d_logp[index])
+            d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one[1][index])
             if self.config.estimates_kl:
-                at_one = LogRatio(None, torch.zeros_like(logps))
+                at_one = LogRatio(torch.zeros_like(logps))
                 d_logp = d_logp + self.at(index)._estimated_kl(at_one, logps)[1]
         else:
             d_logp = self.at(index)._per_token(logps, None, None)[1]
@@ -251,7 +245,17 @@ class PolicyLoss:
         if not self.row_by_row or self.lacks_sampling_ratio or self.is_centered:
             return None
         config, tokens = self.config, self.tokens
-        shared = FusedLoss(
+        if self.on_policy:
+            policy: dict[str, Any] = {"d_policy": self._at_ratio_one[1]}
+        else:
+            policy = {
+                "surrogate": self.definition.surrogate,
+                "constants": self._constants,
+                "advantages": tokens.advantages,
+                "old": tokens.old_per_token_logps,
+                "gate": _gate(config, tokens),
+            }
+        return FusedLoss(
             self.token_weights,
             kl=config.kl_estimator if config.beta != 0.0 else None,
             corrects_kl=config.corrects_kl,
@@ -259,16 +263,7 @@ class PolicyLoss:
             beta=float(config.beta),
             d_entropy=self._d_entropy if self.has_entropy_gradient else 0.0,
             is_linear=self.definition.is_linear,
-        )
-        if self.on_policy:
-            return replace(shared, d_policy=self._at_ratio_one.d_logp)
-        return replace(
-            shared,
-            surrogate=self.definition.surrogate,
-            constants=self._constants,
-            advantages=tokens.advantages,
-            old=tokens.old_per_token_logps,
-            gate=_gate(config, tokens),
+            **policy,
         )
 
     def evaluate(self, stats: RowStats) -> Evaluation:
@@ -276,14 +271,17 @@ class PolicyLoss:
         config, logps, entropies = self.config, stats.logps, stats.entropies
         terms, entropy_mask, d_topk = stats.loss_terms, None, None
         if terms:  # a row kernel has computed `fused_loss`; no mask depends on entropies
-            loss, d_logp = terms["loss"].sum(), terms["d_logp"]
-            if self.on_policy and not self.definition.is_linear:
-                loss = loss + self._at_ratio_one.loss_without_entropy
-            metric_inputs = self._metric_inputs(terms["log_ratio"], terms.get("kl"))
+            loss, d_logp, ratio = terms["loss"].sum(), terms["d_logp"], terms["log_ratio"]
+            read = MetricInputs(self.tokens, LogRatio(ratio), ratio, ratio, kl=terms.get("kl"))
+            if self.on_policy:
+                of_policy, _, known = self._at_ratio_one
+                read = replace(read, argument=known.argument, off_policy_mask=known.off_policy_mask)
+                if not self.definition.is_linear:
+                    loss = loss + (self.token_weights * of_policy).sum()
         else:
             entropy_mask = _entropy_mask(config, entropies)
             divergences = None if stats.divergence is None else stats.divergence.value
-            per_token, d_logp, metric_inputs = self._per_token(logps, entropy_mask, divergences)
+            per_token, d_logp, read = self._per_token(logps, entropy_mask, divergences)
             if stats.topk is not None:
                 centering, d_topk = self._centering(stats.topk, logps, entropy_mask)
                 per_token = per_token + centering
@@ -295,14 +293,7 @@ class PolicyLoss:
             shares = config.entropy_coef * counts / counts.sum().clamp(min=1.0)
             loss, d_entropy = loss - times_or_zero(entropies, shares).sum(), -shares
         coefficients = Coefficients(d_logp, d_entropy, self._d_divergence(), d_topk)
-        return Evaluation(loss, coefficients, loss_without_entropy, metric_inputs)
-
-    def _metric_inputs(self, log_ratio: Tensor, kl: Tensor | None) -> MetricInputs:
-        """Inputs of the metrics from a row kernel's terms."""
-        if not self.on_policy:
-            return MetricInputs(self.tokens, log_ratio, log_ratio, log_ratio, kl)
-        known: Any = self._at_ratio_one.metric_inputs
-        return replace(known, log_ratio=log_ratio, token_log_ratio=log_ratio, kl=kl)
+        return Evaluation(loss, coefficients, loss_without_entropy, read)
 
     def per_token_loss(
         self, logps: Tensor, entropies: Tensor, *, alone: bool
@@ -351,6 +342,20 @@ class PolicyLoss:
 
         Without `divergences` l_t lacks beta D_t; a_t never includes it.
         """
+        loss, a, metric_inputs = self._policy_term(logps, entropy_mask)
+        kl = divergences
+        if self.config.estimates_kl:
+            kl, kl_a = self._estimated_kl(metric_inputs.log_ratio, logps)
+            a = a + kl_a
+        if kl is not None:
+            loss = loss + self.config.beta * kl
+            metric_inputs = replace(metric_inputs, kl=kl)
+        return loss, a, metric_inputs
+
+    def _policy_term(
+        self, logps: Tensor, entropy_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, MetricInputs]:
+        """The policy term's part of l_t and of a_t, and the inputs of the metrics."""
         config, tokens, weights = self.config, self.tokens, self.token_weights
         definition = self.definition
         if self.lacks_sampling_ratio:
@@ -362,7 +367,7 @@ class PolicyLoss:
         if definition.log_ratio is not None:
             log_ratio = definition.log_ratio(tokens, token_log_ratio, entropy_mask, config)
         else:
-            log_ratio = LogRatio(tokens if config.shares_ratio else None, token_log_ratio)
+            log_ratio = LogRatio(token_log_ratio, tokens.layout if config.shares_ratio else None)
         argument, advantages = log_ratio.value, tokens.advantages
         if definition.argument is not None:
             argument = definition.argument(tokens, token_log_ratio, config)
@@ -379,15 +384,7 @@ class PolicyLoss:
             # NaN if logps are not finite; the gradient stays as it is
             loss = loss + (logps - logps)
         a = log_ratio.to_logps(weights * d_log_ratio) + weights * d_logps
-
-        kl = divergences
-        if config.estimates_kl:
-            kl, kl_a = self._estimated_kl(log_ratio, logps)
-            a = a + kl_a
-        if kl is not None:
-            loss = loss + config.beta * kl
-        ratios = log_ratio.value, token_log_ratio
-        return loss, a, MetricInputs(tokens, *ratios, argument, kl, off_policy_mask)
+        return loss, a, MetricInputs(tokens, log_ratio, token_log_ratio, argument, off_policy_mask)
 
     def _estimated_kl(self, log_ratio: LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
         """The KL estimate per token, without beta; and the part of a_t from it, with beta."""
