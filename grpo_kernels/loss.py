@@ -648,7 +648,7 @@ def _loss_of_logps(
 
     numbers = of_tokens(logps), of_tokens(entropies)
     evaluation = row_loss.evaluate(stats_of(*numbers))
-    d_logp, d_entropy = evaluation.d_logp, evaluation.coefficients.d_entropy
+    d_logp, d_entropy, *_ = evaluation.coefficients
     reads_entropies = d_entropy is not None and torch.is_grad_enabled()
     if reads_entropies and logps.requires_grad and not entropies.requires_grad:
         warn_once(

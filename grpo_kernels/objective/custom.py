@@ -281,13 +281,14 @@ class CustomLoss:
         """
         layout, tokens, couples = self.tokens.layout, self.tokens, not self.row_by_row
 
-        def shaped(x: Tensor) -> Tensor:  # a copy: the function may write into it
+        def shaped(x: Any) -> Any:  # a copy: the function may write into it
+            if x is None:
+                return None
             return layout.dense(x) if couples else x.clone()
 
         old = logps.detach() if tokens.old_per_token_logps is None else tokens.old_per_token_logps
-        given = {name: getattr(tokens, name) for name in OPTIONAL}
-        own_entropies: Any = shaped(entropies) if self.has_entropies else None
-        optional: dict[str, Any] = {k: None if x is None else shaped(x) for k, x in given.items()}
+        optional = {name: shaped(getattr(tokens, name)) for name in OPTIONAL}
+        own_entropies = shaped(entropies) if self.has_entropies else None
         places = {"index": layout.index, "sequence": layout.sequence, "position": layout.position}
         if self._chosen is not None:
             places = {name: x[self._chosen] for name, x in places.items()}
@@ -318,7 +319,7 @@ class CustomLoss:
         try:
             per_token = self.function(with_loss(inputs, of_config))
         except (TypeError, AttributeError) as error:
-            given["entropies"] = own_entropies
+            given = {**optional, "entropies": own_entropies}
             absent = ", ".join(name for name, x in given.items() if x is None)
             if "NoneType" not in str(error) or not absent:
                 raise

@@ -75,12 +75,6 @@ class Evaluation:
     metric_inputs: MetricInputs | None = None
 
     @property
-    def d_logp(self) -> Tensor:
-        """d loss / d log-probability, (n,)."""
-        assert self.coefficients.d_logp is not None
-        return self.coefficients.d_logp
-
-    @property
     def has_gradient(self) -> Tensor:
         """(n,) bool: the tokens with a non-zero coefficient."""
         given = [is_nonzero(x) for x in self.coefficients if x is not None]
