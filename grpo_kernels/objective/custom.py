@@ -219,8 +219,7 @@ class CustomLoss:
 
     def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
         """Compute the coefficients of the tokens at `index` (m,) from these tokens alone."""
-        chosen = index if self._chosen is None else self._chosen[index]
-        some = CustomLoss(self.function, self.tokens.at(index), self.of_config.at(index), chosen)
+        some = CustomLoss(self.function, self.tokens.at(index), self.of_config.at(index), index)
         coefficients = some.evaluate(stats).coefficients
         if index.device.type == "cpu":  # elsewhere, `check_chunks` would wait for the device
             coefficients.put(index, self._of_chunks, len(self.tokens))

@@ -124,8 +124,11 @@ def outside_log_range(
 
 def _clip_ratios(below: Tensor, above: Tensor, advantages: Tensor) -> dict[str, Tensor]:
     low, high = below & (advantages < 0), above & (advantages > 0)
-    names = (f"clip_ratio/{x}_mean" for x in ("low", "high", "region"))
-    return dict(zip(names, (low, high, low | high), strict=True))
+    return {
+        "clip_ratio/low_mean": low,
+        "clip_ratio/high_mean": high,
+        "clip_ratio/region_mean": low | high,
+    }
 
 
 @dataclass(frozen=True)

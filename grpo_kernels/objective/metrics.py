@@ -101,10 +101,11 @@ def loss_metrics(
 
     if inputs is not None:
         definition, ratios = config.definition, torch.exp(inputs.log_ratio.value)
-        mean_of("ratio", ratios, config.shares_ratio, empty=1.0)
+        per_sequence = config.shares_ratio
+        mean_of("ratio", ratios, per_sequence, empty=1.0)
         # with one ratio and one advantage per sequence, TRL counts clipped sequences, else tokens
         follows_level = definition.log_ratio is None
-        counts_sequences = follows_level and config.shares_ratio and tokens.advantages_per_sequence
+        counts_sequences = follows_level and per_sequence and tokens.advantages_per_sequence
         more = definition.more_metrics(inputs.argument, tokens.advantages, config)
         for name, x in more.items():
             mean_of(name, x, tokens.advantages_per_sequence, empty=1.0)

@@ -433,9 +433,10 @@ def _gate(config: LossConfig, tokens: Tokens, *masks: Tensor | None) -> Tensor |
 
     It is 0 if one of the `masks` drops the token, else the importance sampling ratio.
     """
-    if not config.definition.has_factors:
+    definition = config.definition
+    if not definition.has_factors:
         return None
-    gate = None if config.definition.argument else tokens.importance_sampling_ratio
+    gate = None if definition.argument else tokens.importance_sampling_ratio
     for mask in masks:
         if mask is not None:
             gate = torch.ones_like(tokens.advantages) if gate is None else gate
