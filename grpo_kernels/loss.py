@@ -309,7 +309,7 @@ def grpo_loss(
         if sets is None:
             job = with_engine(job, run, row_loss)
     if sets is not None:
-        over_vocab = expectation_of(row_loss, tokens) if on_missing_set == "full" else None
+        over_vocab = expectation_of(row_loss) if on_missing_set == "full" else None
         scores, of_sets = score_kept(
             job, run, sets, completion_ids, on_missing_set,
             lambda at: read_expected(over_vocab, completion_ids, at, dtype, entropy=True),
@@ -595,7 +595,7 @@ def policy_expectation(
     inputs = {name: arguments[name] for name in _TOKEN_INPUTS if name in arguments}
     tokens = read_tokens(completion_mask, completion_mask, advantages, torch.float32, **inputs)
     row_loss = _row_loss(config, None, tokens, num_items_in_batch)
-    return expectation_of(row_loss, tokens)
+    return expectation_of(row_loss)
 
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")

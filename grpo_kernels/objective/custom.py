@@ -287,7 +287,7 @@ class CustomLoss:
 
         old = logps.detach() if tokens.old_per_token_logps is None else tokens.old_per_token_logps
         optional = {name: shaped(getattr(tokens, name)) for name in OPTIONAL}
-        own_entropies = shaped(entropies) if self.has_entropies else None
+        own_entropies: Any = shaped(entropies) if self.has_entropies else None
         places = {"index": layout.index, "sequence": layout.sequence, "position": layout.position}
         if self._chosen is not None:
             places = {name: x[self._chosen] for name, x in places.items()}

@@ -16,7 +16,6 @@ from grpo_kernels.base.tensors import take
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import CustomLoss
 from grpo_kernels.objective.policy import PolicyLoss, stats_of
-from grpo_kernels.tokens import Tokens
 
 
 @hints_names
@@ -52,11 +51,11 @@ class Expectation:
             raise TypeError(f"coefficients: expected a function or None, got {got}")
 
 
-def expectation_of(row_loss: PolicyLoss | CustomLoss, tokens: Tokens) -> Expectation:
-    """Make the `Expectation` of a loss of `tokens`, for ids of the batch's shape."""
-    layout, dtype = tokens.layout, tokens.advantages.dtype
+def expectation_of(row_loss: PolicyLoss | CustomLoss) -> Expectation:
+    """Make the `Expectation` of a loss, for ids of the batch's shape."""
+    layout, dtype = row_loss.tokens.layout, row_loss.tokens.advantages.dtype
     row = layout.index.new_zeros(math.prod(layout.shape))
-    row[layout.index] = torch.arange(len(tokens), device=row.device)
+    row[layout.index] = torch.arange(layout.total, device=row.device)
     live = row_loss.live
     live = torch.ones_like(layout.index, dtype=torch.bool) if live is None else live
 
