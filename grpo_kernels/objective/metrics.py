@@ -63,13 +63,11 @@ def loss_metrics(
 
     if tokens.old_per_token_logps is not None and inputs is not None:
         warn_of_ratio(inputs.token_log_ratio)
-    difference = None  # from the sampler's log-probabilities
-    if tokens.sampling_per_token_logps is not None:
+    sampling = tokens.sampling_per_token_logps
+    if sampling is not None:
         old = logps if tokens.old_per_token_logps is None else tokens.old_per_token_logps
-        difference = old - tokens.sampling_per_token_logps
+        difference = old - sampling
         warn_of_ratio(difference, "sampling_per_token_logps")
-    if inputs is None or not config.corrects_sampling:
-        difference = None  # no ratio comes from it
     if tokens.ref_per_token_logps is not None and config.estimates_kl:
         warn_of_ratio(logps - tokens.ref_per_token_logps, "ref_per_token_logps")
     pairs["policy_loss"] = (evaluation.loss_without_entropy, number(1))
@@ -87,9 +85,9 @@ def loss_metrics(
         over_tokens("importance_sampling_ratio", ratio)
     if inputs is not None and inputs.off_policy_mask is not None:
         over_tokens("off_policy_masked", ~inputs.off_policy_mask)
-    if tokens.sampling_per_token_logps is not None:
-        over_tokens("sampling_unscored", torch.isnan(tokens.sampling_per_token_logps))
-    if difference is not None and ratio is not None:
+    if sampling is not None:
+        over_tokens("sampling_unscored", torch.isnan(sampling))
+    if inputs is not None and config.corrects_sampling and ratio is not None:
         difference, missing = difference.abs(), torch.isnan(difference)
         scored = (~missing).sum(dtype=difference.dtype)
         name = "sampling/sampling_logp_difference"
