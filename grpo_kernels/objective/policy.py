@@ -167,7 +167,7 @@ class PolicyLoss:
 
     @cached_property
     def _at_ratio_one(self) -> tuple[Tensor, Tensor, MetricInputs]:
-        """`_policy_term` where every ratio is 1: its derivative depends on no log-probability."""
+        """`_policy_term`, (l, a, read), where every ratio is 1: a depends on no log-probability."""
         return self._policy_term(torch.zeros_like(self.tokens.advantages), None)
 
     @property
@@ -349,7 +349,7 @@ class PolicyLoss:
     def _policy_term(
         self, logps: Tensor, entropy_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, MetricInputs]:
-        """The policy term's part of l_t and of a_t, and the inputs of the metrics."""
+        """The policy term's parts of l_t and a_t of each token, and the inputs of the metrics."""
         config, tokens, weights = self.config, self.tokens, self.token_weights
         definition = self.definition
         if self.lacks_sampling_ratio:
