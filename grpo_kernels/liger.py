@@ -197,17 +197,15 @@ def _clipped(
     config: LossConfig, logps: Tensor, counted: Tensor, advantages: Tensor, old: Tensor | None
 ) -> Tensor:
     """Share of counted tokens whose ratio is clipped, without regard to `delta`."""
-    definition, config = config.definition, replace(config, delta=None)
+    config = replace(config, delta=None)
     log_ratio = torch.zeros_like(logps) if old is None else logps - old.to(logps)
     if config.importance_sampling_level == "sequence":
         log_ratio = sequence_means(log_ratio, counted)
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]
     clipped = torch.zeros_like(counted)
-    if definition.capped_tokens is not None:
-        clipped = definition.capped_tokens(log_ratio.exp(), log_ratio, advantages, config)
-    elif definition.clipped_tokens is not None:
-        below, above = definition.clipped_tokens(log_ratio.exp(), log_ratio, advantages, config)
-        clipped = below | above
+    found = config.definition.clipped_tokens(log_ratio.exp(), log_ratio, advantages, config)
+    for x in found.values():
+        clipped = clipped | x
     return (clipped & counted).sum().to(logps.dtype) / counted.sum().clamp(min=1)
 
 

@@ -118,7 +118,7 @@ from grpo_kernels.objective.config import (
 from grpo_kernels.objective.custom import CustomLoss, PerTokenLoss
 from grpo_kernels.objective.expected import Expectation, expectation_of, read_expected
 from grpo_kernels.objective.metrics import loss_metrics
-from grpo_kernels.objective.policy import PolicyLoss
+from grpo_kernels.objective.policy import PolicyLoss, stats_of
 from grpo_kernels.results import LossOutput
 from grpo_kernels.tokens import Tokens, read_tokens
 
@@ -309,7 +309,7 @@ def grpo_loss(
         if sets is None:
             job = with_engine(job, run, row_loss)
     if sets is not None:
-        over_vocab = expectation_of(row_loss, tokens) if on_missing_set == "full" else None
+        over_vocab = expectation_of(row_loss) if on_missing_set == "full" else None
         scores, of_sets = score_kept(
             job, run, sets, completion_ids, on_missing_set,
             lambda at: read_expected(over_vocab, completion_ids, at, dtype, entropy=True),
@@ -324,6 +324,8 @@ def grpo_loss(
     with torch.no_grad():
         # the loss
         evaluation = row_loss.evaluate(first.stats)
+        if isinstance(row_loss, CustomLoss):
+            row_loss.check_chunks(evaluation.coefficients)
         results = first.stats.logps, first.stats.entropies
         # tokens whose gradient is computed, now or later
         live = first.live_rows
@@ -392,7 +394,7 @@ class GRPOLoss(nn.Module):
         config = LossConfig() if config is None else config
         check_kind(config)
         own, elsewhere = (*FIELDS, *_OWN_ARGUMENTS), "an argument of a call of GRPOLoss"
-        check_names(fields, "an argument of GRPOLoss", own, elsewhere, _MODULES_CALL)
+        check_names(fields, "GRPOLoss", own, elsewhere, _MODULES_CALL)
         self.config = replace(config, **fields)
         self.objective, self.run = objective, run  # each is checked as it is set
 
@@ -434,7 +436,7 @@ class GRPOLoss(nn.Module):
         """Compute the loss: `grpo_loss` with this module's config, objective and run."""
         check_names(
             inputs,
-            "an argument of a call of GRPOLoss",
+            "a call of GRPOLoss",
             _MODULES_CALL,
             "an argument of GRPOLoss(...)",
             (*_OWN_ARGUMENTS, *FIELDS),
@@ -593,7 +595,7 @@ def policy_expectation(
     inputs = {name: arguments[name] for name in _TOKEN_INPUTS if name in arguments}
     tokens = read_tokens(completion_mask, completion_mask, advantages, torch.float32, **inputs)
     row_loss = _row_loss(config, None, tokens, num_items_in_batch)
-    return expectation_of(row_loss, tokens)
+    return expectation_of(row_loss)
 
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
@@ -645,8 +647,8 @@ def _loss_of_logps(
         return x.detach().reshape(-1)[layout.index].to(dtype)
 
     numbers = of_tokens(logps), of_tokens(entropies)
-    evaluation = row_loss.evaluate_logps(*numbers)
-    d_logp, d_entropy = evaluation.d_logp, evaluation.coefficients.d_entropy
+    evaluation = row_loss.evaluate(stats_of(*numbers))
+    d_logp, d_entropy, *_ = evaluation.coefficients
     reads_entropies = d_entropy is not None and torch.is_grad_enabled()
     if reads_entropies and logps.requires_grad and not entropies.requires_grad:
         warn_once(

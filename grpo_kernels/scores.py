@@ -404,7 +404,7 @@ def topk_divergence(
         ids, logps = (
             x.detach().flatten(0, -2)[rows.positions] for x in (teacher_ids, teacher_logps)
         )
-        gradient = ExpectedGradient(known_coefficients=Coefficients(d_divergence=weights))
+        gradient = ExpectedGradient(Coefficients(d_divergence=weights))
         topk = TopKTeacher.of(ids, logps, measure)
         has_tail = topk.least_tail is not None and ids.shape[1] < head.weight.shape[0]
         check_masses("teacher_logps", topk.logps, has_tail=has_tail)

@@ -107,12 +107,6 @@ class Tokens:
         check_masses("sampling_topk_logps", logps)
         return replace(self, sampling_topk_logps=logps)
 
-    @property
-    def unexpanded_sampling_ratio(self) -> Tensor | None:
-        """The importance sampling ratio, (n,), or (B,) if it is per sequence."""
-        of_sequences = self.sampling_ratio_per_sequence
-        return self.importance_sampling_ratio if of_sequences is None else of_sequences
-
     def __len__(self) -> int:
         return self.advantages.shape[0]
 

@@ -267,6 +267,22 @@ class LossConfig:
         return self.beta != 0.0 and self.kl_estimator == "full"
 
     @property
+    def corrects_kl(self) -> bool:
+        """True if the KL estimate is multiplied by the ratio."""
+        return self.estimates_kl and self.use_bias_correction_kl and self.definition.has_factors
+
+    @property
+    def shares_ratio(self) -> bool:
+        """True if one R serves all tokens of a sequence."""
+        is_shared = self.definition.log_ratio is not None
+        return is_shared or self.importance_sampling_level == "sequence"
+
+    @property
+    def couples_tokens(self) -> bool:
+        """True if a token's policy term depends on the log-ratios of its sequence."""
+        return self.shares_ratio or self.definition.argument is not None
+
+    @property
     def corrects_sampling(self) -> bool:
         """True if the loss computes the ratio to the sampler, from `sampling_per_token_logps`."""
         return self.vllm_importance_sampling_correction and self.definition.has_factors
@@ -458,22 +474,21 @@ def config_with(
 
 def check_names(
     names: Iterable[str],
-    what: str,
+    owner: str,
     allowed: Collection[str],
-    elsewhere: str = "",
-    others: Collection[str] = (),
+    elsewhere: str,
+    others: Collection[str],
 ) -> None:
-    """Require all `names` to be `allowed`; the error suggests one of them, or of `others`.
+    """Require all `names` to be `allowed` arguments of `owner`.
 
-    `what` says what each name should be, as "a KIND of OWNER".
+    The error suggests one of them, or of the arguments `others`, which are `elsewhere`.
     """
-    kind, _, owner = what.partition(" of ")
     for name in names:
         if name not in allowed:
             hint = did_you_mean(name, allowed, elsewhere, others)
             if name in others:
                 hint = f"; it is {elsewhere}"
-            raise TypeError(f"{name}: {owner} has no such {kind.split()[-1]}{hint}")
+            raise TypeError(f"{name}: {owner} has no such argument{hint}")
 
 
 def check_objective(config: LossConfig, objective: Any) -> None:
@@ -694,8 +709,7 @@ def _unread(config: LossConfig) -> tuple[str, ...]:
     of_others = {name for x in LOSSES.values() for name in x.reads} - read
     if not config.definition.has_factors:
         of_others |= {"off_policy_mask_threshold", "vllm_importance_sampling_correction"}
-    corrects_kl = config.estimates_kl and config.use_bias_correction_kl
-    if config.definition.argument is not None and not corrects_kl:
+    if config.definition.argument is not None and not config.corrects_kl:
         of_others.add("importance_sampling_level")  # no term has R
     if not config.divides_by_length:
         of_others.add("max_completion_length")

@@ -34,7 +34,7 @@ from torch import Tensor
 from grpo_kernels.backends import Coefficients, RowStats
 from grpo_kernels.base.checks import no_attribute, warn_once
 from grpo_kernels.objective.config import check_loss_is_read, warn_of_loss
-from grpo_kernels.objective.policy import Evaluation, MetricInputs, PolicyLoss
+from grpo_kernels.objective.policy import Evaluation, MetricInputs, PolicyLoss, stats_of
 from grpo_kernels.tokens import Tokens
 
 OPTIONAL = ("ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
@@ -211,7 +211,7 @@ class CustomLoss:
         if not _declared(self.function, "uses_entropies", True):
             return False
         nothing = torch.zeros_like(self.tokens.advantages)
-        return self.evaluate_logps(nothing, nothing).coefficients.d_entropy is not None
+        return self.evaluate(stats_of(nothing, nothing)).coefficients.d_entropy is not None
 
     @property
     def one_coefficient(self) -> bool:
@@ -219,14 +219,13 @@ class CustomLoss:
 
     def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
         """Compute the coefficients of the tokens at `index` (m,) from these tokens alone."""
-        chosen = index if self._chosen is None else self._chosen[index]
-        some = CustomLoss(self.function, self.tokens.at(index), self.of_config.at(index), chosen)
-        coefficients = some.evaluate_logps(stats.logps, stats.entropies).coefficients
-        if index.device.type == "cpu":  # elsewhere, `_check_chunks` would wait for the device
+        some = CustomLoss(self.function, self.tokens.at(index), self.of_config.at(index), index)
+        coefficients = some.evaluate(stats).coefficients
+        if index.device.type == "cpu":  # elsewhere, `check_chunks` would wait for the device
             coefficients.put(index, self._of_chunks, len(self.tokens))
         return coefficients
 
-    def _check_chunks(self, of_all: Coefficients) -> None:
+    def check_chunks(self, of_all: Coefficients) -> None:
         """Raise if the gradient from chunks of tokens differs from that of all tokens.
 
         Raises:
@@ -251,22 +250,12 @@ class CustomLoss:
         return None
 
     def evaluate(self, stats: RowStats) -> Evaluation:
-        """Compute the loss and its gradient from the statistics of all tokens.
-
-        Raises:
-            ValueError: on a CPU, if chunks of tokens got another gradient.
-        """
-        evaluation = self.evaluate_logps(stats.logps, stats.entropies)
-        self._check_chunks(evaluation.coefficients)
-        return evaluation
-
-    def evaluate_logps(self, logps: Tensor, entropies: Tensor) -> Evaluation:
-        """Compute the loss and its gradient, by autograd, from numbers of all tokens, (n,).
+        """Compute the loss and its gradient, by autograd, from the statistics of all tokens.
 
         Raises:
             ValueError: the function does not return a per-token loss.
         """
-        weights = self.of_config.token_weights
+        logps, entropies, weights = stats.logps, stats.entropies, self.of_config.token_weights
         if torch.is_inference_mode_enabled():  # no gradient can follow
             per_token, metric_inputs = self._call(logps, entropies)
             loss = (weights * per_token).sum()
@@ -281,9 +270,8 @@ class CustomLoss:
             _check_leaves(loss, logps, entropies)
             d_logp, d_entropy = torch.autograd.grad(loss, (logps, entropies), allow_unused=True)
         d_logp = torch.zeros_like(logps) if d_logp is None else d_logp
-        return Evaluation(
-            loss.detach(), Coefficients(d_logp, d_entropy), loss.detach(), metric_inputs
-        )
+        loss = loss.detach()
+        return Evaluation(loss, Coefficients(d_logp, d_entropy), loss, metric_inputs)
 
     def _call(self, logps: Tensor, entropies: Tensor) -> tuple[Tensor, MetricInputs | None]:
         """Call the function; return its loss of each token, (n,), and inputs of the metrics.
@@ -292,13 +280,14 @@ class CustomLoss:
         """
         layout, tokens, couples = self.tokens.layout, self.tokens, not self.row_by_row
 
-        def shaped(x: Tensor) -> Tensor:  # a copy: the function may write into it
+        def shaped(x: Any) -> Any:  # a copy: the function may write into it
+            if x is None:
+                return None
             return layout.dense(x) if couples else x.clone()
 
         old = logps.detach() if tokens.old_per_token_logps is None else tokens.old_per_token_logps
-        given = {name: getattr(tokens, name) for name in OPTIONAL}
+        optional = {name: shaped(getattr(tokens, name)) for name in OPTIONAL}
         own_entropies: Any = shaped(entropies) if self.has_entropies else None
-        optional: dict[str, Any] = {k: None if x is None else shaped(x) for k, x in given.items()}
         places = {"index": layout.index, "sequence": layout.sequence, "position": layout.position}
         if self._chosen is not None:
             places = {name: x[self._chosen] for name, x in places.items()}
@@ -329,7 +318,7 @@ class CustomLoss:
         try:
             per_token = self.function(with_loss(inputs, of_config))
         except (TypeError, AttributeError) as error:
-            given["entropies"] = own_entropies
+            given = {**optional, "entropies": own_entropies}
             absent = ", ".join(name for name, x in given.items() if x is None)
             if "NoneType" not in str(error) or not absent:
                 raise

@@ -15,8 +15,7 @@ from grpo_kernels.base.checks import check_tensor, hints_names
 from grpo_kernels.base.tensors import take
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import CustomLoss
-from grpo_kernels.objective.policy import PolicyLoss
-from grpo_kernels.tokens import Tokens
+from grpo_kernels.objective.policy import PolicyLoss, stats_of
 
 
 @hints_names
@@ -52,18 +51,18 @@ class Expectation:
             raise TypeError(f"coefficients: expected a function or None, got {got}")
 
 
-def expectation_of(row_loss: PolicyLoss | CustomLoss, tokens: Tokens) -> Expectation:
-    """Make the `Expectation` of a loss of `tokens`, for ids of the batch's shape."""
-    layout, dtype = tokens.layout, tokens.advantages.dtype
+def expectation_of(row_loss: PolicyLoss | CustomLoss) -> Expectation:
+    """Make the `Expectation` of a loss, for ids of the batch's shape."""
+    layout, dtype = row_loss.tokens.layout, row_loss.tokens.advantages.dtype
     row = layout.index.new_zeros(math.prod(layout.shape))
-    row[layout.index] = torch.arange(len(tokens), device=row.device)
+    row[layout.index] = torch.arange(layout.total, device=row.device)
     live = row_loss.live
     live = torch.ones_like(layout.index, dtype=torch.bool) if live is None else live
 
     def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Coefficients:
         logps = logps.to(dtype)
         entropies = logps if entropies is None else entropies.to(dtype)
-        return row_loss.coefficients_at(row[index], RowStats(logps, logps, logps, entropies))
+        return row_loss.coefficients_at(row[index], stats_of(logps, entropies))
 
     return Expectation(
         None if not row_loss.row_by_row else coefficients,
@@ -77,42 +76,39 @@ Expected = (
 )
 
 
+@dataclass(frozen=True)
 class ExpectedGradient:
     """The expected gradient of a call's rows; the backward compares it with the upstream gradient.
 
     The comparison would wait for the device, so nothing is expected in a CUDA graph.
 
-    Args:
-        compute: a function from the index (m,) of rows, their log-probabilities and their entropies
-            to coefficients. None: a row alone does not determine them.
+    Attributes:
+        known: coefficients (n,), if known before the forward.
+        compute: otherwise, a function from the index (m,) of rows, their log-probabilities and
+            their entropies to coefficients. None: a row alone does not determine them.
         live: (n,) bool, rows that may have a coefficient other than 0; None means all rows.
         one_coefficient: True if each row has a single coefficient.
-        known_coefficients: (n,), if known before the forward.
     """
 
+    known: Coefficients | None = None
+    compute: Callable[[Tensor, Tensor, Tensor | None], Coefficients] | None = None
+    live: Tensor | None = None
+    one_coefficient: bool = True
     is_expected = True
 
-    def __init__(
-        self,
-        compute: Callable[[Tensor, Tensor, Tensor | None], Coefficients] | None = None,
-        live: Tensor | None = None,
-        *,
-        one_coefficient: bool = True,
-        known_coefficients: Coefficients | None = None,
-    ) -> None:
-        if known_coefficients is not None:
-            compute = lambda index, *_: take(known_coefficients, index)  # noqa: E731
-        self.compute, self.live, self.one_coefficient = compute, live, one_coefficient
-        self.known_coefficients = known_coefficients
-        self.row_by_row = compute is not None
+    @property
+    def row_by_row(self) -> bool:
+        return self.known is not None or self.compute is not None
 
     def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
+        if self.known is not None:
+            return take(self.known, index)
         assert self.compute is not None
         return self.compute(index, stats.logps, stats.entropies)
 
     def fused_loss(self) -> FusedLoss | None:
         """The gradient of divergences from a second head, as a loss."""
-        known = self.known_coefficients
+        known = self.known
         if known is None or known.d_divergence is None:
             return None
         weights, d_logp = known.d_divergence, known.d_logp
@@ -158,9 +154,9 @@ def expected_divergence(
         divergence_weights(name, x, hidden, positions, dtype)
         for name, x in zip(("expected", "expected[1]"), pair, strict=False)
     ]
-    coefficients = Coefficients(None if len(weights) == 1 else weights[1], None, weights[0])
-    one_coefficient = len(weights) == 1
-    return ExpectedGradient(known_coefficients=coefficients, one_coefficient=one_coefficient)
+    is_one = len(weights) == 1
+    known = Coefficients(None if is_one else weights[1], None, weights[0])
+    return ExpectedGradient(known, one_coefficient=is_one)
 
 
 def read_expected(
@@ -201,15 +197,13 @@ def read_expected(
         a = _usable(rows("expected", a), dtype)
         b = None if b is None else _usable(rows("expected[1]", b), dtype)
         nonzero = (a != 0) if b is None else (a != 0) | (b != 0)
-        return ExpectedGradient(
-            live=nonzero, one_coefficient=b is None, known_coefficients=Coefficients(a, b)
-        )
+        return ExpectedGradient(Coefficients(a, b), live=nonzero, one_coefficient=b is None)
 
     live, function = expected.live, expected.coefficients
     live = None if live is None else rows("expected.live", live).bool()
     one_coefficient = not (expected.has_entropy_gradient or divergence)
     if function is None:
-        return ExpectedGradient(None, live, one_coefficient=one_coefficient)
+        return ExpectedGradient(live=live, one_coefficient=one_coefficient)
 
     def compute(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Coefficients:
         answer = function(positions[index], logps, entropies)
@@ -221,7 +215,7 @@ def read_expected(
                 check_tensor(name, x, ("index.shape", index.shape), like=ids)
         return Coefficients(*(None if x is None else _usable(x, dtype) for x in given))
 
-    return ExpectedGradient(compute, live, one_coefficient=one_coefficient)
+    return ExpectedGradient(None, compute, live, one_coefficient)
 
 
 def _usable(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.formulas import LINEAR, phi
-from grpo_kernels.base.choices import ImportanceSamplingLevel, LossTypeName
+from grpo_kernels.base.choices import LossTypeName
 from grpo_kernels.tokens import Layout, Tokens
 
 if TYPE_CHECKING:
@@ -39,34 +39,33 @@ class LogRatio:
 
     def __init__(
         self,
-        tokens: Tokens | None,
         log_ratio: Tensor,
+        layout: Layout | None = None,
         passes: Tensor | None = None,
         entropy_mask: Tensor | None = None,
     ) -> None:
-        """Take `log_ratio` (n,) as R or, with `tokens`, its mean over the sequence's tokens.
+        """Take `log_ratio` (n,) as R or, with the tokens' `layout`, its mean over each sequence.
 
         `passes` (n,) bool marks the tokens that get d R. The mean is over the tokens in
         `entropy_mask` (n,) bool; None: over all.
         """
-        self._tokens, self._passes = tokens, passes
-        self.is_shared = tokens is not None  # one per sequence
-        if tokens is None:
-            self.value = log_ratio
-            return
-        layout = tokens.layout
-        counts = layout.lengths
-        if entropy_mask is not None:
-            counts = layout.sequence_sum(entropy_mask.to(log_ratio.dtype))
-        self._counts = counts.clamp(min=1).to(log_ratio.dtype)
-        self.value = (layout.sequence_sum(log_ratio) / self._counts)[layout.sequence]
+        self._layout, self._passes = layout, passes
+        self.is_shared = layout is not None  # one per sequence
+        if layout is not None:
+            counts = layout.lengths
+            if entropy_mask is not None:
+                counts = layout.sequence_sum(entropy_mask.to(log_ratio.dtype))
+            self._counts = counts.clamp(min=1).to(log_ratio.dtype)
+        self.value = self._mean(log_ratio)
+
+    def _mean(self, x: Tensor) -> Tensor:
+        if self._layout is None:
+            return x
+        return (self._layout.sequence_sum(x) / self._counts)[self._layout.sequence]
 
     def to_logps(self, d_log_ratio: Tensor) -> Tensor:
         """d loss / d logp through R, given d loss / d R, (n,) each."""
-        if self._tokens is None:
-            return d_log_ratio
-        layout = self._tokens.layout
-        passed = (layout.sequence_sum(d_log_ratio) / self._counts)[layout.sequence]
+        passed = self._mean(d_log_ratio)  # as in the forward: the map is symmetric
         return passed if self._passes is None else torch.where(self._passes, passed, 0.0)
 
 
@@ -85,7 +84,7 @@ def clipped_mean(
     passes = torch.where(up, token_log_ratio <= high, token_log_ratio >= low)
     if entropy_mask is not None:
         passes, bounded = passes & entropy_mask, torch.where(entropy_mask, bounded, 0.0)
-    return LogRatio(tokens, bounded, passes, entropy_mask)
+    return LogRatio(bounded, tokens.layout, passes, entropy_mask)
 
 
 def sequence_log_weight(tokens: Tokens, token_log_ratio: Tensor, config: LossConfig) -> Tensor:
@@ -103,25 +102,33 @@ def sequence_log_weight(tokens: Tokens, token_log_ratio: Tensor, config: LossCon
     return log_weight.clamp(low, high)[tokens.layout.sequence]
 
 
-# Tokens that a loss type clips, as metrics count them: (below, above), (n,) bool each
+# Tokens that a loss type clips, (n,) bool each, by the name of the metric that counts them
 
 
 def outside_range(
     ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor, config: LossConfig
-) -> tuple[Tensor, Tensor]:
+) -> dict[str, Tensor]:
     """Ratio < 1 - epsilon and A < 0; ratio > 1 + epsilon_high and A > 0."""
     if config.delta is not None:  # as in TRL, after the upper bound
         ratio = ratio.clamp(max=config.delta)
-    below, above = ratio < 1 - config.epsilon, ratio > 1 + config.clip_high
-    return below & (advantages < 0), above & (advantages > 0)
+    return _clip_ratios(ratio < 1 - config.epsilon, ratio > 1 + config.clip_high, advantages)
 
 
 def outside_log_range(
     ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor, config: LossConfig
-) -> tuple[Tensor, Tensor]:
+) -> dict[str, Tensor]:
     """Log-ratio < -epsilon and A < 0; log-ratio > epsilon_high and A > 0."""
     below, above = token_log_ratio < -config.epsilon, token_log_ratio > config.clip_high
-    return below & (advantages < 0), above & (advantages > 0)
+    return _clip_ratios(below, above, advantages)
+
+
+def _clip_ratios(below: Tensor, above: Tensor, advantages: Tensor) -> dict[str, Tensor]:
+    low, high = below & (advantages < 0), above & (advantages > 0)
+    return {
+        "clip_ratio/low_mean": low,
+        "clip_ratio/high_mean": high,
+        "clip_ratio/region_mean": low | high,
+    }
 
 
 @dataclass(frozen=True)
@@ -152,10 +159,9 @@ class LossType:
     # the ratio may multiply the KL estimate
     has_factors: bool = True
 
-    # for metrics: the tokens that are clipped (below a range, above it), and the capped ones, from
-    # ratios, token log-ratios, advantages, config
-    clipped_tokens: Callable[..., tuple[Tensor, Tensor]] | None = None
-    capped_tokens: Callable[..., Tensor] | None = None
+    # metrics of the tokens that are clipped, by name, (n,) bool each: ratios, token log-ratios,
+    # advantages, config
+    clipped_tokens: Callable[..., dict[str, Tensor]] = lambda *_: {}
     # more metrics by name, (n,) each: the surrogate's argument, advantages, config
     more_metrics: Callable[[Tensor, Tensor, LossConfig], dict[str, Tensor]] = lambda *_: {}
 
@@ -163,10 +169,6 @@ class LossType:
     def is_linear(self) -> bool:
         """True if the policy term is a constant times logp."""
         return self.surrogate in LINEAR
-
-    def shares_ratio(self, level: ImportanceSamplingLevel) -> bool:
-        """True if one R serves all tokens of a sequence."""
-        return level == "sequence" or self.log_ratio is not None
 
     def token_weights(
         self,
@@ -232,9 +234,9 @@ LOSSES = {
         _clipped("dapo", "num_items"),
         LossType(
             "cispo", "cispo", ("epsilon_high",), "num_items", lambda config: (config.clip_high,),
-            capped_tokens=lambda ratio, _, advantages, config: (
-                (ratio > config.clip_high) & (advantages > 0)
-            ),
+            clipped_tokens=lambda ratio, _, advantages, config: {
+                "cispo_clip_ratio": (ratio > config.clip_high) & (advantages > 0)
+            },
         ),
         LossType(
             "sapo", "sapo", ("sapo_temperature_pos", "sapo_temperature_neg"), "sequence_mean",

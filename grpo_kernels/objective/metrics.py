@@ -32,7 +32,8 @@ def loss_metrics(
     there is one value per sequence. A sequence without a counted token has ratio 1. Sums over the
     tokens are computed together at the end: one sum for all numbers, one for all flags.
     """
-    config, tokens, inputs = row_loss.config, row_loss.tokens, evaluation.metric_inputs
+    config, inputs = row_loss.config, evaluation.metric_inputs
+    tokens = row_loss.tokens if inputs is None else inputs.tokens
     layout, n = tokens.layout, len(tokens)
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     summed: dict[str, Tensor] = {}  # (n,) each
@@ -62,13 +63,11 @@ def loss_metrics(
 
     if tokens.old_per_token_logps is not None and inputs is not None:
         warn_of_ratio(inputs.token_log_ratio)
-    difference = None  # from the sampler's log-probabilities
-    if tokens.sampling_per_token_logps is not None:
+    sampling = tokens.sampling_per_token_logps
+    if sampling is not None:
         old = logps if tokens.old_per_token_logps is None else tokens.old_per_token_logps
-        difference = old - tokens.sampling_per_token_logps
+        difference = old - sampling
         warn_of_ratio(difference, "sampling_per_token_logps")
-    if inputs is None or not config.corrects_sampling:
-        difference = None  # no ratio comes from it
     if tokens.ref_per_token_logps is not None and config.estimates_kl:
         warn_of_ratio(logps - tokens.ref_per_token_logps, "ref_per_token_logps")
     pairs["policy_loss"] = (evaluation.loss_without_entropy, number(1))
@@ -77,21 +76,18 @@ def loss_metrics(
     over_tokens("advantages/zero", tokens.advantages == 0)
     pairs["rows/projected"] = (number(n), number(math.prod(layout.shape)))
     pairs["rows/gradient"] = (gradient_count.to(entropies.dtype), number(n))
-    ratio = tokens.unexpanded_sampling_ratio
-    per_sequence = tokens.sampling_ratio_per_sequence is not None
     if inputs is not None and inputs.kl is not None:
         over_tokens("kl", inputs.kl)
-    if inputs is not None and inputs.sampling_ratio is not None:
-        ratio = inputs.sampling_ratio
-    if difference is not None:
-        per_sequence = config.sampling_ratio_is_per_sequence
+    ratio = tokens.sampling_ratio_per_sequence
     if ratio is not None:
-        (over_sequences if per_sequence else over_tokens)("importance_sampling_ratio", ratio)
+        over_sequences("importance_sampling_ratio", ratio)
+    elif (ratio := tokens.importance_sampling_ratio) is not None:
+        over_tokens("importance_sampling_ratio", ratio)
     if inputs is not None and inputs.off_policy_mask is not None:
         over_tokens("off_policy_masked", ~inputs.off_policy_mask)
-    if tokens.sampling_per_token_logps is not None:
-        over_tokens("sampling_unscored", torch.isnan(tokens.sampling_per_token_logps))
-    if difference is not None and ratio is not None:
+    if sampling is not None:
+        over_tokens("sampling_unscored", torch.isnan(sampling))
+    if inputs is not None and config.corrects_sampling and ratio is not None:
         difference, missing = difference.abs(), torch.isnan(difference)
         scored = (~missing).sum(dtype=difference.dtype)
         name = "sampling/sampling_logp_difference"
@@ -102,23 +98,22 @@ def loss_metrics(
             extremes[name] = extreme(ratio, largest=bound == "max")
 
     if inputs is not None:
-        definition, ratios = config.definition, torch.exp(inputs.log_ratio)
-        per_sequence = definition.shares_ratio(config.importance_sampling_level)
+        definition, ratios = config.definition, torch.exp(inputs.log_ratio.value)
+        per_sequence = config.shares_ratio
         mean_of("ratio", ratios, per_sequence, empty=1.0)
         # with one ratio and one advantage per sequence, TRL counts clipped sequences, else tokens
         follows_level = definition.log_ratio is None
         counts_sequences = follows_level and per_sequence and tokens.advantages_per_sequence
-        for name, x in inputs.of_loss_type.items():
+        more = definition.more_metrics(inputs.argument, tokens.advantages, config)
+        for name, x in more.items():
             mean_of(name, x, tokens.advantages_per_sequence, empty=1.0)
-        clip_inputs = ratios, inputs.token_log_ratio, tokens.advantages, config
-        if definition.capped_tokens is not None:
-            capped = definition.capped_tokens(*clip_inputs)
-            mean_of(f"{definition.name}_clip_ratio", capped, counts_sequences)
-        if definition.clipped_tokens is not None:
-            low, high = definition.clipped_tokens(*clip_inputs)
-            mean_of("clip_ratio/low_mean", low, counts_sequences)
-            mean_of("clip_ratio/high_mean", high, counts_sequences)
-            mean_of("clip_ratio/region_mean", low | high, counts_sequences)
+        clipped = definition.clipped_tokens(
+            ratios, inputs.token_log_ratio, tokens.advantages, config
+        )
+        for name, x in clipped.items():
+            mean_of(name, x, counts_sequences)
+        if "clip_ratio/low_mean" in clipped:
+            low, high = clipped["clip_ratio/low_mean"], clipped["clip_ratio/high_mean"]
             if counts_sequences:
                 shares = [shared(low), shared(high)]
             else:  # shares of each sequence's tokens; exact, whatever the order of the sums

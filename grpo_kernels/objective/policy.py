@@ -26,38 +26,17 @@ so R is 0. A log-probability that is not finite, of a token that the policy cann
 makes the loss NaN.
 
 The formulas come from TRL 1.16's ``GRPOTrainer._compute_loss`` (GMPO: its ``GMPOTrainer``; k1 and
-k2 are ours). The importance sampling ratio is TRL's too (``_generate_and_score_completions``),
-computed from log-probabilities that the loss has anyway. A sampler such as vLLM computes with other
-arithmetic than the trainer, so it does not sample from exactly the policy. Let d be a counted
-token's old log-probability (if absent, the current one, held constant) minus the sampler's, or 0 if
-the sampler could not score the token (NaN)::
-
-    token_*              ratio_t = exp(d_t)
-    sequence_*           ratio_b = exp(sum of d over the sequence)
-    *_truncate           clamped to [clip_min, clip_max]
-    *_mask               0 outside [clip_min, clip_max]
-    sequence_mean_mask   ratio_t = exp(d_t); 0 if exp(mean of d over the sequence) is outside
-                         [clip_min, clip_max]: NeMo-RL's and OpenRLHF's ``seq-mask-tis``
-
-Truncated importance sampling: https://fengyao.notion.site/off-policy-rl.
-
-**Score centering** (https://arxiv.org/abs/2609.20807). With the sampler's probabilities q_v of its
-K most likely ids, the term ``A_t sum_K sg[c_v] log p_v`` is added to l_t, outside is_t.
-With f the rule above from the ratio p_v / q_v to the importance sampling ratio, or 1 without one::
-
-    c_v = q_v f(p_v / q_v) - rho f(1 / rho) p_v        rho = (1 - sum_K q_v) / (1 - sum_K p_v)
-
-The other ids count as ones that the sampler draws in proportion to p. Then the expectation of a
-token's policy gradient over the sampler's tokens is 0 whatever A is. As in the paper's appendix
-A.3, numerator and denominator of rho are at least 1e-6.
+k2 are ours). The importance sampling ratio (`_with_sampling_ratio`) is TRL's too, computed from
+log-probabilities that the loss has anyway. With a sampler's K most likely ids, l_t has another
+term, outside is_t (`_centering_weights`).
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,14 +54,14 @@ CENTERED_ROWS = 2048  # at a time, in double precision
 
 @dataclass(frozen=True)
 class MetricInputs:
-    """Inputs of the metrics; (n,) unless said otherwise, None where the loss has no such term."""
+    """What the metrics read of a loss, (n,) each; None where the loss has no such term."""
 
-    log_ratio: Tensor  # R; the surrogate of "vespo" reads another number
+    tokens: Tokens  # with the importance sampling ratio, if the loss computes it
+    log_ratio: LogRatio  # R
     token_log_ratio: Tensor
-    kl: Tensor | None = None
-    of_loss_type: dict[str, Tensor] = field(default_factory=dict)  # `LossType.more_metrics`
+    argument: Tensor  # of the surrogate: R, or in "vespo" another number
     off_policy_mask: Tensor | None = None  # bool: not dropped by the off-policy mask
-    sampling_ratio: Tensor | None = None  # (n,), or (B,) if it is one per sequence
+    kl: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -96,16 +75,15 @@ class Evaluation:
     metric_inputs: MetricInputs | None = None
 
     @property
-    def d_logp(self) -> Tensor:
-        """d loss / d log-probability, (n,)."""
-        assert self.coefficients.d_logp is not None
-        return self.coefficients.d_logp
-
-    @property
     def has_gradient(self) -> Tensor:
         """(n,) bool: the tokens with a non-zero coefficient."""
         given = [is_nonzero(x) for x in self.coefficients if x is not None]
         return functools.reduce(torch.logical_or, given)
+
+
+def stats_of(logps: Tensor, entropies: Tensor) -> RowStats:
+    """The statistics of tokens of which only these numbers, (n,) each, are known."""
+    return RowStats(logps, logps, logps, entropies)  # no loss reads the others
 
 
 class PolicyLoss:
@@ -172,13 +150,6 @@ class PolicyLoss:
         self.definition = config.definition
         self.loss_over = self.definition.loss_over(num_items=has_num_items)
         self.is_centered = tokens.sampling_topk_logps is not None
-        self.shares_ratio = self.definition.shares_ratio(config.importance_sampling_level)
-        # True if the ratio couples the tokens of a sequence in the policy term
-        self.ratio_couples_tokens = self.shares_ratio or self.definition.argument is not None
-        # True if the KL estimate is multiplied by the ratio
-        self.corrects_kl = (
-            config.estimates_kl and config.use_bias_correction_kl and self.definition.has_factors
-        )
         self.has_entropy_gradient = config.entropy_coef != 0.0
 
     @cached_property
@@ -187,22 +158,17 @@ class PolicyLoss:
         compares = config.masks_off_policy and (sampled or not self.on_policy)
         if config.top_entropy_quantile < 1.0 or compares:
             return False
-        couples = self.ratio_couples_tokens
+        couples = config.couples_tokens
         if self.on_policy:
             reads_sequence = config.vllm_importance_sampling_mode.startswith("sequence_")
             couples = config.corrects_sampling and (reads_sequence or couples)
-            couples |= self.corrects_kl and config.importance_sampling_level == "sequence"
+            couples |= config.corrects_kl and config.importance_sampling_level == "sequence"
         return not couples
 
     @cached_property
-    def _at_ratio_one(self) -> Evaluation:
-        """The policy term where every ratio is 1: its derivative depends on no log-probability."""
-        config, only_policy = self.config, self.config
-        if config.beta != 0.0 or config.entropy_coef != 0.0:
-            only_policy = replace(config, beta=0.0, entropy_coef=0.0)
-        nothing = torch.zeros_like(self.tokens.advantages)
-        tokens = replace(self.tokens, sampling_topk_logps=None)
-        return PolicyLoss(only_policy, tokens, self.token_weights).evaluate_logps(nothing, nothing)
+    def _at_ratio_one(self) -> tuple[Tensor, Tensor, MetricInputs]:
+        """`_policy_term`, (l, a, read), where every ratio is 1: a depends on no log-probability."""
+        return self._policy_term(torch.zeros_like(self.tokens.advantages), None)
 
     @property
     def one_coefficient(self) -> bool:
@@ -221,11 +187,11 @@ class PolicyLoss:
             return None
         reads_logps = not self.row_by_row or self.is_centered or config.corrects_sampling
         if self.on_policy and not reads_logps:
-            return self._at_ratio_one.d_logp != 0
-        live = tokens.advantages != 0
-        if self._sampling_factor is not None:
-            live &= self._sampling_factor != 0
-        if self.ratio_couples_tokens:
+            return self._at_ratio_one[1] != 0
+        live, gate = tokens.advantages != 0, _gate(config, tokens)
+        if gate is not None:
+            live &= gate != 0
+        if config.couples_tokens:
             # a token whose own term is 0 still gets gradient through the shared ratio
             layout = tokens.layout
             live = layout.sequence_sum(live.to(tokens.advantages))[layout.sequence] > 0
@@ -238,9 +204,9 @@ class PolicyLoss:
         """
         logps, topk_logps = stats.logps, stats.topk
         if self.on_policy and not self.lacks_sampling_ratio:
-            d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one.d_logp[index])
+            d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one[1][index])
             if self.config.estimates_kl:
-                at_one = LogRatio(None, torch.zeros_like(logps))
+                at_one = LogRatio(torch.zeros_like(logps))
                 d_logp = d_logp + self.at(index)._estimated_kl(at_one, logps)[1]
         else:
             d_logp = self.at(index)._per_token(logps, None, None)[1]
@@ -273,96 +239,55 @@ class PolicyLoss:
         if not self.row_by_row or self.lacks_sampling_ratio or self.is_centered:
             return None
         config, tokens = self.config, self.tokens
-        shared = FusedLoss(
+        if self.on_policy:
+            policy: dict[str, Any] = {"d_policy": self._at_ratio_one[1]}
+        else:
+            policy = {
+                "surrogate": self.definition.surrogate,
+                "constants": self._constants,
+                "advantages": tokens.advantages,
+                "old": tokens.old_per_token_logps,
+                "gate": _gate(config, tokens),
+            }
+        return FusedLoss(
             self.token_weights,
             kl=config.kl_estimator if config.beta != 0.0 else None,
-            corrects_kl=self.corrects_kl,
+            corrects_kl=config.corrects_kl,
             ref=tokens.ref_per_token_logps if config.estimates_kl else None,
             beta=float(config.beta),
             d_entropy=self._d_entropy if self.has_entropy_gradient else 0.0,
             is_linear=self.definition.is_linear,
-        )
-        if self.on_policy:
-            return replace(shared, d_policy=self._at_ratio_one.d_logp)
-        return replace(
-            shared,
-            surrogate=self.definition.surrogate,
-            constants=self._constants,
-            advantages=tokens.advantages,
-            old=tokens.old_per_token_logps,
-            gate=self._gate(None, None),
+            **policy,
         )
 
     def evaluate(self, stats: RowStats) -> Evaluation:
         """Compute the loss and its gradient from the statistics of all tokens."""
-        entropies, terms = stats.entropies, stats.loss_terms
-        if not terms:
+        config, logps, entropies = self.config, stats.logps, stats.entropies
+        terms, entropy_mask, d_topk = stats.loss_terms, None, None
+        if terms:  # a row kernel has computed `fused_loss`; no mask depends on entropies
+            loss, d_logp, ratio = terms["loss"].sum(), terms["d_logp"], terms["log_ratio"]
+            read = MetricInputs(self.tokens, LogRatio(ratio), ratio, ratio, kl=terms.get("kl"))
+            if self.on_policy:
+                of_policy, _, known = self._at_ratio_one
+                read = replace(read, argument=known.argument, off_policy_mask=known.off_policy_mask)
+                if not self.definition.is_linear:
+                    loss = loss + (self.token_weights * of_policy).sum()
+        else:
+            entropy_mask = _entropy_mask(config, entropies)
             divergences = None if stats.divergence is None else stats.divergence.value
-            return self.evaluate_logps(stats.logps, entropies, divergences, stats.topk)
-        # a row kernel has computed `fused_loss`; no mask depends on entropies
-        loss_without_entropy = terms["loss"].sum()
-        metric_inputs = MetricInputs(
-            log_ratio=terms["log_ratio"],
-            token_log_ratio=terms["log_ratio"],
-            kl=terms.get("kl"),
-            sampling_ratio=self.tokens.unexpanded_sampling_ratio,
-        )
-        if self.on_policy:
-            at_one = self._at_ratio_one
-            if not self.definition.is_linear:
-                loss_without_entropy = loss_without_entropy + at_one.loss_without_entropy
-            read = cast(MetricInputs, at_one.metric_inputs)
-            metric_inputs = replace(
-                metric_inputs, of_loss_type=read.of_loss_type, off_policy_mask=read.off_policy_mask
-            )
-        d_logp = Coefficients(terms["d_logp"])
-        return self._with_entropies(loss_without_entropy, d_logp, entropies, None, metric_inputs)
-
-    def evaluate_logps(
-        self,
-        logps: Tensor,
-        entropies: Tensor,
-        divergences: Tensor | None = None,
-        topk_logps: Tensor | None = None,
-    ) -> Evaluation:
-        """Compute the loss and its gradient from numbers of all tokens, (n,).
-
-        Pass `divergences` with a second head, and `topk_logps` (n, K) if the score is centered.
-        """
-        entropy_mask, d_topk = _entropy_mask(self.config, entropies), None
-        per_token, d_logp, metric_inputs = self._per_token(logps, entropy_mask, divergences)
-        if topk_logps is not None:
-            centering, d_topk = self._centering(topk_logps, logps, entropy_mask)
-            per_token = per_token + centering
-        loss_without_entropy = (self.token_weights * per_token).sum()
-        return self._with_entropies(
-            loss_without_entropy,
-            Coefficients(d_logp, d_topk=d_topk),
-            entropies,
-            entropy_mask,
-            metric_inputs,
-        )
-
-    def _with_entropies(
-        self,
-        loss_without_entropy: Tensor,
-        coefficients: Coefficients,
-        entropies: Tensor,
-        entropy_mask: Tensor | None,
-        metric_inputs: MetricInputs,
-    ) -> Evaluation:
-        """Add the entropy bonus, and the coefficient of a divergence."""
-        loss, d_entropy = loss_without_entropy, None
+            per_token, d_logp, read = self._per_token(logps, entropy_mask, divergences)
+            if stats.topk is not None:
+                centering, d_topk = self._centering(stats.topk, logps, entropy_mask)
+                per_token = per_token + centering
+            loss = (self.token_weights * per_token).sum()
+        loss_without_entropy, d_entropy = loss, None
         if self.has_entropy_gradient:  # the bonus is the mean entropy of the tokens in the mask
             mask = torch.ones_like(entropies) if entropy_mask is None else entropy_mask
             counts = mask.to(entropies.dtype)
-            shares = self.config.entropy_coef * counts / counts.sum().clamp(min=1.0)
-            loss, d_entropy = loss_without_entropy - times_or_zero(entropies, shares).sum(), -shares
-        coefficients = coefficients._replace(
-            d_entropy=d_entropy,
-            d_divergence=self._d_divergence(),  # beta w, known beforehand
-        )
-        return Evaluation(loss, coefficients, loss_without_entropy, metric_inputs)
+            shares = config.entropy_coef * counts / counts.sum().clamp(min=1.0)
+            loss, d_entropy = loss - times_or_zero(entropies, shares).sum(), -shares
+        coefficients = Coefficients(d_logp, d_entropy, self._d_divergence(), d_topk)
+        return Evaluation(loss, coefficients, loss_without_entropy, read)
 
     def per_token_loss(
         self, logps: Tensor, entropies: Tensor, *, alone: bool
@@ -374,7 +299,7 @@ class PolicyLoss:
         Raises:
             ValueError: tokens are coupled, and `alone` says that these may be only some of them.
         """
-        if alone and (not self.row_by_row or self.ratio_couples_tokens):
+        if alone and (not self.row_by_row or self.config.couples_tokens):
             raise ValueError(
                 "tokens.loss: expected a loss of each token alone in a token_level objective, got "
                 f"{self.config}, whose tokens depend on each other: do not declare it token_level"
@@ -411,11 +336,24 @@ class PolicyLoss:
 
         Without `divergences` l_t lacks beta D_t; a_t never includes it.
         """
+        loss, a, metric_inputs = self._policy_term(logps, entropy_mask)
+        kl = divergences
+        if self.config.estimates_kl:
+            kl, kl_a = self._estimated_kl(metric_inputs.log_ratio, logps)
+            a = a + kl_a
+        if kl is not None:
+            loss = loss + self.config.beta * kl
+            metric_inputs = replace(metric_inputs, kl=kl)
+        return loss, a, metric_inputs
+
+    def _policy_term(
+        self, logps: Tensor, entropy_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, MetricInputs]:
+        """The policy term's parts of l_t and a_t of each token, and the inputs of the metrics."""
         config, tokens, weights = self.config, self.tokens, self.token_weights
-        definition, constants = self.definition, self._constants
+        definition = self.definition
         if self.lacks_sampling_ratio:
-            complete = PolicyLoss(config, _with_sampling_ratio(config, tokens, logps), weights)
-            return complete._per_token(logps, entropy_mask, divergences)
+            tokens = _with_sampling_ratio(config, tokens, logps)
         old = tokens.old_per_token_logps
         token_log_ratio = (
             torch.where(torch.isnan(logps), logps, 0.0) if old is None else logps - old
@@ -423,15 +361,15 @@ class PolicyLoss:
         if definition.log_ratio is not None:
             log_ratio = definition.log_ratio(tokens, token_log_ratio, entropy_mask, config)
         else:
-            log_ratio = LogRatio(tokens if self.shares_ratio else None, token_log_ratio)
+            log_ratio = LogRatio(token_log_ratio, tokens.layout if config.shares_ratio else None)
         argument, advantages = log_ratio.value, tokens.advantages
         if definition.argument is not None:
             argument = definition.argument(tokens, token_log_ratio, config)
         surrogate = SURROGATES[definition.surrogate]
-        loss, d_log_ratio, d_logps = surrogate(argument, advantages, logps, *constants)
+        loss, d_log_ratio, d_logps = surrogate(argument, advantages, logps, *self._constants)
 
         off_policy_mask = _off_policy_mask(config, tokens, logps)
-        gate = self._gate(off_policy_mask, entropy_mask)
+        gate = _gate(config, tokens, off_policy_mask, entropy_mask)
         if gate is not None:
             loss, d_log_ratio, d_logps = (
                 times_or_zero(x, gate) for x in (loss, d_log_ratio, d_logps)
@@ -440,47 +378,14 @@ class PolicyLoss:
             # NaN if logps are not finite; the gradient stays as it is
             loss = loss + (logps - logps)
         a = log_ratio.to_logps(weights * d_log_ratio) + weights * d_logps
-
-        kl = divergences
-        if config.estimates_kl:
-            kl, kl_a = self._estimated_kl(log_ratio, logps)
-            a = a + kl_a
-        if kl is not None:
-            loss = loss + config.beta * kl
-        metric_inputs = MetricInputs(
-            log_ratio=log_ratio.value,
-            token_log_ratio=token_log_ratio,
-            kl=kl,
-            of_loss_type=definition.more_metrics(argument, advantages, config),
-            off_policy_mask=off_policy_mask,
-            sampling_ratio=tokens.unexpanded_sampling_ratio,
-        )
-        return loss, a, metric_inputs
-
-    def _gate(self, off_policy_mask: Tensor | None, entropy_mask: Tensor | None) -> Tensor | None:
-        """The factor (n,) on the policy term; None if it is 1 everywhere.
-
-        It is 0 if a mask drops the token, else the importance sampling ratio.
-        """
-        gate = self._sampling_factor
-        for mask in (off_policy_mask, entropy_mask):
-            if mask is not None and self.definition.has_factors:
-                gate = torch.ones_like(self.tokens.advantages) if gate is None else gate
-                gate = torch.where(mask, gate, 0.0)
-        return gate
-
-    @property
-    def _sampling_factor(self) -> Tensor | None:
-        """The importance sampling ratio (n,), if it is a factor on the policy term."""
-        is_factor = self.definition.has_factors and self.definition.argument is None
-        return self.tokens.importance_sampling_ratio if is_factor else None
+        return loss, a, MetricInputs(tokens, log_ratio, token_log_ratio, argument, off_policy_mask)
 
     def _estimated_kl(self, log_ratio: LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
         """The KL estimate per token, without beta; and the part of a_t from it, with beta."""
         config, weights = self.config, self.config.beta * self.token_weights
         ref: Any = self.tokens.ref_per_token_logps
         kl, d_kl, d_corrected = ESTIMATORS[config.kl_estimator](logps, ref)
-        if not self.corrects_kl:
+        if not config.corrects_kl:
             return kl, weights * d_kl
         ratio = torch.exp(log_ratio.value)
         kl, a = times_or_zero(ratio, kl), weights * times_or_zero(ratio, d_corrected)
@@ -520,7 +425,23 @@ class _TokenLosses(torch.autograd.Function):
         return d_logps, None, None, None
 
 
-# Masks of the tokens that the policy term acts on. Neither mask carries gradient.
+# Factors on the policy term, which carry no gradient
+
+
+def _gate(config: LossConfig, tokens: Tokens, *masks: Tensor | None) -> Tensor | None:
+    """The factor (n,) on the policy term; None if it is 1 everywhere.
+
+    It is 0 if one of the `masks` drops the token, else the importance sampling ratio.
+    """
+    definition = config.definition
+    if not definition.has_factors:
+        return None
+    gate = None if definition.argument else tokens.importance_sampling_ratio
+    for mask in masks:
+        if mask is not None:
+            gate = torch.ones_like(tokens.advantages) if gate is None else gate
+            gate = torch.where(mask, gate, 0.0)
+    return gate
 
 
 def _entropy_mask(config: LossConfig, entropies: Tensor) -> Tensor | None:
@@ -563,7 +484,15 @@ def bounded_ratio(config: LossConfig, log_ratio: Tensor) -> Tensor:
 def _centering_weights(config: LossConfig, logp: Tensor, logq: Tensor) -> Tensor:
     """c (n, K) of the K ids, from the policy's and the sampler's log-probabilities.
 
-    c is 0 where the sampler's log-probability is -inf.
+    Score centering (https://arxiv.org/abs/2609.20807) adds ``A_t sum_K sg[c_v] log p_v`` to a
+    token's loss. With q_v the sampler's probabilities, and f the rule from the ratio p_v / q_v to
+    the importance sampling ratio, or 1 without one::
+
+        c_v = q_v f(p_v / q_v) - rho f(1 / rho) p_v        rho = (1 - sum_K q_v) / (1 - sum_K p_v)
+
+    The other ids count as ones that the sampler draws in proportion to p. Then the expectation of a
+    token's policy gradient over the sampler's tokens is 0 whatever A is. As in the paper's appendix
+    A.3, numerator and denominator of rho are at least 1e-6. c is 0 where q_v is 0.
     """
 
     def weight(log_ratio: Tensor) -> Tensor:
@@ -578,7 +507,21 @@ def _centering_weights(config: LossConfig, logp: Tensor, logq: Tensor) -> Tensor
 
 
 def _with_sampling_ratio(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tokens:
-    """`tokens` with the importance sampling ratio of `logps` (n,) to the sampler's."""
+    """`tokens` with the importance sampling ratio of `logps` (n,) to the sampler's.
+
+    A sampler such as vLLM computes with other arithmetic than the trainer, so it does not sample
+    from exactly the policy. Let d be the difference of a token's log-probabilities, or 0 if the
+    sampler could not score the token (NaN)::
+
+        token_*              ratio_t = exp(d_t)
+        sequence_*           ratio_b = exp(sum of d over the sequence)
+        *_truncate           clamped to [clip_min, clip_max]
+        *_mask               0 outside [clip_min, clip_max]
+        sequence_mean_mask   ratio_t = exp(d_t); 0 if exp(mean of d over the sequence) is outside
+                             [clip_min, clip_max]: NeMo-RL's and OpenRLHF's ``seq-mask-tis``
+
+    Truncated importance sampling: https://fengyao.notion.site/off-policy-rl.
+    """
     sampled: Any = tokens.sampling_per_token_logps
     difference, layout = scored_difference(logps, sampled), tokens.layout
     if config.vllm_importance_sampling_mode == "sequence_mean_mask":

@@ -744,11 +744,9 @@ def _warn_of_packed(
             "advantages: one per row, but position_ids hold several sequences in a row; pass them "
             "per token, (B, T)"
         )
-    definition = config.definition
     reads_rows = (
-        definition.loss_over(num_items=True) == "sequences"
-        or definition.shares_ratio(config.importance_sampling_level)
-        or definition.argument is not None
+        config.definition.loss_over(num_items=True) == "sequences"
+        or config.couples_tokens
         or config.masks_off_policy
         or (config.corrects_sampling and config.vllm_importance_sampling_mode.startswith("seq"))
     )
