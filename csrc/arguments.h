@@ -144,14 +144,14 @@ struct StatColumns {
 // The divergence and the reference's statistics (n,). Without a reference all are null, except that value may hold a KL.
 template <class T>
 struct DivergenceColumns {
-  T *value, *sum_k, *max_logit, *log_sum;
+  T *value, *sum_k, *reference_max_logit, *reference_log_sum;
 
   DivergenceColumns(int64_t n, const MaybeTensor& value, const MaybeTensor& sum_k, const MaybeTensor& max_logit,
                     const MaybeTensor& log_sum)
       : value(column<T>(value, n, "value")),
         sum_k(column<T>(sum_k, n, "sum_k")),
-        max_logit(column<T>(max_logit, n, "reference_max_logit")),
-        log_sum(column<T>(log_sum, n, "reference_log_sum")) {}
+        reference_max_logit(column<T>(max_logit, n, "reference_max_logit")),
+        reference_log_sum(column<T>(log_sum, n, "reference_log_sum")) {}
 };
 
 }  // namespace grpo_kernels

@@ -92,13 +92,13 @@ INLINE void mixed(const Powers<T>& at, Vector<T> d, Terms<T>& of, Vector<T> lead
 
 // d of the columns whose scaled logits are z and y.
 template <class T>
-INLINE Vector<T> distance(const Divergence<T>& at, Vector<T> z, Vector<T> y) {
+INLINE Vector<T> distance(const DivergenceInputs<T>& at, Vector<T> z, Vector<T> y) {
   const Vector<T> d = z - y;
   return d != d ? Vector<T>{} : d - at.offset;  // -inf - -inf: p = q = 0; any other NaN is in the offset, too
 }
 
 template <class T>
-INLINE Terms<T> terms(Kind kind, const Divergence<T>& at, Vector<T> z, Vector<T> y) {
+INLINE Terms<T> terms(Kind kind, const DivergenceInputs<T>& at, Vector<T> z, Vector<T> y) {
   const Vector<T> d = distance<T>(at, z, y);
   const auto ahead = d >= T(0);
   const Vector<T> scale = ahead ? splat<Vector<T>>(at.inv_sum) : splat<Vector<T>>(at.reference_inv_sum);
@@ -114,7 +114,7 @@ INLINE Terms<T> terms(Kind kind, const Divergence<T>& at, Vector<T> z, Vector<T>
 
 // `terms` without `value`, for the gradient: the reverse divergence then takes one exponential.
 template <class T>
-INLINE Terms<T> gradient_terms(Kind kind, const Divergence<T>& at, Vector<T> z, Vector<T> y) {
+INLINE Terms<T> gradient_terms(Kind kind, const DivergenceInputs<T>& at, Vector<T> z, Vector<T> y) {
   if (kind != Kind::reverse) return terms<T>(kind, at, z, y);
   const Vector<T> d = distance<T>(at, z, y), p = exp_below_0(z - at.max) * at.inv_sum;
   const Vector<T> k = p * at_least(d, splat<Vector<T>>(T(-kFar)));
@@ -124,8 +124,8 @@ INLINE Terms<T> gradient_terms(Kind kind, const Divergence<T>& at, Vector<T> z, 
 }
 
 template <class T, bool PLAIN>
-INLINE Diverged diverge(Kind kind, const Row<T>& row, const Row<T>& reference, const Divergence<T>& at) {
-  Diverged sums{0.0, 0.0};
+INLINE DivergenceSums diverge(Kind kind, const Row<T>& row, const Row<T>& reference, const DivergenceInputs<T>& at) {
+  DivergenceSums sums{0.0, 0.0};
   for (int64_t tile = 0; tile < row.size; tile += kTile) {
     const int64_t stop = row.size - tile < kTile ? row.size : tile + kTile;
     for (int64_t lane = 0; lane < kLanes; lane += kWidth<T>) {
@@ -149,7 +149,7 @@ struct Columns {
 };
 
 template <class T, bool PLAIN>
-INLINE Columns<T> columns(Kind kind, const Row<T>& row, const Row<T>& reference, const Divergence<T>& at, int64_t start,
+INLINE Columns<T> columns(Kind kind, const Row<T>& row, const Row<T>& reference, const DivergenceInputs<T>& at, int64_t start,
                           int count) {
   const Vector<T> x = biased<T, PLAIN>(row, start, count), z = scaled<T, PLAIN>(row, x);
   const Vector<T> y = scaled<T, PLAIN>(reference, biased<T, PLAIN>(reference, start, count));
@@ -158,18 +158,18 @@ INLINE Columns<T> columns(Kind kind, const Row<T>& row, const Row<T>& reference,
 
 // d_divergence (k - p sum k)
 template <class T>
-INLINE Vector<T> pull(const Divergence<T>& at, const Terms<T>& of) {
+INLINE Vector<T> pull(const DivergenceInputs<T>& at, const Terms<T>& of) {
   return (of.k - of.p * at.sum_k) * at.d_divergence;
 }
 
 template <class T, bool PLAIN>
-INLINE void gradient_with_reference(Kind kind, const Row<T>& row, const Gradient<T>& at, const Row<T>& reference,
-                                  const Divergence<T>& from) {
-  const bool has_target = at.target >= 0 && at.target < row.size;
+INLINE void gradient_with_reference(Kind kind, const Row<T>& row, const GradientInputs<T>& at, const Row<T>& reference,
+                                  const DivergenceInputs<T>& from) {
+  const bool has_target = at.target_id >= 0 && at.target_id < row.size;
   Vector<T> d_target{};  // read before `out`, which may be the row itself, is written
   if (has_target) {
-    const Columns<T> here = columns<T, PLAIN>(kind, row, reference, from, at.target, 1);
-    d_target = (pull<T>(from, here.of) + at.at_target) * slope<T, PLAIN>(row, here.x);
+    const Columns<T> here = columns<T, PLAIN>(kind, row, reference, from, at.target_id, 1);
+    d_target = (pull<T>(from, here.of) + at.dz_target) * slope<T, PLAIN>(row, here.x);
   }
   char* const out = static_cast<char*>(at.out);
   for (int64_t start = 0; start < row.size; start += kWidth<T>) {
@@ -180,12 +180,12 @@ INLINE void gradient_with_reference(Kind kind, const Row<T>& row, const Gradient
     d = (d * here.of.p + pull<T>(from, here.of)) * slope<T, PLAIN>(row, here.x);
     store_some<T>(out + start * size_of(at.dtype), at.dtype, d, count);
   }
-  if (has_target) store_some<T>(out + at.target * size_of(at.dtype), at.dtype, d_target, 1);
+  if (has_target) store_some<T>(out + at.target_id * size_of(at.dtype), at.dtype, d_target, 1);
 }
 
 // One loop for each kind of plain rows in float, the usual case, and one for all others: more would compile slowly.
 template <class T>
-Diverged diverge_any(const Row<T>& row, const Row<T>& reference, const Divergence<T>& at) {
+DivergenceSums diverge_any(const Row<T>& row, const Row<T>& reference, const DivergenceInputs<T>& at) {
   if constexpr (sizeof(T) == 4) {
     if (is_plain(row) && is_plain(reference)) {
       if (at.kind() == Kind::forward) return diverge<T, true>(Kind::forward, row, reference, at);
@@ -197,8 +197,8 @@ Diverged diverge_any(const Row<T>& row, const Row<T>& reference, const Divergenc
 }
 
 template <class T>
-void gradient_with_reference_any(const Row<T>& row, const Gradient<T>& at, const Row<T>& reference,
-                               const Divergence<T>& from) {
+void gradient_with_reference_any(const Row<T>& row, const GradientInputs<T>& at, const Row<T>& reference,
+                               const DivergenceInputs<T>& from) {
   if constexpr (sizeof(T) == 4) {
     if (is_plain(row) && is_plain(reference)) {
       if (from.kind() == Kind::forward) return gradient_with_reference<T, true>(Kind::forward, row, at, reference, from);

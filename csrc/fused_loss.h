@@ -53,10 +53,10 @@ TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T lo
     Surrogated<T> s = surrogate(c.surrogate, log_ratio, token.advantage, logp, c.constants);
     if (token.has_gate) {
       s = {times_or_zero(s.loss, token.gate), times_or_zero(s.d_log_ratio, token.gate),
-           times_or_zero(s.d_logp, token.gate)};
+           times_or_zero(s.d_logp_at_fixed_ratio, token.gate)};
     }
     terms.loss = token.weight * s.loss;
-    terms.d_logp = token.weight * s.d_log_ratio + token.weight * s.d_logp;
+    terms.d_logp = token.weight * s.d_log_ratio + token.weight * s.d_logp_at_fixed_ratio;
   }
   if (c.estimator != Estimator::none) {
     const Estimated<T> found = estimate_kl(c.estimator, logp, token.ref);

@@ -48,21 +48,22 @@ Sums write_stats(const Chunk<T>& chunk, const StatColumns<T>& out, int64_t i, bo
   return sums;
 }
 
-// The arguments of the kernels for row i's divergence, without those of its gradient.
+// The inputs of the kernels for row i's divergence, without those of its gradient.
 template <class T>
-Divergence<T> divergence_of(const Chunk<T>& chunk, const T* max_logit, const T* log_sum,
-                            const DivergenceColumns<T>& reference, int64_t i) {
-  return row_divergence(max_logit[i], log_sum[i], reference.max_logit[i], reference.log_sum[i], chunk.jsd_beta);
+DivergenceInputs<T> inputs_of_divergence(const Chunk<T>& chunk, const T* max_logit, const T* log_sum,
+                                         const DivergenceColumns<T>& divergence, int64_t i) {
+  return divergence_inputs(max_logit[i], log_sum[i], divergence.reference_max_logit[i], divergence.reference_log_sum[i],
+                           chunk.jsd_beta);
 }
 
 // Write the divergence of row i from the reference's, given the statistics of both.
 template <class T>
 void write_divergence(const Chunk<T>& chunk, const T* max_logit, const T* log_sum, const DivergenceColumns<T>& out,
                       int64_t i) {
-  const Divergence<T> divergence = divergence_of(chunk, max_logit, log_sum, out, i);
-  const Diverged found = kernels<T>().diverge(chunk.rows.row(i), chunk.reference->row(i), divergence);
-  out.value[i] = static_cast<T>(found.value);
-  out.sum_k[i] = static_cast<T>(found.sum_k);
+  const DivergenceInputs<T> inputs = inputs_of_divergence(chunk, max_logit, log_sum, out, i);
+  const DivergenceSums sums = kernels<T>().diverge(chunk.rows.row(i), chunk.reference->row(i), inputs);
+  out.value[i] = static_cast<T>(sums.value);
+  out.sum_k[i] = static_cast<T>(sums.sum_k);
 }
 
 // Gradient of the loss in the numbers of a row.
@@ -72,17 +73,17 @@ struct Coefficients {
 };
 
 template <class T>
-void write_gradient(const Chunk<T>& chunk, const StatColumns<T>& stats, const DivergenceColumns<T>& reference, int64_t i,
+void write_gradient(const Chunk<T>& chunk, const StatColumns<T>& stats, const DivergenceColumns<T>& divergence, int64_t i,
                     const Coefficients<T>& coefficients, bool has_d_entropy, const Matrix& out) {
   const T entropy = has_d_entropy ? stats.entropies[i] : T(0);
-  Gradient<T> gradient = row_gradient(stats.logps[i], stats.max_logit[i], stats.log_sum[i], entropy, coefficients.d_logp,
-                                      coefficients.d_entropy, has_d_entropy);
-  gradient.target = chunk.ids[i];
-  gradient.out = out.row(i), gradient.dtype = out.dtype;
-  if (!chunk.reference.has_value()) return kernels<T>().gradient(chunk.rows.row(i), gradient);
-  Divergence<T> divergence = divergence_of(chunk, stats.max_logit, stats.log_sum, reference, i);
-  divergence.d_divergence = coefficients.d_divergence, divergence.sum_k = reference.sum_k[i];
-  kernels<T>().gradient_with_reference(chunk.rows.row(i), gradient, chunk.reference->row(i), divergence);
+  GradientInputs<T> inputs = gradient_inputs(stats.logps[i], stats.max_logit[i], stats.log_sum[i], entropy,
+                                             coefficients.d_logp, coefficients.d_entropy, has_d_entropy);
+  inputs.target_id = chunk.ids[i];
+  inputs.out = out.row(i), inputs.dtype = out.dtype;
+  if (!chunk.reference.has_value()) return kernels<T>().gradient(chunk.rows.row(i), inputs);
+  DivergenceInputs<T> reference_inputs = inputs_of_divergence(chunk, stats.max_logit, stats.log_sum, divergence, i);
+  reference_inputs.d_divergence = coefficients.d_divergence, reference_inputs.sum_k = divergence.sum_k[i];
+  kernels<T>().gradient_with_reference(chunk.rows.row(i), inputs, chunk.reference->row(i), reference_inputs);
 }
 
 template <class T>
@@ -96,8 +97,8 @@ void write_reference_stats(const Chunk<T>& chunk, const DivergenceColumns<T>& ou
   Sums sums;
   kernels<T>().reduce(chunk.reference->row(i), -1, false, sums);
   const RowStats stats = row_stats(sums);
-  out.max_logit[i] = static_cast<T>(stats.max);
-  out.log_sum[i] = static_cast<T>(stats.log_sum);
+  out.reference_max_logit[i] = static_cast<T>(stats.max);
+  out.reference_log_sum[i] = static_cast<T>(stats.log_sum);
 }
 
 // Calls f(chunk) with the chunk of float or, if the logits are double, of double.
@@ -148,14 +149,14 @@ void grad(ROWS_IN, REFERENCE_IN, const Tensor& logps, const Tensor& max_logit, c
     using T = typename std::decay_t<decltype(chunk)>::Scalar;
     const int64_t n = chunk.n;
     const StatColumns<T> stats(n, logps, max_logit, log_sum, entropies);
-    const DivergenceColumns<T> reference(n, std::nullopt, sum_k, reference_max_logit, reference_log_sum);
+    const DivergenceColumns<T> divergence(n, std::nullopt, sum_k, reference_max_logit, reference_log_sum);
     const T *a = column<T>(d_logp, n, "d_logp"), *b = column<T>(d_entropy, n, "d_entropy");
     const T* c = column<T>(d_divergence, n, "d_divergence");
     const Matrix gradients(out, n, chunk.vocab, "out");
     check_out<T>(gradients);
     STD_TORCH_CHECK(b == nullptr || stats.entropies != nullptr, "entropies: expected with d_entropy");
-    const bool is_given[] = {c != nullptr, reference.sum_k != nullptr, reference.max_logit != nullptr,
-                             reference.log_sum != nullptr};
+    const bool is_given[] = {c != nullptr, divergence.sum_k != nullptr, divergence.reference_max_logit != nullptr,
+                             divergence.reference_log_sum != nullptr};
     for (const bool x : is_given) {
       STD_TORCH_CHECK(x == chunk.reference.has_value(),
                       "d_divergence, sum_k, reference_max_logit, reference_log_sum: expected with a reference, and without one "
@@ -163,7 +164,7 @@ void grad(ROWS_IN, REFERENCE_IN, const Tensor& logps, const Tensor& max_logit, c
     }
     chunk.each_row([&](int64_t i) {
       const Coefficients<T> coefficients{a[i], b ? b[i] : T(0), c ? c[i] : T(0)};
-      write_gradient(chunk, stats, reference, i, coefficients, b != nullptr, gradients);
+      write_gradient(chunk, stats, divergence, i, coefficients, b != nullptr, gradients);
     });
   });
 }
@@ -177,6 +178,8 @@ int64_t place_of(const std::string& name, const char* const (&names)[n]) {
   return 0;
 }
 
+// A row at a time: its statistics (Kernels::reduce: dispatch.cpp chooses, rows.inl has it), its divergence
+// (divergence.inl), the loss and its derivatives (fused_loss.h), the gradient (rows.inl).
 void fused(ROWS_IN, REFERENCE_IN, const MaybeTensor& advantages, const MaybeTensor& d_policy, const Tensor& weights,
            const MaybeTensor& old, const MaybeTensor& ref, const MaybeTensor& gate, std::string surrogate_name,
            std::vector<double> constants, bool is_linear, std::string estimator_name, bool corrects_kl, double beta, double d_entropy,
@@ -197,15 +200,16 @@ void fused(ROWS_IN, REFERENCE_IN, const MaybeTensor& advantages, const MaybeTens
     const T *weight_of = column<T>(weights, n, "weights"), *gate_of = column<T>(gate, n, "gate");
     const T *old_of = column<T>(old, n, "old"), *ref_of = column<T>(ref, n, "ref");
     const StatColumns<T> stats(n, logps, max_logit, log_sum, entropies);
-    const DivergenceColumns<T> reference(n, kl, sum_k, reference_max_logit, reference_log_sum);
+    const DivergenceColumns<T> divergence(n, kl, sum_k, reference_max_logit, reference_log_sum);
     T *losses = column<T>(loss, n, "loss"), *d_logps = column<T>(d_logp, n, "d_logp");
-    T *log_ratios = column<T>(log_ratio, n, "log_ratio"), *kls = reference.value;
+    T *log_ratios = column<T>(log_ratio, n, "log_ratio"), *kls = divergence.value;
     const LossConstants<T> c = given.template to<T>();
     const bool estimates = c.estimator != Estimator::none, has_reference = chunk.reference.has_value();
     STD_TORCH_CHECK(!(estimates && has_reference), "estimator: expected none with a reference");
     STD_TORCH_CHECK(ref.has_value() == estimates && kl.has_value() == (estimates || has_reference),
                     "ref, kl: expected with an estimator, without one neither, but kl with a reference");
-    const bool is_given[] = {reference.sum_k != nullptr, reference.max_logit != nullptr, reference.log_sum != nullptr};
+    const bool is_given[] = {divergence.sum_k != nullptr, divergence.reference_max_logit != nullptr,
+                             divergence.reference_log_sum != nullptr};
     for (const bool x : is_given) {
       STD_TORCH_CHECK(x == has_reference,
                       "sum_k, reference_max_logit, reference_log_sum: expected with a reference, and without one none");
@@ -222,8 +226,8 @@ void fused(ROWS_IN, REFERENCE_IN, const MaybeTensor& advantages, const MaybeTens
     chunk.each_row([&](int64_t i) {
       write_stats(chunk, stats, i, false);
       if (has_reference) {
-        write_reference_stats(chunk, reference, i);
-        write_divergence(chunk, stats.max_logit, stats.log_sum, reference, i);
+        write_reference_stats(chunk, divergence, i);
+        write_divergence(chunk, stats.max_logit, stats.log_sum, divergence, i);
       }
       const Token<T> token{on_policy ? T(0) : advantage_of[i], on_policy ? d_policy_of[i] : T(0), weight_of[i],
                            gate_of ? gate_of[i] : T(1), old_of ? old_of[i] : T(0), ref_of ? ref_of[i] : T(0),
@@ -233,7 +237,7 @@ void fused(ROWS_IN, REFERENCE_IN, const MaybeTensor& advantages, const MaybeTens
       if (kls != nullptr) kls[i] = terms.kl;
       const Coefficients<T> coefficients{terms.d_logp, c.d_entropy, terms.d_divergence};
       if (gradients.has_value()) {
-        write_gradient(chunk, stats, reference, i, coefficients, c.d_entropy != T(0), *gradients);
+        write_gradient(chunk, stats, divergence, i, coefficients, c.d_entropy != T(0), *gradients);
       }
     });
   });

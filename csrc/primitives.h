@@ -43,10 +43,10 @@ T sigmoid(T x) {
   return T(1) / (T(1) + std::exp(-x));
 }
 
-// loss, d loss / d R, d loss / d logp
+// loss, d loss / d R, and d loss / d logp with R held fixed
 template <class T>
 struct Surrogated {
-  T loss, d_log_ratio, d_logp;
+  T loss, d_log_ratio, d_logp_at_fixed_ratio;
 };
 
 // KL(policy || reference), its derivative in logp, and kl + d_kl, the derivative of r * kl divided by r

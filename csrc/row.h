@@ -36,19 +36,19 @@ struct Sums {
   double squares;      // sum of e^(2 (z - m)), only with `more_sums`
   double total;        // sum of z, only with `more_sums`
   int64_t argmax;      // the lowest place of m
-  double target;       // z of the target, where there is one
-  double target_term;  // e^(z - m) of it, with the bits that it has in the sum
+  double z_target;     // z of the target, where there is one
+  double exp_target;   // e^(z - m) of it, with the bits that it has in the sum
 };
 
 // d z_j = d_logp (1[j = id] - p_j) - d_entropy p_j (log p_j + entropy), with log p_j + entropy = (z_j - m) + offset
 template <class T>
-struct Gradient {
+struct GradientInputs {
   T max, inv_sum, offset;  // m, 1 / (1 + rest), entropy - log(1 + rest)
   T d_logp, d_entropy;     // d loss / d logp, d loss / d entropy
   bool has_d_entropy;
-  int64_t target;  // the id, may lie outside of the row
-  T at_target;     // d z of the target
-  void* out;       // (size,) of `dtype`: d z * dz/dx
+  int64_t target_id;  // may lie outside of the row
+  T dz_target;        // d z of the target
+  void* out;          // (size,) of `dtype`: d z * dz/dx
   Dtype dtype;
 };
 
@@ -57,8 +57,8 @@ enum class Kind { forward, reverse, mixed };
 
 // The numbers that a divergence and its gradient need besides the rows of student and reference.
 template <class T>
-struct Divergence {
-  T max, inv_sum, reference_max, reference_inv_sum;  // as in Gradient
+struct DivergenceInputs {
+  T max, inv_sum, reference_max, reference_inv_sum;  // as in GradientInputs
   T offset;                                          // (z - y) - (log p - log q)
   T q_share, p_share;                                // jsd_beta and 1 - jsd_beta, the mixture's weights
   T d_divergence, sum_k;                             // for the gradient: d loss / d D, and the sum of k
@@ -66,17 +66,17 @@ struct Divergence {
   Kind kind() const { return q_share == T(0) ? Kind::forward : p_share == T(0) ? Kind::reverse : Kind::mixed; }
 };
 
-// Sums over both rows: D, and the sum of k that the gradient takes as `Divergence::sum_k`.
-struct Diverged {
+// Sums over both rows: D, and the sum of k that the gradient takes as `DivergenceInputs::sum_k`.
+struct DivergenceSums {
   double value, sum_k;
 };
 
 template <class T>
 struct Kernels {
   void (*reduce)(const Row<T>&, int64_t target, bool more_sums, Sums&);
-  void (*gradient)(const Row<T>&, const Gradient<T>&);
-  Diverged (*diverge)(const Row<T>&, const Row<T>& reference, const Divergence<T>&);
-  void (*gradient_with_reference)(const Row<T>&, const Gradient<T>&, const Row<T>& reference, const Divergence<T>&);
+  void (*gradient)(const Row<T>&, const GradientInputs<T>&);
+  DivergenceSums (*diverge)(const Row<T>&, const Row<T>& reference, const DivergenceInputs<T>&);
+  void (*gradient_with_reference)(const Row<T>&, const GradientInputs<T>&, const Row<T>& reference, const DivergenceInputs<T>&);
 };
 
 // The kernels of the instruction set in use: the best one that this processor has, unless another was chosen.

@@ -21,37 +21,37 @@ inline RowStats row_stats(const Sums& sums) {
 
 // log p of the target; its own term is left out of the sum: -log(1 + sum of the others / e^(z - m))
 inline double target_logp(const Sums& sums) {
-  const bool is_max = sums.target == sums.max;  // a target that ties for the maximum counts as the one left out
-  const double others = is_max ? sums.rest : 1.0 + (sums.rest - sums.target_term);
-  const double x = std::log(others) + (sums.max - sums.target);
+  const bool is_max = sums.z_target == sums.max;  // a target that ties for the maximum counts as the one left out
+  const double others = is_max ? sums.rest : 1.0 + (sums.rest - sums.exp_target);
+  const double x = std::log(others) + (sums.max - sums.z_target);
   return -((x > 0.0 ? x : 0.0) + std::log1p(std::exp(-std::fabs(x))));
 }
 
 // The arguments of `Kernels::gradient`, except the target's place and the output.
 template <class T>
-Gradient<T> row_gradient(T logp, T max, T log_sum, T entropy, T d_logp, T d_entropy, bool has_d_entropy) {
+GradientInputs<T> gradient_inputs(T logp, T max, T log_sum, T entropy, T d_logp, T d_entropy, bool has_d_entropy) {
   const double p = std::exp(static_cast<double>(logp)), others = -std::expm1(static_cast<double>(logp));
-  double at_target = d_logp * others, offset = 0.0;
+  double dz_target = d_logp * others, offset = 0.0;
   if (has_d_entropy) {
     const double finite = logp < kLowest ? kLowest : logp;
-    at_target -= d_entropy * p * (finite + entropy);
+    dz_target -= d_entropy * p * (finite + entropy);
     offset = static_cast<double>(entropy) - log_sum;
   }
-  Gradient<T> at{};
+  GradientInputs<T> at{};
   at.max = max;
   at.inv_sum = static_cast<T>(std::exp(-static_cast<double>(log_sum)));
   at.offset = static_cast<T>(offset);
   at.d_logp = d_logp, at.d_entropy = d_entropy, at.has_d_entropy = has_d_entropy;
-  at.at_target = static_cast<T>(at_target);
+  at.dz_target = static_cast<T>(dz_target);
   return at;
 }
 
 // The arguments of `Kernels::diverge`, from the statistics of both heads. The offset is rounded once, so that it is
 // exactly 0 where both heads have the same statistics.
 template <class T>
-Divergence<T> row_divergence(T max, T log_sum, T reference_max, T reference_log_sum, double jsd_beta) {
+DivergenceInputs<T> divergence_inputs(T max, T log_sum, T reference_max, T reference_log_sum, double jsd_beta) {
   const double m = max, l = log_sum, reference_m = reference_max, reference_l = reference_log_sum;
-  Divergence<T> at{};
+  DivergenceInputs<T> at{};
   at.max = max, at.reference_max = reference_max;
   at.inv_sum = static_cast<T>(std::exp(-l)), at.reference_inv_sum = static_cast<T>(std::exp(-reference_l));
   at.offset = static_cast<T>((m - reference_m) + (l - reference_l));

@@ -123,15 +123,15 @@ void reduce(const Row<T>& row, int64_t target, bool more_sums, Sums& sums) {
   if (max == T(INFINITY) && std::isnan(sums.rest) && !has_nan<T, PLAIN>(row)) sums.rest = sums.squares = 0.0;
   if (target >= 0 && target < row.size) {
     const Vector<T> z = scaled<T, PLAIN>(row, biased<T, PLAIN>(row, target, 1));
-    sums.target = z[0], sums.target_term = exp(z - max)[0];
+    sums.z_target = z[0], sums.exp_target = exp(z - max)[0];
   }
 }
 
 template <class T, bool PLAIN>
-void gradient(const Row<T>& row, const Gradient<T>& at) {
-  const bool has_target = at.target >= 0 && at.target < row.size;
+void gradient(const Row<T>& row, const GradientInputs<T>& at) {
+  const bool has_target = at.target_id >= 0 && at.target_id < row.size;
   Vector<T> d_target{};  // read before `out`, which may be the row itself, is written
-  if (has_target) d_target = slope<T, PLAIN>(row, biased<T, PLAIN>(row, at.target, 1)) * at.at_target;
+  if (has_target) d_target = slope<T, PLAIN>(row, biased<T, PLAIN>(row, at.target_id, 1)) * at.dz_target;
   char* const out = static_cast<char*>(at.out);
   for (int64_t start = 0; start < row.size; start += kWidth<T>) {
     const int count = count_at<T>(start, row.size);
@@ -141,7 +141,7 @@ void gradient(const Row<T>& row, const Gradient<T>& at) {
     d = (d * (exp(shifted) * at.inv_sum)) * slope<T, PLAIN>(row, x);
     store_some<T>(out + start * size_of(at.dtype), at.dtype, d, count);
   }
-  if (has_target) store_some<T>(out + at.target * size_of(at.dtype), at.dtype, d_target, 1);
+  if (has_target) store_some<T>(out + at.target_id * size_of(at.dtype), at.dtype, d_target, 1);
 }
 
 template <class T>
@@ -155,6 +155,6 @@ void reduce_any(const Row<T>& row, int64_t target, bool more_sums, Sums& sums) {
 }
 
 template <class T>
-void gradient_any(const Row<T>& row, const Gradient<T>& at) {
+void gradient_any(const Row<T>& row, const GradientInputs<T>& at) {
   is_plain(row) ? gradient<T, true>(row, at) : gradient<T, false>(row, at);
 }
