@@ -49,6 +49,7 @@ this takes one head's products in one pass.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -64,6 +65,7 @@ from grpo_kernels.base.checks import (
     check_number,
     check_tensor,
     is_dtensor,
+    outside_graphs,
     warn_of_graph,
     warn_once,
 )
@@ -83,12 +85,11 @@ from grpo_kernels.engine.plan import (
     checked_on_all_ranks,
     dtype_and_memory,
     plan,
-    with_engine,
 )
 from grpo_kernels.engine.topk import TopKLogps, TopKTeacher, check_topk
-from grpo_kernels.head import Head, HeadLike, StatesAndHead, read_heads
+from grpo_kernels.head import Head, HeadLike, StatesAndHead, is_module, read_heads
 from grpo_kernels.kept_ids import KeptIds, read_kept_ids
-from grpo_kernels.module import takes_heads, whole_reference
+from grpo_kernels.module import read_reference, within_module
 from grpo_kernels.objective.expected import (
     Expectation,
     Expected,
@@ -101,7 +102,7 @@ from grpo_kernels.results import Scores
 from grpo_kernels.tokens import counted_positions
 
 
-@takes_heads
+@outside_graphs
 def linear_logps(
     hidden: Tensor,  # (..., H)
     head: HeadLike,
@@ -192,52 +193,39 @@ def linear_logps(
             breaks these rules gives NaN.
     """
     arguments = {**locals()}
-    if kept_ids is None:
-        if not isinstance(entropy, bool):
-            raise TypeError(f"entropy: expected a bool without kept_ids, got {entropy!r}")
-    elif not isinstance(entropy, bool) and entropy != "full":
-        raise ValueError(f"entropy: expected True, False or 'full', got {entropy!r}")
-    elif extras:
-        raise ValueError(f"extras: expected none with kept_ids, got {extras}")
-    if topk_ids is not None:
-        for name, x in (("kept_ids", kept_ids), ("expected", expected)):
-            if x is not None:
-                raise ValueError(f"{name}: expected None with topk_ids, got {type(x).__name__}")
+    if is_module(head):
+        return within_module(linear_logps, arguments)
     with checked_on_all_ranks("linear_logps", arguments) as (head, run, ranks):
+        _check_requested(arguments)
         hidden, head, _ = read_heads(hidden, head)
         check_ids("completion_ids", completion_ids, hidden)
-        given: Any = extras
-        if isinstance(given, str):
-            raise TypeError(f"extras: expected a tuple of names, got {given!r}; pass ({given!r},)")
-        if unknown := {*extras} - {*EXTRAS}:
-            named = ", ".join(EXTRAS)
-            raise ValueError(f"extras: expected some of {named}, got {sorted(unknown)}")
         dtype, memory = dtype_and_memory(hidden, head, run)
         rows = _read_rows(dtype, completion_ids, completion_mask, temperature)
 
         def expected_at(positions: Tensor) -> ExpectedGradient:
             return read_expected(expected, completion_ids, positions, dtype, entropy=bool(entropy))
 
-        # read even if few rows or none need it
-        gradient = expected_at(rows.positions)
-        sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
+        row_loss = expected_at(rows.positions)
+        sets = None
+        if kept_ids is not None or on_missing_set != "error":
+            sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
         if topk_ids is not None:
             check_topk("topk_ids", topk_ids, hidden)
             ids = topk_ids.detach().flatten(0, -2)[rows.positions]
             rows = replace(rows, topk=TopKLogps.of(ids, rows.ids)[0])
         job = plan(
-            hidden, head, rows, run, memory, ranks, entropy=bool(entropy), extras=tuple(extras)
-        )
-        if sets is None:
-            job = with_engine(job, run, gradient)
+            hidden, head, rows, run, memory, ranks, row_loss if sets is None else None,
+            entropy=bool(entropy), extras=tuple(extras),
+        )  # fmt: skip
     if sets is None:
-        return run_scores(job, gradient, completion_ids.shape)
-    return score_kept(job, run, sets, completion_ids, on_missing_set, expected_at, entropy=entropy)[
-        0
-    ]
+        return run_scores(job, row_loss, completion_ids.shape)
+    scores, _ = score_kept(
+        job, run, sets, completion_ids, on_missing_set, expected_at, entropy=entropy
+    )
+    return scores
 
 
-@takes_heads
+@outside_graphs
 def linear_divergence(
     hidden: Tensor,  # (..., H)
     head: HeadLike,
@@ -304,9 +292,12 @@ def linear_divergence(
     Without a mask, you can capture the call in a CUDA graph. In a graph, a trainable head takes
     two passes.
     """
-    arguments, jsd_beta = {**locals()}, _beta_of(divergence, beta)
+    arguments = {**locals()}
+    if is_module(head):
+        return within_module(linear_divergence, arguments)
     with checked_on_all_ranks("linear_divergence", arguments) as (head, run, ranks):
-        second: Any = whole_reference(teacher, head, "teacher.")
+        jsd_beta = _beta_of(divergence, beta)
+        second: Any = read_reference(teacher, head, "teacher.")
         if ranks is None:
             head, second = _over_common_ids(head, second)
         if not isinstance(entropy, bool):
@@ -317,19 +308,18 @@ def linear_divergence(
         dtype, memory = dtype_and_memory(hidden, head, run, second)
         ids = _no_ids(hidden) if completion_ids is None else completion_ids
         rows = _read_rows(dtype, ids, completion_mask, temperature)
-        gradient = expected_divergence(
+        row_loss = expected_divergence(
             expected, hidden, completion_ids, rows.positions, dtype, entropy=entropy
         )
         job = plan(
-            hidden, head, rows, run, memory, ranks,
+            hidden, head, rows, run, memory, ranks, row_loss,
             reference=second, jsd_beta=jsd_beta, entropy=entropy,
         )  # fmt: skip
-        job = with_engine(job, run, gradient)
     has_ids = completion_ids is not None
-    return run_scores(job, gradient, hidden.shape[:-1], has_ids=has_ids)
+    return run_scores(job, row_loss, hidden.shape[:-1], has_ids=has_ids)
 
 
-@takes_heads
+@outside_graphs
 def topk_divergence(
     hidden: Tensor,  # (..., H)
     head: HeadLike,
@@ -391,6 +381,8 @@ def topk_divergence(
             a position with an invalid id gives NaN.
     """
     arguments = {**locals()}
+    if is_module(head):
+        return within_module(topk_divergence, arguments)
     with checked_on_all_ranks("topk_divergence", arguments) as (head, run, ranks):
         hidden, head, _ = read_heads(hidden, head)
         check_topk("teacher_ids", teacher_ids, hidden, teacher_logps)
@@ -398,20 +390,40 @@ def topk_divergence(
         dtype, memory = dtype_and_memory(hidden, head, run)
         rows = _read_rows(dtype, _no_ids(hidden), completion_mask, temperature)
         weights = divergence_weights("expected", expected, hidden, rows.positions, dtype)
+        row_loss = ExpectedGradient(known_coefficients=Coefficients(d_divergence=weights))
         measure = _measure_of(
             divergence, tail, log_prob_min_clamp, loss_max_clamp, dtype, teacher_logps.dtype
         )
         ids, logps = (
             x.detach().flatten(0, -2)[rows.positions] for x in (teacher_ids, teacher_logps)
         )
-        gradient = ExpectedGradient(known_coefficients=Coefficients(d_divergence=weights))
         topk = TopKTeacher.of(ids, logps, measure)
         has_tail = topk.least_tail is not None and ids.shape[1] < head.weight.shape[0]
         check_masses("teacher_logps", topk.logps, has_tail=has_tail)
         rows = replace(rows, topk=topk)
-        job = plan(hidden, head, rows, run, memory, ranks, entropy=False)
-        job = with_engine(job, run, gradient)
-    return run_scores(job, gradient, hidden.shape[:-1], has_ids=False)
+        job = plan(hidden, head, rows, run, memory, ranks, row_loss, entropy=False)
+    return run_scores(job, row_loss, hidden.shape[:-1], has_ids=False)
+
+
+def _check_requested(arguments: Mapping[str, Any]) -> None:
+    """Check which results a call of `linear_logps` asks for, and that they go together."""
+    entropy, extras, kept_ids = (arguments[name] for name in ("entropy", "extras", "kept_ids"))
+    if kept_ids is None:
+        if not isinstance(entropy, bool):
+            raise TypeError(f"entropy: expected a bool without kept_ids, got {entropy!r}")
+    elif not isinstance(entropy, bool) and entropy != "full":
+        raise ValueError(f"entropy: expected True, False or 'full', got {entropy!r}")
+    elif extras:
+        raise ValueError(f"extras: expected none with kept_ids, got {extras}")
+    if isinstance(extras, str):
+        raise TypeError(f"extras: expected a tuple of names, got {extras!r}; pass ({extras!r},)")
+    if unknown := {*extras} - {*EXTRAS}:
+        named = ", ".join(EXTRAS)
+        raise ValueError(f"extras: expected some of {named}, got {sorted(unknown)}")
+    for name in () if arguments["topk_ids"] is None else ("kept_ids", "expected"):
+        if arguments[name] is not None:
+            got = type(arguments[name]).__name__
+            raise ValueError(f"{name}: expected None with topk_ids, got {got}")
 
 
 def _no_ids(hidden: Tensor) -> Tensor:
@@ -442,7 +454,7 @@ def _read_rows(
                 f"temperature: expected finite numbers > 0 at unmasked positions, got {got}"
             )
         inverse = (1.0 / rows)[:, None]
-    return Rows(positions, ids.detach().reshape(-1)[positions].long(), inverse)
+    return Rows.of(ids, positions, inverse)
 
 
 def _over_common_ids(head: Head, teacher: StatesAndHead) -> tuple[Head, StatesAndHead]:

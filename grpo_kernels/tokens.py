@@ -8,7 +8,7 @@ packed (N,) batches look the same.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 from grpo_kernels.base.checks import (
     check_mask,
     check_mask_values,
-    check_masses,
     check_not_swapped,
     check_shape,
     check_tensor,
@@ -100,13 +99,6 @@ class Tokens:
             **{name: x if x is None or name in whole else x[index] for name, x in values.items()}
         )
 
-    def without_topk(self, which: Tensor) -> Tokens:
-        """Turn some of the sampler's K ids, (n, K) bool, into padding."""
-        assert self.sampling_topk_logps is not None
-        logps = self.sampling_topk_logps.masked_fill(which, -torch.inf)
-        check_masses("sampling_topk_logps", logps)
-        return replace(self, sampling_topk_logps=logps)
-
     @property
     def unexpanded_sampling_ratio(self) -> Tensor | None:
         """The importance sampling ratio, (n,), or (B,) if it is per sequence."""
@@ -152,7 +144,6 @@ def read_tokens(
     *,
     cu_seqlens: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
-    sampling_topk_logps: Tensor | None = None,
     **logps: Tensor | None,
 ) -> Tokens:
     """Check the per-token arguments of a loss and select the counted tokens, numbers in `dtype`.
@@ -197,19 +188,16 @@ def read_tokens(
     def either(x: Tensor) -> Tensor:
         return rows(x, layout.sequence if per_sequence(x) else positions)
 
-    sampling_ratio_per_sequence = topk = None
+    sampling_ratio_per_sequence = None
     if ratio is not None and per_sequence(ratio):
         # a sequence without a counted token has ratio 1, like a computed ratio; its value is unread
         given = ratio.detach().reshape(-1).to(dtype)
         sampling_ratio_per_sequence = torch.where(layout.lengths > 0, given, 1.0)
-    if sampling_topk_logps is not None:
-        topk = sampling_topk_logps.detach().flatten(0, -2)[positions].to(dtype)
     return Tokens(
         layout=layout,
         advantages=either(advantages),
         advantages_per_sequence=per_sequence(advantages),
         importance_sampling_ratio=None if ratio is None else either(ratio),
         sampling_ratio_per_sequence=sampling_ratio_per_sequence,
-        sampling_topk_logps=topk,
         **{name: None if x is None else rows(x, positions) for name, x in logps.items()},
     )

@@ -93,15 +93,17 @@ class _Refusal(torch.autograd.Function):
 
 
 class _ForReading(torch.autograd.Function):
-    """Copies of results that have no gradient; a backward through them raises.
+    """Results (n,) that have no gradient, in the caller's shape; a backward through them raises.
 
     `leaf` ends their graph, so storing them does not hold the loss's graph.
     """
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, leaf: Tensor, layout: Layout, logps: Tensor, entropies: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        return logps.clone(), entropies.clone()
+        return layout.scatter(logps), layout.scatter(entropies)
 
     @staticmethod
     def backward(ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None) -> None:
@@ -114,12 +116,17 @@ class _ForReading(torch.autograd.Function):
                 )
 
 
-def for_reading(loss: Tensor, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
-    """The results beside `loss`; if the loss has a gradient, a backward through them raises."""
+def for_reading(
+    loss: Tensor, layout: Layout, logps: Tensor, entropies: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The results (n,) beside `loss`, in the caller's shape.
+
+    If the loss has a gradient, a backward through them raises.
+    """
     if not loss.requires_grad:
-        return logps, entropies
+        return layout.scatter(logps), layout.scatter(entropies)
     leaf = torch.empty(0, requires_grad=True)
-    results: tuple[Tensor, Tensor] = _ForReading.apply(leaf, logps, entropies)
+    results: tuple[Tensor, Tensor] = _ForReading.apply(leaf, layout, logps, entropies)
     return results
 
 

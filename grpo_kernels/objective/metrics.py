@@ -24,9 +24,9 @@ def loss_metrics(
     logps: Tensor,
     entropies: Tensor,
     evaluation: Evaluation,
-    gradient_count: Tensor,
+    gradient_count: int | Tensor,
 ) -> Metrics:
-    """Compute the metrics of one loss, whose backward has products for `gradient_count` () tokens.
+    """Compute the metrics of one loss, whose backward has products for `gradient_count` tokens.
 
     Warns of ratios that are far from 1. Means are over the counted tokens, or over the sequences if
     there is one value per sequence. A sequence without a counted token has ratio 1. Sums over the
@@ -76,7 +76,11 @@ def loss_metrics(
     over_tokens("advantages/mean", tokens.advantages)
     over_tokens("advantages/zero", tokens.advantages == 0)
     pairs["rows/projected"] = (number(n), number(math.prod(layout.shape)))
-    pairs["rows/gradient"] = (gradient_count.to(entropies.dtype), number(n))
+    if isinstance(gradient_count, Tensor):
+        gradient_rows = gradient_count.to(entropies.dtype)
+    else:
+        gradient_rows = number(gradient_count)
+    pairs["rows/gradient"] = (gradient_rows, number(n))
     ratio = tokens.unexpanded_sampling_ratio
     per_sequence = tokens.sampling_ratio_per_sequence is not None
     if inputs is not None and inputs.kl is not None:
