@@ -646,7 +646,7 @@ def _loss_over_sets(
         lambda at: read_expected(over_vocab, ids, at, job.accumulator_dtype, entropy=True),
         others={name: arguments[name] for name in LOGPS},
     )  # fmt: skip
-    out = _loss_of_logps(row_loss, scores.logps, scores.entropies, "kept_sets")
+    out = _loss_of_logps(row_loss, scores["logps"], scores["entropies"], "kept_sets")
     return replace(out, metrics=out.metrics.with_pairs({**out.metrics.pairs, **of_sets}))
 
 

@@ -218,11 +218,11 @@ def linear_logps(
             entropy=bool(entropy), extras=tuple(extras),
         )  # fmt: skip
     if sets is None:
-        return run_scores(job, row_loss, completion_ids.shape)
+        return Scores(**run_scores(job, row_loss, completion_ids.shape))
     scores, _ = score_kept(
         job, run, sets, completion_ids, on_missing_set, expected_at, entropy=entropy
     )
-    return scores
+    return Scores(**scores)
 
 
 @outside_graphs
@@ -316,7 +316,7 @@ def linear_divergence(
             reference=second, jsd_beta=jsd_beta, entropy=entropy,
         )  # fmt: skip
     has_ids = completion_ids is not None
-    return run_scores(job, row_loss, hidden.shape[:-1], has_ids=has_ids)
+    return Scores(**run_scores(job, row_loss, hidden.shape[:-1], has_ids=has_ids))
 
 
 @outside_graphs
@@ -402,7 +402,7 @@ def topk_divergence(
         check_masses("teacher_logps", topk.logps, has_tail=has_tail)
         rows = replace(rows, topk=topk)
         job = plan(hidden, head, rows, run, memory, ranks, row_loss, entropy=False)
-    return run_scores(job, row_loss, hidden.shape[:-1], has_ids=False)
+    return Scores(**run_scores(job, row_loss, hidden.shape[:-1], has_ids=False))
 
 
 def _check_requested(arguments: Mapping[str, Any]) -> None:

@@ -37,7 +37,6 @@ from grpo_kernels.engine.sweep import FirstPass, first_pass, gradient_work, indi
 from grpo_kernels.engine.topk import TopKTeacher
 from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import HeadTensors
-from grpo_kernels.results import Scores
 from grpo_kernels.tokens import Layout
 
 F = TypeVar("F", bound=type[torch.autograd.Function])
@@ -252,8 +251,10 @@ class LinearScores(torch.autograd.Function):
             return None, None, *_input_gradients(ctx.shapes_and_dtypes, job, *found)
 
 
-def run_scores(job: Job, row_loss: RowLoss, shape: torch.Size, *, has_ids: bool = True) -> Scores:
-    """Run one forward; return the results in the shape of the positions."""
+def run_scores(
+    job: Job, row_loss: RowLoss, shape: torch.Size, *, has_ids: bool = True
+) -> dict[str, Tensor]:
+    """Run one forward; return the results by name, in the shape of the positions."""
     first = first_pass(job, row_loss)
     logps, entropies, divergence, topk, *extras = LinearScores.apply(job, first, *job.tensors)
     results = {
@@ -264,8 +265,7 @@ def run_scores(job: Job, row_loss: RowLoss, shape: torch.Size, *, has_ids: bool 
     }
     if job.rows.topk is not None:
         results[job.rows.topk.result] = topk
-    there = {name: x for name, x in results.items() if x is not None}
-    return Scores(**{name: x.view(*shape, *x.shape[1:]) for name, x in there.items()})
+    return {name: x.view(*shape, *x.shape[1:]) for name, x in results.items() if x is not None}
 
 
 def save(ctx: Any, job: Job, needed: Any, *, projects: bool) -> None:

@@ -29,7 +29,6 @@ from grpo_kernels.engine.autograd import first_order, run_scores, save, saved
 from grpo_kernels.engine.plan import Job, RowLoss, Run, with_engine
 from grpo_kernels.head import HeadTensors
 from grpo_kernels.kept_ids import KeptIds
-from grpo_kernels.results import Scores
 
 WORKSPACE_BYTES = 64 * 2**20  # the default: a larger workspace is no faster
 # bytes per kept id, besides its row of the head, while sets are counted, sorted and reduced
@@ -97,7 +96,7 @@ def score_kept(
     *,
     entropy: bool | str = True,
     others: Mapping[str, Tensor | None] | None = None,
-) -> tuple[Scores, dict[str, tuple[Tensor, Tensor]]]:
+) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
     """Score rows over their sets, and rows without a set over the whole vocabulary.
 
     Args:
@@ -108,7 +107,7 @@ def score_kept(
         others: other policies' log-probabilities, (...) each, which must be over the same sets.
 
     Returns:
-        The scores, and the metrics of the sets, as (sum, count).
+        The scores by name, and the metrics of the sets, as (sum, count).
     """
     budget = WORKSPACE_BYTES if run.workspace_bytes is None else run.workspace_bytes
     over_sets = replace(job, workspace_bytes=budget, entropy=entropy is True)
@@ -125,12 +124,12 @@ def score_kept(
     if whole_vocab is not None:
         without = scatter(survey.without, job.rows.positions, shape.numel()).view(shape)
         full = run_scores(whole_vocab, row_loss, shape)
-        logps = torch.where(without, full.logps, logps)
+        logps = torch.where(without, full["logps"], logps)
         if entropies is not None:
-            entropies = torch.where(without, full.entropies, entropies)
+            entropies = torch.where(without, full["entropies"], entropies)
         elif in_full:
-            entropies = full.entropies
-    scores = Scores(logps=logps) if entropies is None else Scores(logps=logps, entropies=entropies)
+            entropies = full["entropies"]
+    scores = {"logps": logps} if entropies is None else {"logps": logps, "entropies": entropies}
     return scores, survey.metrics(job.accumulator_dtype)
 
 
