@@ -5,46 +5,13 @@ states and the weight from the logits that it already has. The backward finds th
 the expected and the actual upstream gradient, and recomputes only the rows that do not match. The
 gradient is always exact; a correct expectation saves the recomputation.
 
-**Kept sets.** A truncating sampler (top-k, top-p, min-p) draws y from the softmax over its kept set
-S, the ids that remain after the truncation. The policy trained on y has the same support as the
-sampler only if its log-probabilities are taken over S, too (https://arxiv.org/abs/2512.02556, keep
-sampling mask)::
+The formulas and their derivatives::
 
-    logp = z_y - log sum_{j in S} exp z_j
-
-Only the head's rows for S are read. They are gathered for a few positions at a time and multiplied
-by the hidden states of these positions. There are three products: one in the forward, and one for
-each of the gradients of the hidden states and the weight. For N positions with K ids each, a
-product takes 2NKH floating point operations, or 2NK(H + r) with an adapter of rank r on the head.
-Positions are sorted by decreasing set size, so short sets get little padding. An id that is alone
-in its set has log-probability 0 for any logit and costs nothing.
-
-**A teacher's distribution.** On-policy distillation (https://arxiv.org/abs/2306.13649) moves a
-student toward a teacher on the student's samples::
-
-    reverse_kl    D = KL(p || q) = sum_v p_v log(p_v / q_v)       p the student's, q the teacher's
-    forward_kl    D = KL(q || p)
-    jsd           D = (1 - beta) KL(p || m) + beta KL(q || m)     m = (1 - beta) p + beta q
-
-The logits of both heads are computed once for each chunk of rows. The gradient of D is linear in
-the upstream gradient, so the forward computes it for the expected upstream gradient, and the
-backward scales it. Each row therefore takes two products for the logits, and one for each of the
-gradients of the hidden states and the weight. `grpo_kernels.backends.divergence` shows how the sums
-avoid cancellation where p and q nearly agree.
-
-**A teacher's K ids.** Inference servers return a teacher's K most likely ids and their
-log-probabilities, not its hidden states. Let q_k be the teacher's and p_k the student's
-probabilities of these ids, over the whole vocabulary. The other ids form the tail, with
-probabilities q_r = 1 - sum_k q_k and p_r = 1 - sum_k p_k::
-
-    forward_kl               D = sum_k q_k log(q_k / p_k)
-    forward_kl with a tail   D = sum_k q_k log(q_k / p_k) + q_r log(q_r / p_r)
-    reverse_kl with a tail   D = sum_k p_k log(p_k / q_k) + p_r log(p_r / q_r)
-
-With a tail, D is a divergence between two distributions over K + 1 outcomes; it is never negative,
-and 0 only where the distributions agree. Without a tail, the forward KL has no such bound. The
-logits of a chunk of rows are computed once, and the gradient of D is computed from them. For any K,
-this takes one head's products in one pass.
+    linear_logps         backends/torch_rows.py
+      over kept sets     engine/kept.py
+      of K more ids      engine/topk.py
+    linear_divergence    backends/divergence.py
+    topk_divergence      engine/topk.py
 """
 
 from __future__ import annotations

@@ -1,9 +1,17 @@
 """Log-probabilities and entropies over kept sets: hidden states times the head's rows of the ids.
 
+A truncating sampler (top-k, top-p, min-p) draws y from the softmax over its kept set S, the ids
+that remain after the truncation. The policy trained on y has the same support only if its
+log-probabilities are taken over S, too (https://arxiv.org/abs/2512.02556, keep sampling mask)::
+
+    logp = z_y - log sum_{j in S} exp z_j
+
 The sets of a block of r positions are ids (r, w), padded. Forward: gather (r, w, H), multiply with
 hidden states (r, H) to raw logits (r, w), and reduce these as a chunk of w logits per row.
 Backward: differentiate the saved logits; gather again and multiply for d hidden; add the outer
-product with the hidden states to the ids' rows of d weight.
+product with the hidden states to the ids' rows of d weight. For N positions with K ids each, each
+of these three products takes 2NKH floating point operations, or 2NK(H + r) with an adapter of rank
+r. Positions are sorted by decreasing set size, so short sets get little padding.
 
 With a sharded head, each rank's blocks hold the ids of each set that are among the rank's rows. The
 ranks join the statistics of all positions (`ranks`), and sum d hidden.
