@@ -241,7 +241,10 @@ def adapters_of(module: Any) -> list[tuple[str, str]]:
 
 
 def check_module(lm_head: nn.Module, name: str = "lm_head") -> None:
-    """Raise unless a call may replace the head's forward; errors call the head `name`."""
+    """Raise unless a call may replace the head's forward; errors call the head `name`.
+
+    The call could not respect hooks on logits, of the head or of its submodules.
+    """
     for module in (lm_head, linear_of(lm_head, name)):
         # accelerate's forward changes no number
         if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
@@ -249,7 +252,17 @@ def check_module(lm_head: nn.Module, name: str = "lm_head") -> None:
                 f"{name}: expected an nn.Linear with its own forward, got one whose forward was "
                 "replaced"
             )
-    check_hooks(lm_head, name)
+    for path, module in lm_head.named_modules():
+        for attribute, kind in _REFUSED.items():
+            if module is lm_head and attribute == "_forward_pre_hooks":
+                continue
+            hooks = foreign_hooks(module, attribute)
+            if hooks:
+                where = f"{name}.{path}" if path else name
+                raise TypeError(
+                    f"{where}: expected no {kind}, since no logits are computed for it, got "
+                    f"{', '.join(hooks)}"
+                )
 
 
 def check_present(lm_head: nn.Module, name: str = "lm_head") -> None:
@@ -287,9 +300,9 @@ def rank_groups(module: nn.Module) -> Sequence[Any]:
 
 
 def within_module(call: Callable[..., R], arguments: dict[str, Any]) -> R:
-    """Make a public call, whose head is a module, with a head of the module's parameters.
+    """Make a public call whose head is a module, with a head of the module's parameters.
 
-    `arguments` are the call's arguments by name, as passed.
+    They are whole in forward and backward. `arguments` are the call's arguments by name, as passed.
     """
     head = Head.of(arguments["head"])
     module: nn.Module = head.weight
@@ -300,15 +313,17 @@ def within_module(call: Callable[..., R], arguments: dict[str, Any]) -> R:
             "head.bias: expected None with a module as the weight, got a tensor; pass the module's "
             "weight, or set the module's own bias"
         )
-    done: list[Any] = []  # the result of the call
-    # True if `within_forwards` calls the module, and so runs its hooks
-    hooks_have_run = is_fsdp_unit(module) or module in divided_modules(module)
+    is_unit = is_fsdp_unit(module)
+    # The module is called, since `register_fsdp_forward_method` of torch 2.11 begins a unit of
+    # several modules anew.
+    called = [module] if is_unit else divided_modules(module)
+    done: list[tuple[Any, tuple[Tensor, ...]]] = []  # the call's result, and tensors of it
 
     def attached(output: Any) -> dict[str, Tensor]:  # of a `LossOutput` or `Scores`
         return {"loss": output.loss} if "loss" in vars(output) else output.given
 
     def compute(hidden: Tensor) -> tuple[Tensor, ...]:
-        if not hooks_have_run:
+        if module not in called:  # a call of the module runs its hooks
             hidden = run_pre_hooks(module, hidden, "head")
         weight, bias, lora = parameters_of(module, hidden, "head")
         if lora is not None and head.lora is not None:
@@ -317,36 +332,19 @@ def within_module(call: Callable[..., R], arguments: dict[str, Any]) -> R:
                 "LoRA"
             )
         own = replace(head, weight=weight, bias=bias, lora=lora or head.lora)
-        output = call(**{**arguments, "hidden": hidden, "head": own})
-        done.append(output)
-        return tuple(x.clone() for x in attached(output).values())  # no views: FSDP2 warns of them
+        output: Any = call(**{**arguments, "hidden": hidden, "head": own})
+        tensors = tuple(x.clone() for x in attached(output).values())  # no views: FSDP2 warns
+        done.append((output, tensors))
+        return tensors
 
-    results, output = within_head(module, compute, arguments["hidden"]), done[0]
-    return replace(output, **dict(zip(attached(output), results, strict=True)))
-
-
-def within_head(head: nn.Module, compute: Compute, hidden: Tensor) -> tuple[Tensor, ...]:
-    """Call ``compute(hidden)`` with the parameters of `head` whole in forward and backward.
-
-    The results keep the values and dtypes of `compute`; under ZeRO-3 they are new tensors with
-    ZeRO-3's backward hooks.
-    """
-    if not is_fsdp_unit(head):
-        return within_forwards(divided_modules(head), compute, hidden)
+    results = within_forwards(called, compute, arguments["hidden"])
+    output, tensors = done[0]
     # FSDP2's mixed precision rounds tensors among the arguments and results of a forward: old
     # log-probabilities, advantages. It does not look into a function, so `compute` holds the
     # arguments. It must see the results, to hook the backward to them; the rounded results that it
-    # may return are not used.
-    done: list[tuple[Tensor, ...]] = []
-
-    def recorded(hidden: Tensor) -> tuple[Tensor, ...]:
-        done.append(compute(hidden))
-        return done[0]
-
-    # The module is called, since `register_fsdp_forward_method` of torch 2.11 begins a unit of
-    # several modules anew.
-    within_forwards([head], recorded, hidden)
-    return done[0]
+    # may return are not used. Those of ZeRO-3 are new tensors with its backward hooks.
+    results = tensors if is_unit else results
+    return replace(output, **dict(zip(attached(output), results, strict=True)))
 
 
 def within_forwards(
@@ -368,21 +366,6 @@ def within_forwards(
         del first.forward
         if replaced is not None:
             first.forward = replaced
-
-
-def check_hooks(lm_head: nn.Module, name: str = "lm_head") -> None:
-    """Raise if scoring could not respect a hook on `lm_head` or one of its submodules."""
-    for path, module in lm_head.named_modules():
-        for attribute, kind in _REFUSED.items():
-            if module is lm_head and attribute == "_forward_pre_hooks":
-                continue
-            hooks = foreign_hooks(module, attribute)
-            if hooks:
-                where = f"{name}.{path}" if path else name
-                raise TypeError(
-                    f"{where}: expected no {kind}, since no logits are computed for it, got "
-                    f"{', '.join(hooks)}"
-                )
 
 
 def foreign_hooks(module: nn.Module, attribute: str = "_forward_hooks") -> list[str]:
