@@ -113,7 +113,7 @@ from grpo_kernels.objective.config import (
     check_kind,
     check_names,
     check_objective,
-    config_with,
+    config_with_fields,
     warn_of_inputs,
 )
 from grpo_kernels.objective.custom import CustomLoss, PerTokenLoss
@@ -275,8 +275,7 @@ def grpo_loss(
             id outside [0, V) or a NaN at a counted position makes the loss NaN.
     """
     arguments = {**locals()}  # by name, as passed
-    del arguments["fields"]  # they are in the config
-    arguments["config"] = config = config_with(config, fields, _CALL_ARGUMENTS, "grpo_loss")
+    config = config_with_fields(arguments, "grpo_loss")
     if is_module(head):
         return within_module(grpo_loss, arguments)
     with checked_on_all_ranks("grpo_loss", arguments) as (head, run, ranks):
@@ -325,9 +324,12 @@ def grpo_loss(
     return LossOutput(loss, *results, metrics, job.engine, job.backend.name)
 
 
-_CALL_ARGUMENTS = [name for name in inspect.signature(grpo_loss).parameters if name != "fields"]
 _OWN_ARGUMENTS = ("config", "objective", "run")  # of `GRPOLoss` itself, besides the fields
-_MODULES_CALL = [name for name in _CALL_ARGUMENTS if name not in _OWN_ARGUMENTS]
+_MODULES_CALL = [
+    name
+    for name in inspect.signature(grpo_loss).parameters
+    if name not in (*_OWN_ARGUMENTS, "fields")
+]
 
 
 @hints_names
@@ -437,16 +439,7 @@ class GRPOLoss(nn.Module):
 
     # `nn.Module` declares that a call, which runs hooks and `forward`, returns Any.
     if TYPE_CHECKING:
-
-        def __call__(
-            self,
-            hidden: Tensor,
-            head: HeadLike,
-            completion_ids: Tensor,
-            completion_mask: Tensor | None,
-            advantages: Tensor,
-            **inputs: Unpack[LossInputKeywords],
-        ) -> LossOutput: ...
+        __call__ = forward
 
     def extra_repr(self) -> str:
         """The config, as ``print(loss_fn)`` shows it."""
@@ -504,9 +497,7 @@ def policy_loss_from_logps(
         RuntimeError: the loss was differentiated twice.
     """
     arguments = {**locals()}
-    arguments["config"] = config = config_with(
-        config, fields, _LOGPS_ARGUMENTS, "policy_loss_from_logps"
-    )
+    config = config_with_fields(arguments, "policy_loss_from_logps")
     check_inputs(config, arguments)
     if "temperature" in fields:
         warn_once("temperature: not used, since logps include it; pass it where you compute them")
@@ -532,11 +523,6 @@ def policy_loss_from_logps(
     absent: Any = None
     pairs = {name: x for name, x in out.metrics.pairs.items() if name != "entropy"}
     return replace(out, entropies=absent, metrics=out.metrics.with_pairs(pairs))
-
-
-_LOGPS_ARGUMENTS = [
-    name for name in inspect.signature(policy_loss_from_logps).parameters if name != "fields"
-]
 
 
 @hints_names
