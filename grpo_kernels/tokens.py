@@ -8,7 +8,7 @@ packed (N,) batches look the same.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -94,10 +94,8 @@ class Tokens:
         The layout and numbers per sequence stay those of all tokens.
         """
         whole = ("layout", "sampling_ratio_per_sequence", "advantages_per_sequence")
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Tokens(
-            **{name: x if x is None or name in whole else x[index] for name, x in values.items()}
-        )
+        values = vars(self).items()
+        return Tokens(**{k: x if x is None or k in whole else x[index] for k, x in values})
 
     @property
     def unexpanded_sampling_ratio(self) -> Tensor | None:
@@ -120,16 +118,20 @@ def counted_positions(mask: Tensor | None, ids: Tensor) -> Tensor:
     if mask is None:
         return torch.arange(ids.numel(), device=ids.device)
     mask = mask.detach().reshape(-1)
-    counts = mask.ne(0)
+    counts, on_cpu = mask.ne(0), mask.device.type == "cpu"
     # integers only on a CPU, since on a GPU the search takes 4 launches
-    searched = mask.is_floating_point() or (mask.dtype != torch.bool and mask.device.type == "cpu")
+    searched = mask.dtype != torch.bool and (on_cpu or mask.is_floating_point())
     if mask.numel() == 0 or not searched:
         return counts.nonzero()[:, 0]
-    # a value other than 0 and 1 sets all flags and one extra flag. The host reads the number of
-    # indices anyway, and a number above the size of the mask reveals such a value.
-    odd = mask.ne(counts).any()
-    positions = (torch.cat([counts, odd[None]]) | odd).nonzero()[:, 0]
-    if positions.shape[0] <= mask.shape[0]:
+    odd = mask.ne(counts).any()  # a value other than 0 and 1
+    if on_cpu:
+        positions, is_odd = counts.nonzero()[:, 0], bool(odd)
+    else:
+        # Such a value sets all flags and one extra flag. The host reads the number of indices
+        # anyway, and a number above the size of the mask reveals the value.
+        positions = (torch.cat([counts, odd[None]]) | odd).nonzero()[:, 0]
+        is_odd = positions.shape[0] > mask.shape[0]
+    if not is_odd:
         return positions
     check_not_swapped("completion_ids", ids, "completion_mask", mask)
     check_mask_values(mask)
