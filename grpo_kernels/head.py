@@ -373,12 +373,9 @@ def _check_lora(lora: LoRA, hidden: Tensor, weight: Tensor) -> None:
 
 def tensors_of(hidden: Tensor, head: Head, positions: Tensor) -> HeadTensors:
     """The tensors that products read: `hidden` (..., H) flattened, the adapter's at `positions`."""
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    if head.lora is None:
-        return HeadTensors(flat, head.weight, head.bias)
-    return HeadTensors(
-        flat, head.weight, head.bias, head.lora.project(hidden, positions), head.lora.b
-    )
+    lora, flat = head.lora, hidden.reshape(-1, hidden.shape[-1])
+    factors = () if lora is None else (lora.project(hidden, positions), lora.b)
+    return HeadTensors(flat, head.weight, head.bias, *factors)
 
 
 def needs_grad_of(hidden: Tensor, head: Head) -> HeadTensors:
