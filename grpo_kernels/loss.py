@@ -301,8 +301,8 @@ def grpo_loss(
         sets = None
         if kept_ids is not None or on_missing_set != "error":
             sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
-        by_engine = row_loss if sets is None else None
-        job = plan(hidden, head, rows, run, memory, ranks, by_engine, reference=second)
+        of_engine = row_loss if sets is None else None
+        job = plan(hidden, head, rows, run, memory, ranks, of_engine, reference=second)
     if sets is not None:
         return _loss_over_sets(job, run, sets, row_loss, arguments)
 

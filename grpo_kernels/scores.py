@@ -172,7 +172,7 @@ def linear_logps(
         def expected_at(positions: Tensor) -> ExpectedGradient:
             return read_expected(expected, completion_ids, positions, dtype, entropy=bool(entropy))
 
-        row_loss = expected_at(rows.positions)
+        gradient = expected_at(rows.positions)
         sets = None
         if kept_ids is not None or on_missing_set != "error":
             sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
@@ -181,11 +181,11 @@ def linear_logps(
             ids = topk_ids.detach().flatten(0, -2)[rows.positions]
             rows = replace(rows, topk=TopKLogps.of(ids, rows.ids)[0])
         job = plan(
-            hidden, head, rows, run, memory, ranks, row_loss if sets is None else None,
+            hidden, head, rows, run, memory, ranks, gradient if sets is None else None,
             entropy=bool(entropy), extras=tuple(extras),
         )  # fmt: skip
     if sets is None:
-        return Scores(**run_scores(job, row_loss, completion_ids.shape))
+        return Scores(**run_scores(job, gradient, completion_ids.shape))
     scores, _ = score_kept(
         job, run, sets, completion_ids, on_missing_set, expected_at, entropy=entropy
     )
@@ -275,15 +275,15 @@ def linear_divergence(
         dtype, memory = dtype_and_memory(hidden, head, run, second)
         ids = _no_ids(hidden) if completion_ids is None else completion_ids
         rows = _read_rows(dtype, ids, completion_mask, temperature)
-        row_loss = expected_divergence(
+        gradient = expected_divergence(
             expected, hidden, completion_ids, rows.positions, dtype, entropy=entropy
         )
         job = plan(
-            hidden, head, rows, run, memory, ranks, row_loss,
+            hidden, head, rows, run, memory, ranks, gradient,
             reference=second, jsd_beta=jsd_beta, entropy=entropy,
         )  # fmt: skip
     has_ids = completion_ids is not None
-    return Scores(**run_scores(job, row_loss, hidden.shape[:-1], has_ids=has_ids))
+    return Scores(**run_scores(job, gradient, hidden.shape[:-1], has_ids=has_ids))
 
 
 @outside_graphs
@@ -357,7 +357,7 @@ def topk_divergence(
         dtype, memory = dtype_and_memory(hidden, head, run)
         rows = _read_rows(dtype, _no_ids(hidden), completion_mask, temperature)
         weights = divergence_weights("expected", expected, hidden, rows.positions, dtype)
-        row_loss = ExpectedGradient(known_coefficients=Coefficients(d_divergence=weights))
+        gradient = ExpectedGradient(known_coefficients=Coefficients(d_divergence=weights))
         measure = _measure_of(
             divergence, tail, log_prob_min_clamp, loss_max_clamp, dtype, teacher_logps.dtype
         )
@@ -368,8 +368,8 @@ def topk_divergence(
         has_tail = topk.least_tail is not None and ids.shape[1] < head.weight.shape[0]
         check_masses("teacher_logps", topk.logps, has_tail=has_tail)
         rows = replace(rows, topk=topk)
-        job = plan(hidden, head, rows, run, memory, ranks, row_loss, entropy=False)
-    return Scores(**run_scores(job, row_loss, hidden.shape[:-1], has_ids=False))
+        job = plan(hidden, head, rows, run, memory, ranks, gradient, entropy=False)
+    return Scores(**run_scores(job, gradient, hidden.shape[:-1], has_ids=False))
 
 
 def _check_requested(arguments: Mapping[str, Any]) -> None:
