@@ -41,7 +41,8 @@ from grpo_kernels.loss import GRPOLoss, grpo_loss, policy_expectation, policy_lo
 from grpo_kernels.objective.config import LossConfig, preset_hint
 from grpo_kernels.objective.custom import TokenInputs, token_level
 from grpo_kernels.objective.expected import Expectation
-from grpo_kernels.results import LossOutput, Metrics, Scores
+from grpo_kernels.objective.metrics import Metrics
+from grpo_kernels.results import LossOutput, Scores
 from grpo_kernels.scores import linear_divergence, linear_logps, topk_divergence
 
 __version__ = VERSION

@@ -113,7 +113,6 @@ def _repr(x: Any) -> str:
 
 
 _LOGITS_DTYPES = choices(LogitsDtype)
-CONSTANTS = ("final_logit_softcapping", "logit_scale", "logits_dtype")
 
 
 @hints_names
@@ -211,6 +210,11 @@ class Head:
 HeadLike = Head | Tensor | nn.Module
 
 
+def is_module(head: Any) -> bool:
+    """True for a module, or a `Head` that has one as its weight."""
+    return isinstance(head.weight if isinstance(head, Head) else head, nn.Module)
+
+
 class StatesAndHead(NamedTuple):
     """Hidden states and head of one of a call's models."""
 
@@ -220,37 +224,13 @@ class StatesAndHead(NamedTuple):
 
 
 def with_its_group(hidden: Any, head: Any) -> Head:
-    """Set the process group of `head`, from the argument or from DTensors."""
+    """Make the `Head` of a call, with its process group from the argument or from DTensors."""
+    head = Head.of(head)
     if head.process_group is not None:
         check_group(head.process_group)
     elif is_dtensor(hidden) and is_dtensor(head.weight):
         return replace(head, process_group=_sharding_group(head.weight))
     return head
-
-
-def read_reference(reference: Any, head: Head, prefix: str) -> StatesAndHead:
-    """Read a call's second model, whose `Head` states its own constants."""
-    is_pair = isinstance(reference, tuple) and len(reference) == 2
-    hidden, other = reference if is_pair else (reference, None)
-    if other is None:
-        name, got = prefix.rstrip("."), type(reference).__name__
-        got += f" of {len(reference)}" if isinstance(reference, tuple) else ""
-        if isinstance(reference, nn.Module):
-            got += "; for a whole model, call causal_lm_"
-            got += "divergence(student, teacher, ...)" if name == "teacher" else "loss(model, ...)"
-        raise TypeError(f"{name}: expected a tuple (hidden, head), got {got}")
-    for name in () if isinstance(other, Head) else CONSTANTS:
-        if getattr(head, name) != getattr(Head, name):
-            raise ValueError(
-                f"{prefix}head: expected a Head that states its own {name}, since the other head's "
-                f"is {getattr(head, name)!r}, got {type(other).__name__}"
-            )
-    other = Head.of(other, f"{prefix}head")
-    if other.lora is not None:
-        raise ValueError(
-            f"{prefix}head.lora: expected None, since the head is a constant, got a LoRA"
-        )
-    return StatesAndHead(hidden, other, prefix)
 
 
 def read_heads(
@@ -393,12 +373,9 @@ def _check_lora(lora: LoRA, hidden: Tensor, weight: Tensor) -> None:
 
 def tensors_of(hidden: Tensor, head: Head, positions: Tensor) -> HeadTensors:
     """The tensors that products read: `hidden` (..., H) flattened, the adapter's at `positions`."""
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    if head.lora is None:
-        return HeadTensors(flat, head.weight, head.bias)
-    return HeadTensors(
-        flat, head.weight, head.bias, head.lora.project(hidden, positions), head.lora.b
-    )
+    lora, flat = head.lora, hidden.reshape(-1, hidden.shape[-1])
+    factors = () if lora is None else (lora.project(hidden, positions), lora.b)
+    return HeadTensors(flat, head.weight, head.bias, *factors)
 
 
 def needs_grad_of(hidden: Tensor, head: Head) -> HeadTensors:

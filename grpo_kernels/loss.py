@@ -78,6 +78,7 @@ from grpo_kernels.base.checks import (
     check_finite,
     check_ids,
     check_logps,
+    check_masses,
     check_ratios,
     check_tensor,
     did_you_mean,
@@ -91,19 +92,19 @@ from grpo_kernels.base.tensors import accumulator_of
 from grpo_kernels.engine.autograd import LossFromLogps, LossWithGradient, for_reading
 from grpo_kernels.engine.kept import score_kept
 from grpo_kernels.engine.plan import (
+    Job,
     Rows,
     Run,
     check_run,
     checked_on_all_ranks,
     dtype_and_memory,
     plan,
-    with_engine,
 )
 from grpo_kernels.engine.sweep import first_pass
 from grpo_kernels.engine.topk import TopKLogps, check_topk
-from grpo_kernels.head import HeadLike, read_heads
+from grpo_kernels.head import HeadLike, is_module, read_heads
 from grpo_kernels.kept_ids import KeptIds, read_kept_ids
-from grpo_kernels.module import takes_heads, whole_reference
+from grpo_kernels.module import read_reference, within_module
 from grpo_kernels.objective.config import (
     FIELDS,
     LossConfig,
@@ -112,7 +113,7 @@ from grpo_kernels.objective.config import (
     check_kind,
     check_names,
     check_objective,
-    config_with,
+    config_with_fields,
     warn_of_inputs,
 )
 from grpo_kernels.objective.custom import CustomLoss, PerTokenLoss
@@ -144,7 +145,7 @@ class LossInputKeywords(TypedDict, total=False):
     cu_seqlens: Tensor | None
 
 
-@takes_heads
+@outside_graphs
 def grpo_loss(
     hidden: Tensor,  # (B, T, H), or packed (N, H)
     head: HeadLike,
@@ -273,78 +274,64 @@ def grpo_loss(
             (ids, signs of log-probabilities, ratios, NaN) are checked on a CPU only. On a GPU, an
             id outside [0, V) or a NaN at a counted position makes the loss NaN.
     """
-    arguments = {**locals()}  # by name, as passed, for the helpers below and for other ranks
-    arguments["config"] = config = config_with(config, fields, _CALL_ARGUMENTS, "grpo_loss")
+    arguments = {**locals()}  # by name, as passed
+    config = config_with_fields(arguments, "grpo_loss")
+    if is_module(head):
+        return within_module(grpo_loss, arguments)
     with checked_on_all_ranks("grpo_loss", arguments) as (head, run, ranks):
         # heads and ids
         check_inputs(config, arguments, has_reference=reference is not None)
         second = None
-        if reference is not None:
-            second = whole_reference(reference, head, "reference.")
-        if not config.needs_reference_head:  # beta is 0
-            second = None
+        if config.needs_reference_head:
+            second = read_reference(reference, head, "reference.")
         dim = 3 if cu_seqlens is None else 2
         hidden, head, second = read_heads(hidden, head, second, dim=dim)
         check_ids("completion_ids", completion_ids, hidden)
-        if sampling_topk_ids is not None:
-            check_topk("sampling_topk_ids", sampling_topk_ids, hidden, sampling_topk_logps)
-        sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
 
         # the tokens that count, and their loss
         dtype, memory = dtype_and_memory(hidden, head, run, second)
         tokens = _tokens(completion_ids, dtype, arguments)
-        positions = tokens.layout.index
-        ids = completion_ids.reshape(-1)[positions].long()
-        rows = Rows(positions, ids, 1.0 / config.temperature)
-        if sampling_topk_ids is not None and sampling_topk_logps is not None:
-            # an entry that is -inf, or that repeats an earlier id, is padding
-            given = sampling_topk_ids.masked_fill(sampling_topk_logps == -torch.inf, -1)
-            given = given.detach().flatten(0, -2)[positions]
-            topk, padding = TopKLogps.of(given, ids, "sampling_topk_ids")
-            rows, tokens = replace(rows, topk=topk), tokens.without_topk(padding)
+        rows = Rows.of(completion_ids, tokens.layout.index, 1.0 / config.temperature)
+        if sampling_topk_ids is not None:
+            check_topk("sampling_topk_ids", sampling_topk_ids, hidden, sampling_topk_logps)
+            rows, tokens = _with_topk(rows, tokens, sampling_topk_ids, sampling_topk_logps)
         row_loss = _row_loss(config, objective, tokens, num_items_in_batch)
 
-        # which engine; over kept sets there is none
-        job = plan(hidden, head, rows, run, memory, ranks, reference=second)
-        if sets is None:
-            job = with_engine(job, run, row_loss)
+        # how it is computed; over kept sets without an engine
+        sets = None
+        if kept_ids is not None or on_missing_set != "error":
+            sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
+        of_engine = row_loss if sets is None else None
+        job = plan(hidden, head, rows, run, memory, ranks, of_engine, reference=second)
     if sets is not None:
-        over_vocab = expectation_of(row_loss) if on_missing_set == "full" else None
-        scores, of_sets = score_kept(
-            job, run, sets, completion_ids, on_missing_set,
-            lambda at: read_expected(over_vocab, completion_ids, at, dtype, entropy=True),
-            others={name: arguments[name] for name in LOGPS},
-        )  # fmt: skip
-        results = scores.logps, scores.entropies
-        out = _loss_of_logps(row_loss, *results, "kept_sets")
-        return replace(out, metrics=out.metrics.with_pairs({**out.metrics.pairs, **of_sets}))
+        return _loss_over_sets(job, run, sets, row_loss, arguments)
 
     # the loop over the rows; in one_pass and frozen it computes d hidden and d weight too
     first = first_pass(job, row_loss)
+    logps, entropies = first.stats.logps, first.stats.entropies
     with torch.no_grad():
-        # the loss
         evaluation = row_loss.evaluate(first.stats)
         if isinstance(row_loss, CustomLoss):
             row_loss.check_chunks(evaluation.coefficients)
-        results = first.stats.logps, first.stats.entropies
         # tokens whose gradient is computed, now or later
-        live = first.live_rows
-        count = rows.ids.new_full((), 0 if live is None else len(live))
+        count: int | Tensor = 0 if first.live_rows is None else len(first.live_rows)
         if job.when == "later":
             count = evaluation.has_gradient.sum()
-        metrics = loss_metrics(row_loss, *results, evaluation, count)
-        logps, entropies = map(tokens.layout.scatter, results)
+        metrics = loss_metrics(row_loss, logps, entropies, evaluation, count)
     # a backward reads the coefficients only if `first` does not have their gradient
     loss = LossWithGradient.apply(
         job, evaluation.loss, first, evaluation.coefficients, *job.tensors
     )
-    logps, entropies = for_reading(loss, logps, entropies)
-    return LossOutput(loss, logps, entropies, metrics, job.engine, job.backend.name)
+    results = for_reading(loss, tokens.layout, logps, entropies)
+    return LossOutput(loss, *results, metrics, job.engine, job.backend.name)
 
 
-_CALL_ARGUMENTS = [name for name in inspect.signature(grpo_loss).parameters if name != "fields"]
 _OWN_ARGUMENTS = ("config", "objective", "run")  # of `GRPOLoss` itself, besides the fields
-_MODULES_CALL = [name for name in _CALL_ARGUMENTS if name not in _OWN_ARGUMENTS]
+_MODULES_CALL = [
+    name
+    for name in inspect.signature(grpo_loss).parameters
+    if name not in (*_OWN_ARGUMENTS, "fields")
+]
 
 
 @hints_names
@@ -454,16 +441,7 @@ class GRPOLoss(nn.Module):
 
     # `nn.Module` declares that a call, which runs hooks and `forward`, returns Any.
     if TYPE_CHECKING:
-
-        def __call__(
-            self,
-            hidden: Tensor,
-            head: HeadLike,
-            completion_ids: Tensor,
-            completion_mask: Tensor | None,
-            advantages: Tensor,
-            **inputs: Unpack[LossInputKeywords],
-        ) -> LossOutput: ...
+        __call__ = forward
 
     def extra_repr(self) -> str:
         """The config, as ``print(loss_fn)`` shows it."""
@@ -521,9 +499,7 @@ def policy_loss_from_logps(
         RuntimeError: the loss was differentiated twice.
     """
     arguments = {**locals()}
-    arguments["config"] = config = config_with(
-        config, fields, _LOGPS_ARGUMENTS, "policy_loss_from_logps"
-    )
+    config = config_with_fields(arguments, "policy_loss_from_logps")
     check_inputs(config, arguments)
     if "temperature" in fields:
         warn_once("temperature: not used, since logps include it; pass it where you compute them")
@@ -549,11 +525,6 @@ def policy_loss_from_logps(
     absent: Any = None
     pairs = {name: x for name, x in out.metrics.pairs.items() if name != "entropy"}
     return replace(out, entropies=absent, metrics=out.metrics.with_pairs(pairs))
-
-
-_LOGPS_ARGUMENTS = [
-    name for name in inspect.signature(policy_loss_from_logps).parameters if name != "fields"
-]
 
 
 @hints_names
@@ -599,13 +570,13 @@ def policy_expectation(
 
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
-_TOKEN_INPUTS = (*LOGPS, "importance_sampling_ratio", "sampling_topk_logps", "cu_seqlens")
+_TOKEN_INPUTS = (*LOGPS, "importance_sampling_ratio", "cu_seqlens")
 # In the helpers below, `arguments` are the arguments of a public call by name, as passed.
 
 
 def _tokens(like: Tensor, dtype: torch.dtype, arguments: Mapping[str, Any]) -> Tokens:
     """Check and select the tokens that count; warn of inputs that nothing reads."""
-    inputs = {name: arguments[name] for name in _TOKEN_INPUTS if name in arguments}
+    inputs = {name: arguments[name] for name in _TOKEN_INPUTS}
     mask, advantages = arguments["completion_mask"], arguments["advantages"]
     tokens = read_tokens(like, mask, advantages, dtype, **inputs)
     for name in LOGPS:
@@ -617,6 +588,17 @@ def _tokens(like: Tensor, dtype: torch.dtype, arguments: Mapping[str, Any]) -> T
         warn_of_graph(name, arguments[name], more)
     warn_of_inputs(tokens, arguments)
     return tokens
+
+
+def _with_topk(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tuple[Rows, Tokens]:
+    """Add the sampler's most likely ids (..., K), and their log-probabilities."""
+    ids, logps = (x.detach().flatten(0, -2)[rows.positions] for x in (ids, logps))
+    # an entry that is -inf, or that repeats an earlier id, is padding
+    ids = ids.masked_fill(logps == -torch.inf, -1)
+    topk, padding = TopKLogps.of(ids, rows.ids, "sampling_topk_ids")
+    logps = logps.to(tokens.advantages.dtype).masked_fill(padding, -torch.inf)
+    check_masses("sampling_topk_logps", logps)
+    return replace(rows, topk=topk), replace(tokens, sampling_topk_logps=logps)
 
 
 def _row_loss(
@@ -635,6 +617,25 @@ def _row_loss(
     if objective is None:
         return of_config
     return CustomLoss(objective, tokens, of_config, has_entropies=has_entropies)
+
+
+def _loss_over_sets(
+    job: Job,
+    run: Run,
+    sets: KeptIds,
+    row_loss: PolicyLoss | CustomLoss,
+    arguments: Mapping[str, Any],
+) -> LossOutput:
+    """The loss of log-probabilities over kept sets, for the planned rows."""
+    ids, on_missing_set = arguments["completion_ids"], arguments["on_missing_set"]
+    over_vocab = expectation_of(row_loss) if on_missing_set == "full" else None
+    scores, of_sets = score_kept(
+        job, run, sets, ids, on_missing_set,
+        lambda at: read_expected(over_vocab, ids, at, job.accumulator_dtype, entropy=True),
+        others={name: arguments[name] for name in LOGPS},
+    )  # fmt: skip
+    out = _loss_of_logps(row_loss, scores["logps"], scores["entropies"], "kept_sets")
+    return replace(out, metrics=out.metrics.with_pairs({**out.metrics.pairs, **of_sets}))
 
 
 def _loss_of_logps(
@@ -657,5 +658,5 @@ def _loss_of_logps(
         )
     loss = LossFromLogps.apply(logps, entropies, evaluation.loss, d_logp, d_entropy, layout)
     metrics = loss_metrics(row_loss, *numbers, evaluation, evaluation.has_gradient.sum())
-    results = for_reading(loss, *map(layout.scatter, numbers))
+    results = for_reading(loss, layout, *numbers)
     return LossOutput(loss, *results, metrics, engine, "torch")

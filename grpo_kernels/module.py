@@ -17,14 +17,16 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.base.checks import is_dtensor, outside_graphs
-from grpo_kernels.head import Head, LoRA, StatesAndHead, read_reference
+from grpo_kernels.base.checks import is_dtensor
+from grpo_kernels.head import Head, LoRA, StatesAndHead
 
+# of a `Head`: logits that a weight or a module cannot state
+_CONSTANTS = ("final_logit_softcapping", "logit_scale", "logits_dtype")
 _PEFT_LORA = ("peft.tuners.lora.layer", "Linear")
 # Modules whose hooks are left alone: FSDP2's and ZeRO-3's, which `forward` runs, and
 # `causal_lm_loss`'s
@@ -40,29 +42,48 @@ _REFUSED = {
     "_backward_pre_hooks": "backward pre-hook",
     "_forward_pre_hooks": "forward pre-hook",
 }
-F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
 Compute = Callable[[Tensor], tuple[Tensor, ...]]
 
 
-def whole_reference(reference: Any, head: Head, prefix: str) -> StatesAndHead:
-    """Read a call's second model; its head's module becomes whole weight and bias.
+def read_reference(reference: Any, head: Head, prefix: str) -> StatesAndHead:
+    """Read a call's second model, whose `Head` states its own constants.
 
-    This is a collective if FSDP2 or ZeRO-3 has divided them. A head that is divided over a process
-    group stays divided.
+    Its head's module becomes whole weight and bias. This is a collective if FSDP2 or ZeRO-3 has
+    divided them. A head that is divided over a process group stays divided.
     """
-    second = read_reference(reference, head, prefix)
-    other = second.head
-    if not isinstance(other.weight, nn.Module):
-        return second
-    if other.bias is not None:
+    is_pair = isinstance(reference, tuple) and len(reference) == 2
+    hidden, other = reference if is_pair else (reference, None)
+    if other is None:
+        name, got = prefix.rstrip("."), type(reference).__name__
+        got += f" of {len(reference)}" if isinstance(reference, tuple) else ""
+        if isinstance(reference, nn.Module):
+            got += "; for a whole model, call causal_lm_"
+            got += "divergence(student, teacher, ...)" if name == "teacher" else "loss(model, ...)"
+        raise TypeError(f"{name}: expected a tuple (hidden, head), got {got}")
+    for name in () if isinstance(other, Head) else _CONSTANTS:
+        if getattr(head, name) != getattr(Head, name):
+            raise ValueError(
+                f"{prefix}head: expected a Head that states its own {name}, since the other head's "
+                f"is {getattr(head, name)!r}, got {type(other).__name__}"
+            )
+    other = Head.of(other, f"{prefix}head")
+    if other.lora is not None:
         raise ValueError(
-            f"{prefix}head.bias: expected None, since the module has its own bias, got another one"
+            f"{prefix}head.lora: expected None, since the head is a constant, got a LoRA"
         )
-    check_module(other.weight, f"{prefix}head")
-    check_present(other.weight, f"{prefix}head")
-    sharded = head.process_group is not None
-    weight, bias = constant_parameters(other.weight, f"{prefix}head", sharded=sharded)
-    return second._replace(head=replace(other, weight=weight, bias=bias))
+    if isinstance(other.weight, nn.Module):
+        if other.bias is not None:
+            raise ValueError(
+                f"{prefix}head.bias: expected None, since the module has its own bias, got another "
+                "one"
+            )
+        check_module(other.weight, f"{prefix}head")
+        check_present(other.weight, f"{prefix}head")
+        sharded = head.process_group is not None
+        weight, bias = constant_parameters(other.weight, f"{prefix}head", sharded=sharded)
+        other = replace(other, weight=weight, bias=bias)
+    return StatesAndHead(hidden, other, prefix)
 
 
 def linear_of(lm_head: nn.Module, name: str = "lm_head") -> nn.Linear:
@@ -220,7 +241,10 @@ def adapters_of(module: Any) -> list[tuple[str, str]]:
 
 
 def check_module(lm_head: nn.Module, name: str = "lm_head") -> None:
-    """Raise unless a call may replace the head's forward; errors call the head `name`."""
+    """Raise unless a call may replace the head's forward; errors call the head `name`.
+
+    The call could not respect hooks on logits, of the head or of its submodules.
+    """
     for module in (lm_head, linear_of(lm_head, name)):
         # accelerate's forward changes no number
         if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
@@ -228,7 +252,17 @@ def check_module(lm_head: nn.Module, name: str = "lm_head") -> None:
                 f"{name}: expected an nn.Linear with its own forward, got one whose forward was "
                 "replaced"
             )
-    check_hooks(lm_head, name)
+    for path, module in lm_head.named_modules():
+        for attribute, kind in _REFUSED.items():
+            if module is lm_head and attribute == "_forward_pre_hooks":
+                continue
+            hooks = foreign_hooks(module, attribute)
+            if hooks:
+                where = f"{name}.{path}" if path else name
+                raise TypeError(
+                    f"{where}: expected no {kind}, since no logits are computed for it, got "
+                    f"{', '.join(hooks)}"
+                )
 
 
 def check_present(lm_head: nn.Module, name: str = "lm_head") -> None:
@@ -265,26 +299,12 @@ def rank_groups(module: nn.Module) -> Sequence[Any]:
     return [] if largest is None else [largest.get_group(i) for i in range(largest.ndim)]
 
 
-def takes_heads(function: F) -> F:
-    """Decorate a public call with a `Head` as its second argument: it takes modules too."""
+def within_module(call: Callable[..., R], arguments: dict[str, Any]) -> R:
+    """Make a public call whose head is a module, with a head of the module's parameters.
 
-    @outside_graphs
-    @functools.wraps(function)
-    def call(hidden: Any, head: Any, *args: Any, **options: Any) -> Any:
-        head = Head.of(head)
-        if not isinstance(head.weight, nn.Module):
-            return function(hidden, head, *args, **options)
-
-        def with_parameters(states: Tensor, own: Head) -> Any:
-            return function(states, own, *args, **options)
-
-        return within_module(with_parameters, hidden, head)
-
-    return cast(Any, call)
-
-
-def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Head) -> Any:
-    """Make ``call(hidden, head)`` with a head of the module's parameters."""
+    They are whole in forward and backward. `arguments` are the call's arguments by name, as passed.
+    """
+    head = Head.of(arguments["head"])
     module: nn.Module = head.weight
     check_module(module, "head")
     check_present(module, "head")
@@ -293,15 +313,17 @@ def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Hea
             "head.bias: expected None with a module as the weight, got a tensor; pass the module's "
             "weight, or set the module's own bias"
         )
-    done: list[Any] = []  # the result of the call
-    # True if `within_forwards` calls the module, and so runs its hooks
-    hooks_have_run = is_fsdp_unit(module) or module in divided_modules(module)
+    is_unit = is_fsdp_unit(module)
+    # The module is called, since `register_fsdp_forward_method` of torch 2.11 begins a unit of
+    # several modules anew.
+    called = [module] if is_unit else divided_modules(module)
+    done: list[tuple[Any, tuple[Tensor, ...]]] = []  # the call's result, and tensors of it
 
     def attached(output: Any) -> dict[str, Tensor]:  # of a `LossOutput` or `Scores`
         return {"loss": output.loss} if "loss" in vars(output) else output.given
 
     def compute(hidden: Tensor) -> tuple[Tensor, ...]:
-        if not hooks_have_run:
+        if module not in called:  # a call of the module runs its hooks
             hidden = run_pre_hooks(module, hidden, "head")
         weight, bias, lora = parameters_of(module, hidden, "head")
         if lora is not None and head.lora is not None:
@@ -309,36 +331,20 @@ def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Hea
                 "head.lora: expected None, since PEFT's adapters are taken from the module, got a "
                 "LoRA"
             )
-        output = call(hidden, replace(head, weight=weight, bias=bias, lora=lora or head.lora))
-        done.append(output)
-        return tuple(x.clone() for x in attached(output).values())  # no views: FSDP2 warns of them
+        own = replace(head, weight=weight, bias=bias, lora=lora or head.lora)
+        output: Any = call(**{**arguments, "hidden": hidden, "head": own})
+        tensors = tuple(x.clone() for x in attached(output).values())  # no views: FSDP2 warns
+        done.append((output, tensors))
+        return tensors
 
-    results, output = within_head(module, compute, hidden), done[0]
-    return replace(output, **dict(zip(attached(output), results, strict=True)))
-
-
-def within_head(head: nn.Module, compute: Compute, hidden: Tensor) -> tuple[Tensor, ...]:
-    """Call ``compute(hidden)`` with the parameters of `head` whole in forward and backward.
-
-    The results keep the values and dtypes of `compute`; under ZeRO-3 they are new tensors with
-    ZeRO-3's backward hooks.
-    """
-    if not is_fsdp_unit(head):
-        return within_forwards(divided_modules(head), compute, hidden)
+    results = within_forwards(called, compute, arguments["hidden"])
+    output, tensors = done[0]
     # FSDP2's mixed precision rounds tensors among the arguments and results of a forward: old
     # log-probabilities, advantages. It does not look into a function, so `compute` holds the
     # arguments. It must see the results, to hook the backward to them; the rounded results that it
-    # may return are not used.
-    done: list[tuple[Tensor, ...]] = []
-
-    def recorded(hidden: Tensor) -> tuple[Tensor, ...]:
-        done.append(compute(hidden))
-        return done[0]
-
-    # The module is called, since `register_fsdp_forward_method` of torch 2.11 begins a unit of
-    # several modules anew.
-    within_forwards([head], recorded, hidden)
-    return done[0]
+    # may return are not used. Those of ZeRO-3 are new tensors with its backward hooks.
+    results = tensors if is_unit else results
+    return replace(output, **dict(zip(attached(output), results, strict=True)))
 
 
 def within_forwards(
@@ -360,21 +366,6 @@ def within_forwards(
         del first.forward
         if replaced is not None:
             first.forward = replaced
-
-
-def check_hooks(lm_head: nn.Module, name: str = "lm_head") -> None:
-    """Raise if scoring could not respect a hook on `lm_head` or one of its submodules."""
-    for path, module in lm_head.named_modules():
-        for attribute, kind in _REFUSED.items():
-            if module is lm_head and attribute == "_forward_pre_hooks":
-                continue
-            hooks = foreign_hooks(module, attribute)
-            if hooks:
-                where = f"{name}.{path}" if path else name
-                raise TypeError(
-                    f"{where}: expected no {kind}, since no logits are computed for it, got "
-                    f"{', '.join(hooks)}"
-                )
 
 
 def foreign_hooks(module: nn.Module, attribute: str = "_forward_hooks") -> list[str]:

@@ -5,50 +5,18 @@ states and the weight from the logits that it already has. The backward finds th
 the expected and the actual upstream gradient, and recomputes only the rows that do not match. The
 gradient is always exact; a correct expectation saves the recomputation.
 
-**Kept sets.** A truncating sampler (top-k, top-p, min-p) draws y from the softmax over its kept set
-S, the ids that remain after the truncation. The policy trained on y has the same support as the
-sampler only if its log-probabilities are taken over S, too (https://arxiv.org/abs/2512.02556, keep
-sampling mask)::
+The formulas and their derivatives::
 
-    logp = z_y - log sum_{j in S} exp z_j
-
-Only the head's rows for S are read. They are gathered for a few positions at a time and multiplied
-by the hidden states of these positions. There are three products: one in the forward, and one for
-each of the gradients of the hidden states and the weight. For N positions with K ids each, a
-product takes 2NKH floating point operations, or 2NK(H + r) with an adapter of rank r on the head.
-Positions are sorted by decreasing set size, so short sets get little padding. An id that is alone
-in its set has log-probability 0 for any logit and costs nothing.
-
-**A teacher's distribution.** On-policy distillation (https://arxiv.org/abs/2306.13649) moves a
-student toward a teacher on the student's samples::
-
-    reverse_kl    D = KL(p || q) = sum_v p_v log(p_v / q_v)       p the student's, q the teacher's
-    forward_kl    D = KL(q || p)
-    jsd           D = (1 - beta) KL(p || m) + beta KL(q || m)     m = (1 - beta) p + beta q
-
-The logits of both heads are computed once for each chunk of rows. The gradient of D is linear in
-the upstream gradient, so the forward computes it for the expected upstream gradient, and the
-backward scales it. Each row therefore takes two products for the logits, and one for each of the
-gradients of the hidden states and the weight. `grpo_kernels.backends.divergence` shows how the sums
-avoid cancellation where p and q nearly agree.
-
-**A teacher's K ids.** Inference servers return a teacher's K most likely ids and their
-log-probabilities, not its hidden states. Let q_k be the teacher's and p_k the student's
-probabilities of these ids, over the whole vocabulary. The other ids form the tail, with
-probabilities q_r = 1 - sum_k q_k and p_r = 1 - sum_k p_k::
-
-    forward_kl               D = sum_k q_k log(q_k / p_k)
-    forward_kl with a tail   D = sum_k q_k log(q_k / p_k) + q_r log(q_r / p_r)
-    reverse_kl with a tail   D = sum_k p_k log(p_k / q_k) + p_r log(p_r / q_r)
-
-With a tail, D is a divergence between two distributions over K + 1 outcomes; it is never negative,
-and 0 only where the distributions agree. Without a tail, the forward KL has no such bound. The
-logits of a chunk of rows are computed once, and the gradient of D is computed from them. For any K,
-this takes one head's products in one pass.
+    linear_logps         backends/torch_rows.py
+      over kept sets     engine/kept.py
+      of K more ids      engine/topk.py
+    linear_divergence    backends/divergence.py
+    topk_divergence      engine/topk.py
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -64,6 +32,7 @@ from grpo_kernels.base.checks import (
     check_number,
     check_tensor,
     is_dtensor,
+    outside_graphs,
     warn_of_graph,
     warn_once,
 )
@@ -83,12 +52,11 @@ from grpo_kernels.engine.plan import (
     checked_on_all_ranks,
     dtype_and_memory,
     plan,
-    with_engine,
 )
 from grpo_kernels.engine.topk import TopKLogps, TopKTeacher, check_topk
-from grpo_kernels.head import Head, HeadLike, StatesAndHead, read_heads
+from grpo_kernels.head import Head, HeadLike, StatesAndHead, is_module, read_heads
 from grpo_kernels.kept_ids import KeptIds, read_kept_ids
-from grpo_kernels.module import takes_heads, whole_reference
+from grpo_kernels.module import read_reference, within_module
 from grpo_kernels.objective.expected import (
     Expectation,
     Expected,
@@ -101,7 +69,7 @@ from grpo_kernels.results import Scores
 from grpo_kernels.tokens import counted_positions
 
 
-@takes_heads
+@outside_graphs
 def linear_logps(
     hidden: Tensor,  # (..., H)
     head: HeadLike,
@@ -192,52 +160,39 @@ def linear_logps(
             breaks these rules gives NaN.
     """
     arguments = {**locals()}
-    if kept_ids is None:
-        if not isinstance(entropy, bool):
-            raise TypeError(f"entropy: expected a bool without kept_ids, got {entropy!r}")
-    elif not isinstance(entropy, bool) and entropy != "full":
-        raise ValueError(f"entropy: expected True, False or 'full', got {entropy!r}")
-    elif extras:
-        raise ValueError(f"extras: expected none with kept_ids, got {extras}")
-    if topk_ids is not None:
-        for name, x in (("kept_ids", kept_ids), ("expected", expected)):
-            if x is not None:
-                raise ValueError(f"{name}: expected None with topk_ids, got {type(x).__name__}")
+    if is_module(head):
+        return within_module(linear_logps, arguments)
     with checked_on_all_ranks("linear_logps", arguments) as (head, run, ranks):
+        _check_requested(arguments)
         hidden, head, _ = read_heads(hidden, head)
         check_ids("completion_ids", completion_ids, hidden)
-        given: Any = extras
-        if isinstance(given, str):
-            raise TypeError(f"extras: expected a tuple of names, got {given!r}; pass ({given!r},)")
-        if unknown := {*extras} - {*EXTRAS}:
-            named = ", ".join(EXTRAS)
-            raise ValueError(f"extras: expected some of {named}, got {sorted(unknown)}")
         dtype, memory = dtype_and_memory(hidden, head, run)
         rows = _read_rows(dtype, completion_ids, completion_mask, temperature)
 
         def expected_at(positions: Tensor) -> ExpectedGradient:
             return read_expected(expected, completion_ids, positions, dtype, entropy=bool(entropy))
 
-        # read even if few rows or none need it
         gradient = expected_at(rows.positions)
-        sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
+        sets = None
+        if kept_ids is not None or on_missing_set != "error":
+            sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
         if topk_ids is not None:
             check_topk("topk_ids", topk_ids, hidden)
             ids = topk_ids.detach().flatten(0, -2)[rows.positions]
             rows = replace(rows, topk=TopKLogps.of(ids, rows.ids)[0])
         job = plan(
-            hidden, head, rows, run, memory, ranks, entropy=bool(entropy), extras=tuple(extras)
-        )
-        if sets is None:
-            job = with_engine(job, run, gradient)
+            hidden, head, rows, run, memory, ranks, gradient if sets is None else None,
+            entropy=bool(entropy), extras=tuple(extras),
+        )  # fmt: skip
     if sets is None:
-        return run_scores(job, gradient, completion_ids.shape)
-    return score_kept(job, run, sets, completion_ids, on_missing_set, expected_at, entropy=entropy)[
-        0
-    ]
+        return Scores(**run_scores(job, gradient, completion_ids.shape))
+    scores, _ = score_kept(
+        job, run, sets, completion_ids, on_missing_set, expected_at, entropy=entropy
+    )
+    return Scores(**scores)
 
 
-@takes_heads
+@outside_graphs
 def linear_divergence(
     hidden: Tensor,  # (..., H)
     head: HeadLike,
@@ -304,9 +259,12 @@ def linear_divergence(
     Without a mask, you can capture the call in a CUDA graph. In a graph, a trainable head takes
     two passes.
     """
-    arguments, jsd_beta = {**locals()}, _beta_of(divergence, beta)
+    arguments = {**locals()}
+    if is_module(head):
+        return within_module(linear_divergence, arguments)
     with checked_on_all_ranks("linear_divergence", arguments) as (head, run, ranks):
-        second: Any = whole_reference(teacher, head, "teacher.")
+        jsd_beta = _beta_of(divergence, beta)
+        second: Any = read_reference(teacher, head, "teacher.")
         if ranks is None:
             head, second = _over_common_ids(head, second)
         if not isinstance(entropy, bool):
@@ -321,15 +279,14 @@ def linear_divergence(
             expected, hidden, completion_ids, rows.positions, dtype, entropy=entropy
         )
         job = plan(
-            hidden, head, rows, run, memory, ranks,
+            hidden, head, rows, run, memory, ranks, gradient,
             reference=second, jsd_beta=jsd_beta, entropy=entropy,
         )  # fmt: skip
-        job = with_engine(job, run, gradient)
     has_ids = completion_ids is not None
-    return run_scores(job, gradient, hidden.shape[:-1], has_ids=has_ids)
+    return Scores(**run_scores(job, gradient, hidden.shape[:-1], has_ids=has_ids))
 
 
-@takes_heads
+@outside_graphs
 def topk_divergence(
     hidden: Tensor,  # (..., H)
     head: HeadLike,
@@ -391,6 +348,8 @@ def topk_divergence(
             a position with an invalid id gives NaN.
     """
     arguments = {**locals()}
+    if is_module(head):
+        return within_module(topk_divergence, arguments)
     with checked_on_all_ranks("topk_divergence", arguments) as (head, run, ranks):
         hidden, head, _ = read_heads(hidden, head)
         check_topk("teacher_ids", teacher_ids, hidden, teacher_logps)
@@ -398,20 +357,40 @@ def topk_divergence(
         dtype, memory = dtype_and_memory(hidden, head, run)
         rows = _read_rows(dtype, _no_ids(hidden), completion_mask, temperature)
         weights = divergence_weights("expected", expected, hidden, rows.positions, dtype)
+        gradient = ExpectedGradient(Coefficients(d_divergence=weights))
         measure = _measure_of(
             divergence, tail, log_prob_min_clamp, loss_max_clamp, dtype, teacher_logps.dtype
         )
         ids, logps = (
             x.detach().flatten(0, -2)[rows.positions] for x in (teacher_ids, teacher_logps)
         )
-        gradient = ExpectedGradient(Coefficients(d_divergence=weights))
         topk = TopKTeacher.of(ids, logps, measure)
         has_tail = topk.least_tail is not None and ids.shape[1] < head.weight.shape[0]
         check_masses("teacher_logps", topk.logps, has_tail=has_tail)
         rows = replace(rows, topk=topk)
-        job = plan(hidden, head, rows, run, memory, ranks, entropy=False)
-        job = with_engine(job, run, gradient)
-    return run_scores(job, gradient, hidden.shape[:-1], has_ids=False)
+        job = plan(hidden, head, rows, run, memory, ranks, gradient, entropy=False)
+    return Scores(**run_scores(job, gradient, hidden.shape[:-1], has_ids=False))
+
+
+def _check_requested(arguments: Mapping[str, Any]) -> None:
+    """Check which results a call of `linear_logps` asks for, and that they go together."""
+    entropy, extras, kept_ids = (arguments[name] for name in ("entropy", "extras", "kept_ids"))
+    if kept_ids is None:
+        if not isinstance(entropy, bool):
+            raise TypeError(f"entropy: expected a bool without kept_ids, got {entropy!r}")
+    elif not isinstance(entropy, bool) and entropy != "full":
+        raise ValueError(f"entropy: expected True, False or 'full', got {entropy!r}")
+    elif extras:
+        raise ValueError(f"extras: expected none with kept_ids, got {extras}")
+    if isinstance(extras, str):
+        raise TypeError(f"extras: expected a tuple of names, got {extras!r}; pass ({extras!r},)")
+    if unknown := {*extras} - {*EXTRAS}:
+        named = ", ".join(EXTRAS)
+        raise ValueError(f"extras: expected some of {named}, got {sorted(unknown)}")
+    for name in () if arguments["topk_ids"] is None else ("kept_ids", "expected"):
+        if arguments[name] is not None:
+            got = type(arguments[name]).__name__
+            raise ValueError(f"{name}: expected None with topk_ids, got {got}")
 
 
 def _no_ids(hidden: Tensor) -> Tensor:
@@ -442,7 +421,7 @@ def _read_rows(
                 f"temperature: expected finite numbers > 0 at unmasked positions, got {got}"
             )
         inverse = (1.0 / rows)[:, None]
-    return Rows(positions, ids.detach().reshape(-1)[positions].long(), inverse)
+    return Rows.of(ids, positions, inverse)
 
 
 def _over_common_ids(head: Head, teacher: StatesAndHead) -> tuple[Head, StatesAndHead]:

@@ -8,7 +8,7 @@ packed (N,) batches look the same.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 from grpo_kernels.base.checks import (
     check_mask,
     check_mask_values,
-    check_masses,
     check_not_swapped,
     check_shape,
     check_tensor,
@@ -95,17 +94,8 @@ class Tokens:
         The layout and numbers per sequence stay those of all tokens.
         """
         whole = ("layout", "sampling_ratio_per_sequence", "advantages_per_sequence")
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Tokens(
-            **{name: x if x is None or name in whole else x[index] for name, x in values.items()}
-        )
-
-    def without_topk(self, which: Tensor) -> Tokens:
-        """Turn some of the sampler's K ids, (n, K) bool, into padding."""
-        assert self.sampling_topk_logps is not None
-        logps = self.sampling_topk_logps.masked_fill(which, -torch.inf)
-        check_masses("sampling_topk_logps", logps)
-        return replace(self, sampling_topk_logps=logps)
+        values = vars(self).items()
+        return Tokens(**{k: x if x is None or k in whole else x[index] for k, x in values})
 
     def __len__(self) -> int:
         return self.advantages.shape[0]
@@ -122,16 +112,20 @@ def counted_positions(mask: Tensor | None, ids: Tensor) -> Tensor:
     if mask is None:
         return torch.arange(ids.numel(), device=ids.device)
     mask = mask.detach().reshape(-1)
-    counts = mask.ne(0)
+    counts, on_cpu = mask.ne(0), mask.device.type == "cpu"
     # integers only on a CPU, since on a GPU the search takes 4 launches
-    searched = mask.is_floating_point() or (mask.dtype != torch.bool and mask.device.type == "cpu")
+    searched = mask.dtype != torch.bool and (on_cpu or mask.is_floating_point())
     if mask.numel() == 0 or not searched:
         return counts.nonzero()[:, 0]
-    # a value other than 0 and 1 sets all flags and one extra flag. The host reads the number of
-    # indices anyway, and a number above the size of the mask reveals such a value.
-    odd = mask.ne(counts).any()
-    positions = (torch.cat([counts, odd[None]]) | odd).nonzero()[:, 0]
-    if positions.shape[0] <= mask.shape[0]:
+    odd = mask.ne(counts).any()  # a value other than 0 and 1
+    if on_cpu:
+        positions, is_odd = counts.nonzero()[:, 0], bool(odd)
+    else:
+        # Such a value sets all flags and one extra flag. The host reads the number of indices
+        # anyway, and a number above the size of the mask reveals the value.
+        positions = (torch.cat([counts, odd[None]]) | odd).nonzero()[:, 0]
+        is_odd = positions.shape[0] > mask.shape[0]
+    if not is_odd:
         return positions
     check_not_swapped("completion_ids", ids, "completion_mask", mask)
     check_mask_values(mask)
@@ -146,7 +140,6 @@ def read_tokens(
     *,
     cu_seqlens: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
-    sampling_topk_logps: Tensor | None = None,
     **logps: Tensor | None,
 ) -> Tokens:
     """Check the per-token arguments of a loss and select the counted tokens, numbers in `dtype`.
@@ -191,19 +184,16 @@ def read_tokens(
     def either(x: Tensor) -> Tensor:
         return rows(x, layout.sequence if per_sequence(x) else positions)
 
-    sampling_ratio_per_sequence = topk = None
+    sampling_ratio_per_sequence = None
     if ratio is not None and per_sequence(ratio):
         # a sequence without a counted token has ratio 1, like a computed ratio; its value is unread
         given = ratio.detach().reshape(-1).to(dtype)
         sampling_ratio_per_sequence = torch.where(layout.lengths > 0, given, 1.0)
-    if sampling_topk_logps is not None:
-        topk = sampling_topk_logps.detach().flatten(0, -2)[positions].to(dtype)
     return Tokens(
         layout=layout,
         advantages=either(advantages),
         advantages_per_sequence=per_sequence(advantages),
         importance_sampling_ratio=None if ratio is None else either(ratio),
         sampling_ratio_per_sequence=sampling_ratio_per_sequence,
-        sampling_topk_logps=topk,
         **{name: None if x is None else rows(x, positions) for name, x in logps.items()},
     )

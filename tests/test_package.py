@@ -38,12 +38,12 @@ HEAVY += ["transformers", "triton", "trl", "verl"]
 # them
 REACHES: dict[str, set[str]] = {"base": set(), "patching": set()}
 REACHES |= {name: {"base"} for name in ("advantages", "rewards", "rollouts")}
-REACHES |= {name: {"base"} for name in ("backends", "head", "results", "tokens")}
+REACHES |= {name: {"base"} for name in ("backends", "head", "tokens")}
 REACHES |= {
     # the vocabulary, and no policy
-    "engine": {"base", "backends", "head", "results", "tokens"},
+    "engine": {"base", "backends", "head", "tokens"},
     # the policy, and no vocabulary
-    "objective": {"base", "backends", "results", "tokens"},
+    "objective": {"base", "backends", "tokens"},
     # the model below the head, and no loss
     "body": {"base", "head", "patching"},
 }
@@ -56,7 +56,7 @@ FILES_OF = {name: {name} for name in REACHES} | {
     "objective": {"objectives", "presets", "testing"},
     "tokens": {"tokens", "kept_ids"},
     "head": {"head", "module"},
-    "calls": {"loss", "scores", "typing"},
+    "calls": {"loss", "results", "scores", "typing"},
     "verl": {"verl_plugin"},
     "commands": {"__main__"},
 }

@@ -37,7 +37,6 @@ from grpo_kernels.engine.sweep import FirstPass, first_pass, gradient_work, indi
 from grpo_kernels.engine.topk import TopKTeacher
 from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import HeadTensors
-from grpo_kernels.results import Scores
 from grpo_kernels.tokens import Layout
 
 F = TypeVar("F", bound=type[torch.autograd.Function])
@@ -93,15 +92,17 @@ class _Refusal(torch.autograd.Function):
 
 
 class _ForReading(torch.autograd.Function):
-    """Copies of results that have no gradient; a backward through them raises.
+    """Results (n,) that have no gradient, in the caller's shape; a backward through them raises.
 
     `leaf` ends their graph, so storing them does not hold the loss's graph.
     """
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, leaf: Tensor, layout: Layout, logps: Tensor, entropies: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        return logps.clone(), entropies.clone()
+        return layout.scatter(logps), layout.scatter(entropies)
 
     @staticmethod
     def backward(ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None) -> None:
@@ -114,12 +115,17 @@ class _ForReading(torch.autograd.Function):
                 )
 
 
-def for_reading(loss: Tensor, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
-    """The results beside `loss`; if the loss has a gradient, a backward through them raises."""
+def for_reading(
+    loss: Tensor, layout: Layout, logps: Tensor, entropies: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The results (n,) beside `loss`, in the caller's shape.
+
+    If the loss has a gradient, a backward through them raises.
+    """
     if not loss.requires_grad:
-        return logps, entropies
+        return layout.scatter(logps), layout.scatter(entropies)
     leaf = torch.empty(0, requires_grad=True)
-    results: tuple[Tensor, Tensor] = _ForReading.apply(leaf, logps, entropies)
+    results: tuple[Tensor, Tensor] = _ForReading.apply(leaf, layout, logps, entropies)
     return results
 
 
@@ -245,8 +251,10 @@ class LinearScores(torch.autograd.Function):
             return None, None, *_input_gradients(ctx.shapes_and_dtypes, job, *found)
 
 
-def run_scores(job: Job, row_loss: RowLoss, shape: torch.Size, *, has_ids: bool = True) -> Scores:
-    """Run one forward; return the results in the shape of the positions."""
+def run_scores(
+    job: Job, row_loss: RowLoss, shape: torch.Size, *, has_ids: bool = True
+) -> dict[str, Tensor]:
+    """Run one forward; return the results by name, in the shape of the positions."""
     first = first_pass(job, row_loss)
     logps, entropies, divergence, topk, *extras = LinearScores.apply(job, first, *job.tensors)
     results = {
@@ -257,8 +265,7 @@ def run_scores(job: Job, row_loss: RowLoss, shape: torch.Size, *, has_ids: bool 
     }
     if job.rows.topk is not None:
         results[job.rows.topk.result] = topk
-    there = {name: x for name, x in results.items() if x is not None}
-    return Scores(**{name: x.view(*shape, *x.shape[1:]) for name, x in there.items()})
+    return {name: x.view(*shape, *x.shape[1:]) for name, x in results.items() if x is not None}
 
 
 def save(ctx: Any, job: Job, needed: Any, *, projects: bool) -> None:

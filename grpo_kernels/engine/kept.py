@@ -1,9 +1,17 @@
 """Log-probabilities and entropies over kept sets: hidden states times the head's rows of the ids.
 
+A truncating sampler (top-k, top-p, min-p) draws y from the softmax over its kept set S, the ids
+that remain after the truncation. The policy trained on y has the same support only if its
+log-probabilities are taken over S, too (https://arxiv.org/abs/2512.02556, keep sampling mask)::
+
+    logp = z_y - log sum_{j in S} exp z_j
+
 The sets of a block of r positions are ids (r, w), padded. Forward: gather (r, w, H), multiply with
 hidden states (r, H) to raw logits (r, w), and reduce these as a chunk of w logits per row.
 Backward: differentiate the saved logits; gather again and multiply for d hidden; add the outer
-product with the hidden states to the ids' rows of d weight.
+product with the hidden states to the ids' rows of d weight. For N positions with K ids each, each
+of these three products takes 2NKH floating point operations, or 2NK(H + r) with an adapter of rank
+r. Positions are sorted by decreasing set size, so short sets get little padding.
 
 With a sharded head, each rank's blocks hold the ids of each set that are among the rank's rows. The
 ranks join the statistics of all positions (`ranks`), and sum d hidden.
@@ -29,7 +37,6 @@ from grpo_kernels.engine.autograd import first_order, run_scores, save, saved
 from grpo_kernels.engine.plan import Job, RowLoss, Run, with_engine
 from grpo_kernels.head import HeadTensors
 from grpo_kernels.kept_ids import KeptIds
-from grpo_kernels.results import Scores
 
 WORKSPACE_BYTES = 64 * 2**20  # the default: a larger workspace is no faster
 # bytes per kept id, besides its row of the head, while sets are counted, sorted and reduced
@@ -97,7 +104,7 @@ def score_kept(
     *,
     entropy: bool | str = True,
     others: Mapping[str, Tensor | None] | None = None,
-) -> tuple[Scores, dict[str, tuple[Tensor, Tensor]]]:
+) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
     """Score rows over their sets, and rows without a set over the whole vocabulary.
 
     Args:
@@ -108,7 +115,7 @@ def score_kept(
         others: other policies' log-probabilities, (...) each, which must be over the same sets.
 
     Returns:
-        The scores, and the metrics of the sets, as (sum, count).
+        The scores by name, and the metrics of the sets, as (sum, count).
     """
     budget = WORKSPACE_BYTES if run.workspace_bytes is None else run.workspace_bytes
     over_sets = replace(job, workspace_bytes=budget, entropy=entropy is True)
@@ -125,12 +132,12 @@ def score_kept(
     if whole_vocab is not None:
         without = scatter(survey.without, job.rows.positions, shape.numel()).view(shape)
         full = run_scores(whole_vocab, row_loss, shape)
-        logps = torch.where(without, full.logps, logps)
+        logps = torch.where(without, full["logps"], logps)
         if entropies is not None:
-            entropies = torch.where(without, full.entropies, entropies)
+            entropies = torch.where(without, full["entropies"], entropies)
         elif in_full:
-            entropies = full.entropies
-    scores = Scores(logps=logps) if entropies is None else Scores(logps=logps, entropies=entropies)
+            entropies = full["entropies"]
+    scores = {"logps": logps} if entropies is None else {"logps": logps, "entropies": entropies}
     return scores, survey.metrics(job.accumulator_dtype)
 
 

@@ -208,6 +208,11 @@ class Rows:
     invalid: Tensor | None = None
     topk: TopKTeacher | TopKLogps | None = None
 
+    @staticmethod
+    def of(ids: Tensor, positions: Tensor, inv_temperature: float | Tensor) -> Rows:
+        """The rows at `positions` (n,) of `ids` (...), whose range is not yet checked."""
+        return Rows(positions, ids.detach().reshape(-1)[positions].long(), inv_temperature)
+
     def __len__(self) -> int:
         return self.positions.shape[0]
 
@@ -409,18 +414,20 @@ def plan(
     run: Run,
     memory: Memory,
     ranks: Ranks | None,
+    row_loss: RowLoss | None,
     *,
     reference: StatesAndHead | None = None,
     jsd_beta: float = 1.0,
     entropy: bool = True,
     extras: tuple[str, ...] = (),
 ) -> Job:
-    """Plan a call with checked heads, but for what `with_engine` adds.
+    """Plan a call with checked heads.
 
     Args:
         rows: rows with ids of the whole vocabulary.
         memory: from `dtype_and_memory`.
         ranks: the ranks of a sharded head, which compare their calls here.
+        row_loss: the loss, which decides on the engine. None: over kept sets, without an engine.
         jsd_beta: as in `SecondHead`.
         entropy, extras: as in `Job`.
     """
@@ -452,7 +459,7 @@ def plan(
         (states, other, _), (of_second,) = reference, of_reference
         constants = map_tensors(Tensor.detach, tensors_of(states, other, rows.positions))
         second = SecondHead(constants, of_second, _transform(other, of_second), jsd_beta)
-    return Job(
+    job = Job(
         rows=rows,
         tensors=tensors_of(hidden, head, rows.positions),
         needs_grad=needs_grad,
@@ -466,6 +473,7 @@ def plan(
         extras=extras,
         gather=run.gather or nullcontext,
     )
+    return job if row_loss is None else with_engine(job, run, row_loss)
 
 
 def with_engine(job: Job, run: Run, row_loss: RowLoss) -> Job:

@@ -453,23 +453,23 @@ def check_config(config: Any) -> None:
 _DEFAULT = LossConfig()
 
 
-def config_with(
-    config: LossConfig | None, options: Mapping[str, Any], call: Collection[str], function: str
-) -> LossConfig:
-    """Replace the fields in `options` in `config`, or in the default one.
+def config_with_fields(arguments: dict[str, Any], function: str) -> LossConfig:
+    """Take the `fields` of a call's `arguments`, by name, into its config; return the config.
 
-    `options` are keyword arguments of `function`, and `call` are its other arguments, for errors.
+    Errors call the public call `function`.
     """
-    config = _DEFAULT if config is None else config
-    if not options:
-        return config
-    check_kind(config)
-    for name in options:
-        if name not in FIELDS:
-            hint = did_you_mean(name, [*FIELDS, *call])
-            missing = f"not an argument of {function}, nor a field of LossConfig"
-            raise TypeError(f"{name}: {missing}{hint}")
-    return replace(config, **options)
+    fields, given = arguments.pop("fields"), arguments["config"]
+    config: LossConfig = _DEFAULT if given is None else given
+    if fields:
+        check_kind(config)
+        for name in fields:
+            if name not in FIELDS:
+                hint = did_you_mean(name, [*FIELDS, *arguments])
+                missing = f"not an argument of {function}, nor a field of LossConfig"
+                raise TypeError(f"{name}: {missing}{hint}")
+        config = replace(config, **fields)
+    arguments["config"] = config
+    return config
 
 
 def check_names(

@@ -45,7 +45,7 @@ from grpo_kernels.engine.plan import Run, check_run
 from grpo_kernels.head import Head
 from grpo_kernels.kept_ids import KeptIds
 from grpo_kernels.loss import GRPOLoss, LossInputKeywords, policy_expectation
-from grpo_kernels.module import whole_reference, without_adapter
+from grpo_kernels.module import read_reference, without_adapter
 from grpo_kernels.objective.config import LossConfig, preset_hint
 from grpo_kernels.patching import replaced
 from grpo_kernels.results import LossOutput, Scores
@@ -700,7 +700,7 @@ def _states_and_head(name: str, model: nn.Module, batch: Batch) -> tuple[Tensor,
 
     with torch.no_grad():
         states = run_scored(model, batch, keep)[0]["states"]
-    return whole_reference((states, used[0]), used[0], f"{name}.")[:2]
+    return read_reference((states, used[0]), used[0], f"{name}.")[:2]
 
 
 def _check_loss_fn(loss_fn: Any) -> None:
