@@ -171,6 +171,13 @@ class PolicyLoss:
         return self._policy_term(torch.zeros_like(self.tokens.advantages), None)
 
     @property
+    def _known_term(self) -> bool:
+        """True if the policy term is `_at_ratio_one`, but for logps that are not finite."""
+        if not self.on_policy or self.lacks_sampling_ratio or self.definition.is_linear:
+            return False
+        return self.row_by_row and not self.config.couples_tokens
+
+    @property
     def one_coefficient(self) -> bool:
         """True if the loss depends on the tokens' log-probabilities alone."""
         reads_more = self.has_entropy_gradient or self.config.needs_reference_head
@@ -336,7 +343,14 @@ class PolicyLoss:
 
         Without `divergences` l_t lacks beta D_t; a_t never includes it.
         """
-        loss, a, metric_inputs = self._policy_term(logps, entropy_mask)
+        if self._known_term:
+            loss, a, known = self._at_ratio_one
+            is_nan = torch.isnan(logps)
+            loss, a = loss + (logps - logps), torch.where(is_nan, logps, a)
+            r = torch.where(is_nan, logps, 0.0)
+            metric_inputs = MetricInputs(known.tokens, LogRatio(r), r, r, known.off_policy_mask)
+        else:
+            loss, a, metric_inputs = self._policy_term(logps, entropy_mask)
         kl = divergences
         if self.config.estimates_kl:
             kl, kl_a = self._estimated_kl(metric_inputs.log_ratio, logps)
