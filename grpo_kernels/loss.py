@@ -291,7 +291,7 @@ def grpo_loss(
         # the tokens that count, and their loss
         dtype, memory = dtype_and_memory(hidden, head, run, second)
         tokens = _tokens(completion_ids, dtype, arguments)
-        rows = Rows.of(completion_ids, tokens.layout.index, 1.0 / config.temperature)
+        rows = Rows.of(completion_ids, tokens.layout.positions, 1.0 / config.temperature)
         if sampling_topk_ids is not None:
             check_topk("sampling_topk_ids", sampling_topk_ids, hidden, sampling_topk_logps)
             rows, tokens = _with_topk(rows, tokens, sampling_topk_ids, sampling_topk_logps)
@@ -516,8 +516,8 @@ def policy_loss_from_logps(
     check_tensor("entropies", entropies, ("logps.shape", logps.shape), like=logps, floating=True)
     dtype = accumulator_of(logps.dtype)
     tokens = _tokens(logps, dtype, arguments)
-    check_logps("logps", logps.detach().reshape(-1)[tokens.layout.index])
-    check_entropies("entropies", entropies.detach().reshape(-1)[tokens.layout.index])
+    check_logps("logps", logps.detach().reshape(-1)[tokens.layout.positions])
+    check_entropies("entropies", entropies.detach().reshape(-1)[tokens.layout.positions])
     row_loss = _row_loss(config, objective, tokens, num_items_in_batch, has_entropies=has_entropies)
     out = _loss_of_logps(row_loss, logps, entropies, "given")
     if has_entropies:
@@ -645,7 +645,7 @@ def _loss_of_logps(
     layout, dtype = row_loss.tokens.layout, row_loss.tokens.advantages.dtype
 
     def of_tokens(x: Tensor) -> Tensor:
-        return x.detach().reshape(-1)[layout.index].to(dtype)
+        return x.detach().reshape(-1)[layout.positions].to(dtype)
 
     numbers = of_tokens(logps), of_tokens(entropies)
     evaluation = row_loss.evaluate(stats_of(*numbers))

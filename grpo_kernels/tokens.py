@@ -26,11 +26,11 @@ from grpo_kernels.base.tensors import scatter, sequences_of
 
 @dataclass(frozen=True)
 class Layout:
-    """Positions of the counted tokens in the batch, ordered by sequence."""
+    """Places of the counted tokens in the batch, ordered by sequence."""
 
-    index: Tensor  # (n,) int64: index in the flattened batch
+    positions: Tensor  # (n,) int64: in the flattened batch
     sequence: Tensor  # (n,) int64: index of its sequence, in [0, B)
-    position: Tensor  # (n,) int64: index within its sequence
+    column: Tensor  # (n,) int64: place within its sequence
     batch: int  # B
     longest: int  # T, or the longest packed sequence
     shape: tuple[int, ...]  # of the caller's per-token tensors, (B, T) or (N,)
@@ -44,12 +44,12 @@ class Layout:
     @property
     def total(self) -> int:
         """Counted tokens of all sequences."""
-        return self.index.shape[0]
+        return self.positions.shape[0]
 
     def dense(self, x: Tensor) -> Tensor:
         """(n,) -> (B, T), 0 where masked."""
         full = x.new_zeros(self.batch, self.longest)
-        full[self.sequence, self.position] = x
+        full[self.sequence, self.column] = x
         return full
 
     def sequence_sum(self, x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Layout:
 
     def scatter(self, x: Tensor) -> Tensor:
         """(n,) -> the caller's shape, 0 where masked; always a copy."""
-        return scatter(x, self.index, math.prod(self.shape)).view(self.shape)
+        return scatter(x, self.positions, math.prod(self.shape)).view(self.shape)
 
 
 @dataclass(frozen=True)

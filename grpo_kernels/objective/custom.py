@@ -288,7 +288,7 @@ class CustomLoss:
         old = logps.detach() if tokens.old_per_token_logps is None else tokens.old_per_token_logps
         optional = {name: shaped(getattr(tokens, name)) for name in OPTIONAL}
         own_entropies: Any = shaped(entropies) if self.has_entropies else None
-        places = {"index": layout.index, "sequence": layout.sequence, "position": layout.position}
+        places = {"index": layout.positions, "sequence": layout.sequence, "position": layout.column}
         if self._chosen is not None:
             places = {name: x[self._chosen] for name, x in places.items()}
         read: list[MetricInputs] = []
@@ -305,7 +305,7 @@ class CustomLoss:
         )
 
         def rows(x: Tensor) -> Tensor:
-            return x[layout.sequence, layout.position] if couples else x
+            return x[layout.sequence, layout.column] if couples else x
 
         @functools.cache
         def of_config() -> Tensor:  # differentiable in the `logps` that the function gets

@@ -54,10 +54,10 @@ class Expectation:
 def expectation_of(row_loss: PolicyLoss | CustomLoss) -> Expectation:
     """Make the `Expectation` of a loss, for ids of the batch's shape."""
     layout, dtype = row_loss.tokens.layout, row_loss.tokens.advantages.dtype
-    row = layout.index.new_zeros(math.prod(layout.shape))
-    row[layout.index] = torch.arange(layout.total, device=row.device)
+    row = layout.positions.new_zeros(math.prod(layout.shape))
+    row[layout.positions] = torch.arange(layout.total, device=row.device)
     live = row_loss.live
-    live = torch.ones_like(layout.index, dtype=torch.bool) if live is None else live
+    live = torch.ones_like(layout.positions, dtype=torch.bool) if live is None else live
 
     def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Coefficients:
         logps = logps.to(dtype)

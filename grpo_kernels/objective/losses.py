@@ -178,10 +178,10 @@ class LossType:
         dtype: torch.dtype,
     ) -> Tensor:
         """Compute each counted token's weight (n,) by the normalizer."""
-        batch, device = max(layout.batch, 1), layout.index.device
+        batch, device = max(layout.batch, 1), layout.positions.device
 
         def one_over(x: float) -> Tensor:  # rounded once, like the quotient of two `dtype` numbers
-            return torch.full((layout.index.shape[0],), 1 / x, dtype=dtype, device=device)
+            return torch.full((layout.positions.shape[0],), 1 / x, dtype=dtype, device=device)
 
         if self.normalizer == "sequence_mean":
             return one_over(1) / (layout.lengths.to(dtype)[layout.sequence] * batch)

@@ -154,8 +154,8 @@ class PolicyLoss:
 
     @cached_property
     def row_by_row(self) -> bool:
-        config, sampled = self.config, self.tokens.sampling_per_token_logps is not None
-        compares = config.masks_off_policy and (sampled or not self.on_policy)
+        config, has_sampler = self.config, self.tokens.sampling_per_token_logps is not None
+        compares = config.masks_off_policy and (has_sampler or not self.on_policy)
         if config.top_entropy_quantile < 1.0 or compares:
             return False
         couples = config.couples_tokens
@@ -326,12 +326,12 @@ class PolicyLoss:
         factor = self.tokens.advantages
         for mask in (_off_policy_mask(self.config, self.tokens, logps), entropy_mask):
             factor = factor if mask is None else torch.where(mask, factor, 0.0)
-        sampled: Any = self.tokens.sampling_topk_logps
-        value, d_topk = torch.empty_like(factor), torch.empty_like(sampled)
+        sampler_logps: Any = self.tokens.sampling_topk_logps
+        value, d_topk = torch.empty_like(factor), torch.empty_like(sampler_logps)
         for start in range(0, len(factor), CENTERED_ROWS):
             rows = slice(start, start + CENTERED_ROWS)
             logp = topk_logps[rows].double()
-            c = _centering_weights(self.config, logp, sampled[rows].double())
+            c = _centering_weights(self.config, logp, sampler_logps[rows].double())
             value[rows], d_topk[rows] = times_or_zero(logp, c).sum(dim=1), c
         weights = (self.token_weights * factor)[:, None]
         return times_or_zero(value, factor), times_or_zero(d_topk, weights)
@@ -380,31 +380,34 @@ class PolicyLoss:
         if definition.argument is not None:
             argument = definition.argument(tokens, token_log_ratio, config)
         surrogate = SURROGATES[definition.surrogate]
-        loss, d_log_ratio, d_logps = surrogate(argument, advantages, logps, *self._constants)
+        loss, d_log_ratio, d_at_fixed_ratio = surrogate(
+            argument, advantages, logps, *self._constants
+        )
 
         off_policy_mask = _off_policy_mask(config, tokens, logps)
         gate = _gate(config, tokens, off_policy_mask, entropy_mask)
         if gate is not None:
-            loss, d_log_ratio, d_logps = (
-                times_or_zero(x, gate) for x in (loss, d_log_ratio, d_logps)
+            loss, d_log_ratio, d_at_fixed_ratio = (
+                times_or_zero(x, gate) for x in (loss, d_log_ratio, d_at_fixed_ratio)
             )
         if old is None:
             # NaN if logps are not finite; the gradient stays as it is
             loss = loss + (logps - logps)
-        a = log_ratio.to_logps(weights * d_log_ratio) + weights * d_logps
+        # d loss / d logp: through R, of which GSPO has one per sequence, and besides it
+        a = log_ratio.to_logps(weights * d_log_ratio) + weights * d_at_fixed_ratio
         return loss, a, MetricInputs(tokens, log_ratio, token_log_ratio, argument, off_policy_mask)
 
     def _estimated_kl(self, log_ratio: LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
         """The KL estimate per token, without beta; and the part of a_t from it, with beta."""
-        config, weights = self.config, self.config.beta * self.token_weights
+        config, kl_weights = self.config, self.config.beta * self.token_weights
         ref: Any = self.tokens.ref_per_token_logps
         kl, d_kl, d_corrected = ESTIMATORS[config.kl_estimator](logps, ref)
         if not config.corrects_kl:
-            return kl, weights * d_kl
+            return kl, kl_weights * d_kl
         ratio = torch.exp(log_ratio.value)
-        kl, a = times_or_zero(ratio, kl), weights * times_or_zero(ratio, d_corrected)
+        kl, a = times_or_zero(ratio, kl), kl_weights * times_or_zero(ratio, d_corrected)
         if log_ratio.is_shared:  # then the ratio moves with every logp of the sequence
-            a = a + (log_ratio.to_logps(weights * kl) - weights * kl)
+            a = a + (log_ratio.to_logps(kl_weights * kl) - kl_weights * kl)
         return kl, a
 
 
@@ -478,11 +481,12 @@ def _off_policy_mask(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tenso
     threshold = config.off_policy_mask_threshold
     if threshold is None or not config.masks_off_policy:
         return None
-    sampled = tokens.sampling_per_token_logps
-    sampled = tokens.old_per_token_logps if sampled is None else sampled
-    if sampled is None:  # on-policy tokens
+    behavior_logps = tokens.sampling_per_token_logps
+    if behavior_logps is None:
+        behavior_logps = tokens.old_per_token_logps
+    if behavior_logps is None:  # on-policy tokens
         return (tokens.advantages >= 0) | (threshold >= 0)
-    difference = sampled - logps
+    difference = behavior_logps - logps
     # 0 if the sampler could not score it
     evidence = torch.where(torch.isnan(difference), 0.0, difference)
     mean = tokens.layout.sequence_sum(evidence) / tokens.layout.lengths.clamp(min=1)
@@ -536,8 +540,8 @@ def _with_sampling_ratio(config: LossConfig, tokens: Tokens, logps: Tensor) -> T
 
     Truncated importance sampling: https://fengyao.notion.site/off-policy-rl.
     """
-    sampled: Any = tokens.sampling_per_token_logps
-    difference, layout = scored_difference(logps, sampled), tokens.layout
+    sampler_logps: Any = tokens.sampling_per_token_logps
+    difference, layout = scored_difference(logps, sampler_logps), tokens.layout
     if config.vllm_importance_sampling_mode == "sequence_mean_mask":
         means = layout.sequence_sum(difference) / layout.lengths.clamp(min=1)
         inside = (bounded_ratio(config, means) != 0)[layout.sequence]
