@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_kernels import KeptIds, LoRA, LossConfig, Run, grpo_loss, linear_logps
+from grpo_kernels import KeptIds, LoRA, LossConfig, Run, grpo_loss, linear_logps, token_level
 from tests.support.case_builder import Case, make_case
 from tests.support.cases import HEADS, scored
 from tests.support.flat import flat
@@ -359,6 +359,24 @@ def test_flops_of_an_adapter_and_of_positions_without_a_set() -> None:
     of_sets = 4 * 16 * k * h
     assert backward() == of_sets  # the whole vocabulary's was computed in the forward
     assert backward(importance_sampling_level="sequence") == of_sets + 3 * whole
+
+
+def test_an_objective_declared_token_level_scores_positions_without_a_set() -> None:
+    """Only those are asked for chunk by chunk, so their coefficients are not all coefficients."""
+    kept, weight = sets_of(8, 60, 5), torch.randn(60, 16)
+    kept[3] = -1
+    given = {"kept_ids": kept[None], "on_missing_set": "full"}
+    found = []
+    for declare in (token_level, lambda x: x):
+        hidden = torch.randn(1, 8, 16, generator=torch.manual_seed(1)).requires_grad_()
+        objective = declare(lambda t: t.loss + 0.01 * t.logps.square())
+        ids, advantages = kept[None, :, 0].clamp(0), torch.ones(1)
+        grpo_loss(
+            hidden, weight, ids, None, advantages, objective=objective, **given
+        ).loss.backward()
+        found.append(hidden.grad)
+    assert_close(*found)
+    assert found[0][0, 3].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
