@@ -33,7 +33,7 @@ from grpo_kernels.base.tensors import (
 )
 from grpo_kernels.engine.plan import Job, RowLoss
 from grpo_kernels.engine.slices import sweep_slices
-from grpo_kernels.engine.sweep import FirstPass, first_pass, gradient_work, indices_of, sweep
+from grpo_kernels.engine.sweep import FirstPass, first_pass, indices_of, sweep
 from grpo_kernels.engine.topk import TopKTeacher
 from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import HeadTensors
@@ -297,15 +297,15 @@ def _gradient(
     rows, stats, stored, live_rows = job.rows, first.stats, first.grads, first.live_rows
 
     upstream = map_tensors(lambda x: x[rows.positions].to(job.accumulator_dtype), upstream)
-    d_result = job.d_result(upstream)
+    d_result = getattr(upstream, job.d_result)
     if d_result is None:
         d_result = stats.logps.new_zeros(len(rows))
-        upstream = job.with_d_result(d_result, upstream)
+        upstream = upstream._replace(**{job.d_result: d_result})
     if stored is None or live_rows is None:
         return *second_pass(job, stats, upstream), None
     if job.when == "unit":
         factor = d_result[live_rows, None]
-        remainder = job.with_d_result(d_result.index_fill(0, live_rows, 0.0), upstream)
+        remainder = upstream._replace(**{job.d_result: d_result.index_fill(0, live_rows, 0.0)})
         alone = all(x is None or x is d_result for x in upstream)
         complete = alone and live_rows.shape[0] == len(rows)  # then no check waits for the device
         any_left = not complete and check_remainder(remainder, upstream)[0]
@@ -343,10 +343,7 @@ def second_pass(
     if job.order == "slices":
         return sweep_slices(job, stats, coefficients), indices
     job = job.converted()
-    stats_of_first = lambda chunk, rows, at, out: (take(stats, at), None)  # noqa: E731
-    coefficients_of = lambda at, _: take(coefficients, at)  # noqa: E731
-    work = gradient_work(job, coefficients_of, stats_of_first)
-    grads = sweep(job, work, with_gradient=True)[1]
+    _, grads = sweep(job, lambda at, _: take(coefficients, at), known=stats)
     assert grads is not None
     return grads, indices
 

@@ -74,7 +74,7 @@ from grpo_kernels.head import (
     with_its_group,
 )
 
-_AS_IT_IS, _NONE, _TORCH = LogitTransform(), Coefficients(), TorchRows()
+_AS_IT_IS, _TORCH = LogitTransform(), TorchRows()
 # bytes of the weight to convert at a time; less only if the budget is small
 SLICE_BYTES = 32 * 2**20
 Gather = Callable[[], AbstractContextManager[Any]]
@@ -304,20 +304,14 @@ class Job:
         return row_loss.fused_loss()
 
     @property
-    def result_is_divergence(self) -> bool:
-        """True if a row's result is the divergence, False if it is the log-probability.
+    def d_result(self) -> Literal["d_logp", "d_divergence"]:
+        """Which of a row's `Coefficients` belongs to its result, the one that a call asks for.
 
-        A loss with a reference depends on both, so this says nothing about it.
+        The result is the log-probability, or the divergence in a call that computes one. A loss
+        with a reference depends on both, so this says nothing about it.
         """
-        return self.reference is not None or isinstance(self.rows.topk, TopKTeacher)
-
-    def d_result(self, coefficients: Coefficients) -> Tensor | None:
-        """d loss / d result, (n,) or None."""
-        return coefficients.d_divergence if self.result_is_divergence else coefficients.d_logp
-
-    def with_d_result(self, value: Tensor, others: Coefficients = _NONE) -> Coefficients:
-        """`others` with `value` (n,) as d loss / d result."""
-        return others._replace(**{"d_divergence" if self.result_is_divergence else "d_logp": value})
+        of_teacher = self.reference is not None or isinstance(self.rows.topk, TopKTeacher)
+        return "d_divergence" if of_teacher else "d_logp"
 
     def widest_products(self, weight: Tensor, dtype: torch.dtype | None = None) -> Products:
         """The products of the rank with the most rows of `weight`: plans by them are the same."""

@@ -1,13 +1,9 @@
 """The loop over the vocabulary product, one chunk of rows after another.
 
-For each chunk of rows: project, and do the row work. For each group of chunks, whose d logits share
-one product: add up the gradients. Besides the weight and its gradient, only the logits of a chunk
-have a vocabulary dimension. d logits, the gradient in the raw logits, may overwrite them. Two
-functions make the row work of a chunk::
-
-    stats_work     the statistics of each row; by one kernel, loss and d logits too, if the backend
-                   has one and no token depends on others (`Job.fused_loss`)
-    gradient_work  d logits from coefficients and statistics, new ones or a first pass's
+For each chunk of rows: project, and do the row work, that is statistics and d logits, the gradient
+in the raw logits. For each group of chunks, whose d logits share one product: add up the gradients.
+Besides the weight and its gradient, only the logits of a chunk have a vocabulary dimension. d
+logits may overwrite them.
 
 A call makes one or two passes over its rows. The first (`first_pass`) computes each row's
 statistics and, in the engines one_pass and frozen, the gradient on the same logits. The second is
@@ -43,9 +39,6 @@ from grpo_kernels.head import HeadTensors
 # Index of rows: (m,) int64, or a slice. In this file, `at` is the index of a chunk's rows among the
 # sweep's rows; `padded`, of a group's rows, with padding; `span`, a chunk's slice of its group's.
 Index = Tensor | slice
-# arguments: chunk, its rows, `at`, memory for d logits (m, V), `out`; returns the rows' statistics
-# and the factor () that fp16 d logits carry
-RowWork = Callable[[Chunk, Rows, Index, Tensor | None], tuple[RowStats, Tensor | None]]
 
 
 class FirstPass(NamedTuple):
@@ -70,51 +63,38 @@ def first_pass(job: Job, row_loss: RowLoss) -> FirstPass:
     with torch.no_grad():
         job = job.converted()
         if job.when in ("never", "later"):
-            return FirstPass(sweep(job, stats_work(job))[0])
+            return FirstPass(sweep(job)[0])
         n, live = len(job.rows), row_loss.live
         every = torch.arange(n, device=job.rows.positions.device)
         live_rows = every if live is None else indices_of(live)
         fused_loss = job.fused_loss(row_loss)
-        first = _with_gradient(job, row_loss, fused_loss, live_rows)
-        if live is None or live_rows.shape[0] == n:
-            return first
-        others = indices_of(~live, n - len(live_rows))
-        rest = job.at(others)
-        of_rest, _ = sweep(rest, stats_work(rest, take(fused_loss, others)))
-        parts = [first.stats, of_rest] if len(live_rows) else [of_rest]
-        order = torch.cat([live_rows, others]).argsort()
-        return first._replace(stats=take(RowStats.concatenate(parts), order))
+        all_live = live is None or live_rows.shape[0] == n
+        live_job, of_live = job, fused_loss
+        if not all_live:
+            live_job, of_live = job.at(live_rows), take(fused_loss, live_rows)
+        used: dict[str, Tensor] = {}  # expected coefficients, (n,) each, by name
 
+        def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
+            if job.when == "unit":
+                return Coefficients(**{job.d_result: torch.ones_like(stats.logps)})
+            found = row_loss.coefficients_at(live_rows[at], stats)
+            if row_loss.is_expected:  # a user's function may answer differently later
+                found.put(live_rows[at], used, n)
+            return found
 
-def _with_gradient(
-    job: Job, row_loss: RowLoss, fused_loss: FusedLoss | None, live_rows: Tensor
-) -> FirstPass:
-    """The first pass of the rows `live_rows` (m,), with the statistics (m,) of these alone."""
-    n, live_job = len(job.rows), job
-    if live_rows.shape[0] < n:
-        live_job, fused_loss = job.at(live_rows), take(fused_loss, live_rows)
-    used: dict[str, Tensor] = {}  # expected coefficients, (n,) each, by name
-
-    def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
-        if job.when == "unit":
-            return job.with_d_result(torch.ones_like(stats.logps))
-        found = row_loss.coefficients_at(live_rows[at], stats)
-        if row_loss.is_expected:  # a user's function may answer differently later
-            found.put(live_rows[at], used, n)
-        return found
-
-    work = stats_work(live_job, fused_loss)
-    # fp16 d logits need a factor that depends on all coefficients of a chunk, so a kernel then
-    # computes only statistics and loss
-    if fused_loss is None or job.products(job.tensors.weight).scales_gradient:
-        work = gradient_work(live_job, coefficients_of, work)
-    stats, grads = sweep(live_job, work, with_gradient=True)
-    if not row_loss.is_expected or job.when == "unit":
-        return FirstPass(stats, grads, live_rows)
-    if fused_loss is not None:  # a kernel does not ask for the coefficients
-        coefficients_of(slice(None), stats)
-    zeros = stats.logps.new_zeros(n)
-    return FirstPass(stats, grads, live_rows, job.with_d_result(zeros)._replace(**used))
+        stats, grads = sweep(live_job, coefficients_of, fused_loss=of_live)
+        coefficients = None
+        if row_loss.is_expected and job.when == "now":
+            if fused_loss is not None:  # a kernel does not ask for the coefficients
+                coefficients_of(slice(None), stats)
+            coefficients = Coefficients(**{job.d_result: stats.logps.new_zeros(n), **used})
+        if live is not None and not all_live:
+            others = indices_of(~live, n - len(live_rows))
+            of_others, _ = sweep(job.at(others), fused_loss=take(fused_loss, others))
+            parts = [stats, of_others] if len(live_rows) else [of_others]
+            order = torch.cat([live_rows, others]).argsort()
+            stats = take(RowStats.concatenate(parts), order)
+        return FirstPass(stats, grads, live_rows, coefficients)
 
 
 def indices_of(chosen: Tensor, count: int | None = None) -> Tensor:
@@ -127,46 +107,6 @@ def indices_of(chosen: Tensor, count: int | None = None) -> Tensor:
     if device_of(chosen.device).is_capturing():
         return torch.arange(chosen.shape[0], device=chosen.device)
     return chosen.nonzero()[:, 0]
-
-
-def stats_work(job: Job, fused_loss: FusedLoss | None = None) -> RowWork:
-    """Row work: the statistics; with a `FusedLoss` also loss and d logits, all by one kernel.
-
-    Without memory for d logits, that kernel leaves them out.
-    """
-    if fused_loss is None:
-        return lambda chunk, rows, at, out: (statistics(job, chunk, rows), None)
-    backend = cast(FusedRowBackend, job.backend)
-
-    def work(
-        chunk: Chunk, rows: Rows, at: Index, out: Tensor | None
-    ) -> tuple[RowStats, Tensor | None]:
-        if rows.invalid is not None:  # -1 makes the row's results NaN
-            chunk = replace(chunk, ids=chunk.ids.masked_fill(rows.invalid, -1))
-        return backend.fused(chunk, take(fused_loss, at), out), None
-
-    return work
-
-
-def gradient_work(
-    job: Job,
-    coefficients_of: Callable[[Index, RowStats], Coefficients],
-    statistics_by: RowWork,
-) -> RowWork:
-    """Row work: d logits from the statistics of `statistics_by` and the rows' coefficients."""
-    products = job.products(job.tensors.weight)
-
-    def work(
-        chunk: Chunk, rows: Rows, at: Index, out: Tensor | None
-    ) -> tuple[RowStats, Tensor | None]:
-        stats, _ = statistics_by(chunk, rows, at, None)
-        assert out is not None
-        coefficients = coefficients_of(at, stats)
-        scaled, fp16_scale = products.with_fp16_scale(coefficients, stats, chunk.transform)
-        write_gradient(job, chunk, rows, stats, scaled, out)
-        return stats, fp16_scale
-
-    return work
 
 
 def statistics(job: Job, chunk: Chunk, rows: Rows) -> RowStats:
@@ -209,18 +149,32 @@ def write_gradient(
 
 
 def sweep(
-    job: Job, work: RowWork, *, with_gradient: bool = False
+    job: Job,
+    coefficients_of: Callable[[Index, RowStats], Coefficients] | None = None,
+    *,
+    known: RowStats | None = None,
+    fused_loss: FusedLoss | None = None,
 ) -> tuple[RowStats, HeadTensors | None]:
-    """Call `work` with the logits of all rows, a chunk at a time.
+    """Project all rows, a chunk at a time, and do the row work on the logits.
 
     Returns the rows' statistics and, if wanted, the gradients that `job` needs, in the
     accumulator's dtype; gradients of rows cover only the job's rows.
+
+    Args:
+        coefficients_of: function from the index `at` of rows and their statistics to their
+            coefficients; None: no gradient is wanted.
+        known: the rows' statistics, if an earlier pass computed them.
+        fused_loss: a loss that one kernel computes with statistics and d logits
+            (`Job.fused_loss`); nothing asks for the coefficients unless these are in fp16.
     """
     rows, hidden, parts = job.rows, job.tensors.hidden, []
-    groups = plan_groups(job, with_gradient=with_gradient)
+    groups = plan_groups(job, with_gradient=coefficients_of is not None)
     with torch.autocast(hidden.device.type, enabled=False), torch.no_grad():
         projection = Projection(job, max((group.chunk_rows for group in groups), default=0))
-        sums = _GradientSums(job, projection, groups) if with_gradient else None
+        sums = None if coefficients_of is None else _GradientSums(job, projection, groups)
+        # fp16 d logits need a factor that depends on all coefficients of a chunk, so a kernel then
+        # computes only statistics and loss
+        by_kernel = fused_loss is not None and not projection.products[0].scales_gradient
         for group in groups:
             padded = padded_index(group.start, group.n, group.padded_rows, hidden.device)
             operands = projection.operands(_positions(rows, padded, hidden.shape[0]))
@@ -229,13 +183,33 @@ def sweep(
                 at = _part(padded, span)
                 chunk, of_chunk = projection.project(operands, span, take(rows, at))
                 out = None if sums is None else sums.d_logits(span)
-                stats, fp16_scale = work(chunk, of_chunk, at, out)
+                if known is not None:
+                    stats = take(known, at)
+                elif fused_loss is not None:
+                    to = out if by_kernel else None
+                    stats = _fused(job, chunk, of_chunk, take(fused_loss, at), to)
+                else:
+                    stats = statistics(job, chunk, of_chunk)
+                if not by_kernel and coefficients_of is not None and out is not None:
+                    coefficients, fp16_scale = projection.products[0].with_fp16_scale(
+                        coefficients_of(at, stats), stats, chunk.transform
+                    )
+                    write_gradient(job, chunk, of_chunk, stats, coefficients, out)
                 # of rows before the padding; none if all are padding
                 parts.append(take(stats, slice(max(0, group.n - span.start))))
             if sums is not None:
                 sums.add(group, operands[0], fp16_scale)
         stats = RowStats.concatenate(parts) if parts else _no_stats(job)
         return stats, None if sums is None else sums.gradients()
+
+
+def _fused(
+    job: Job, chunk: Chunk, rows: Rows, fused_loss: FusedLoss, out: Tensor | None
+) -> RowStats:
+    """Compute statistics and loss, and write d logits to `out` if given, by one kernel."""
+    if rows.invalid is not None:  # -1 makes the row's results NaN
+        chunk = replace(chunk, ids=chunk.ids.masked_fill(rows.invalid, -1))
+    return cast(FusedRowBackend, job.backend).fused(chunk, fused_loss, out)
 
 
 def _no_stats(job: Job) -> RowStats:
