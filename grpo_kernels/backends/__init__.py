@@ -127,16 +127,15 @@ class RowStats:
     max_logit: Tensor  # max_j z_j
     log_sum: Tensor  # log sum_j exp(z_j - max_logit)
     entropies: Any = None  # -sum_j p_j log p_j; None unless asked for
-    extras: dict[str, Tensor] = field(default_factory=dict)  # by name, one of `EXTRAS`
+    # without gradient, by name: of `EXTRAS`, or of `engine.topk` the student_mass
+    extras: dict[str, Tensor] = field(default_factory=dict)
     loss_terms: dict[str, Tensor] = field(default_factory=dict)  # of `fused`, see `FusedLoss`
     divergence: DivergenceStats | None = None  # of rows that have a reference
-    # of `engine.topk`: log-probabilities (n, K) of K more ids, or the total probability of a
-    # teacher's ids
-    topk: Tensor | None = None
+    topk_logps: Tensor | None = None  # of `engine.topk`: log-probabilities (n, K) of K more ids
 
     def for_gradient(self) -> RowStats:
         """The statistics that `RowBackend.grad` reads."""
-        return replace(self, extras={}, loss_terms={}, topk=None)
+        return replace(self, extras={}, loss_terms={}, topk_logps=None)
 
     @staticmethod
     def concatenate(chunks: list[RowStats]) -> RowStats:
@@ -151,16 +150,17 @@ class DivergenceStats(NamedTuple):
 
     value: Tensor  # D >= 0
     sum_k: Tensor  # sum of k over the vocabulary; `grad` subtracts p times it from k
-    reference_max_logit: Tensor
-    reference_log_sum: Tensor
+    # of the second head; None if a teacher gave only K ids (`engine.topk`)
+    reference_max_logit: Any = None
+    reference_log_sum: Any = None
 
 
-def _joined(parts: list[Any]) -> Any:
+def _joined(parts: list[Any] | tuple[Any, ...]) -> Any:
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
     if isinstance(parts[0], dict):
         return {name: _joined([part[name] for part in parts]) for name in parts[0]}
-    return parts[0] and DivergenceStats(*map(torch.cat, zip(*parts, strict=True)))
+    return parts[0] and DivergenceStats(*map(_joined, zip(*parts, strict=True)))
 
 
 class Coefficients(NamedTuple):

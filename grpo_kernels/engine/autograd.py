@@ -34,7 +34,6 @@ from grpo_kernels.base.tensors import (
 from grpo_kernels.engine.plan import Job, RowLoss
 from grpo_kernels.engine.slices import sweep_slices
 from grpo_kernels.engine.sweep import FirstPass, first_pass, indices_of, sweep
-from grpo_kernels.engine.topk import TopKTeacher
 from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import HeadTensors
 from grpo_kernels.results import Scores
@@ -200,7 +199,7 @@ class LinearScores(torch.autograd.Function):
     """Log-probabilities, entropies and divergences from a second head, all differentiable.
 
     ``forward(ctx, job, first, *tensors)`` -> logps (N,), entropies (N,) or None,
-    divergences (N,) or None, `RowStats.topk` or None, and the extras. Extras and a student's mass
+    divergences (N,) or None, log-probabilities (N, K) of K more ids or None, and the extras, which
     are not differentiable. If `first` has the gradient for expected coefficients, the backward
     scales it by s. A second pass then adds the gradient of the remainder, upstream - s * expected,
     in the rows where the remainder exceeds rounding (`split_off`).
@@ -220,13 +219,12 @@ class LinearScores(torch.autograd.Function):
         def result(x: Tensor | None) -> Tensor | None:
             return None if x is None else scatter(x, positions, n)
 
-        extras, topk = [result(x) for x in stats.extras.values()], result(stats.topk)
+        extras = [result(x) for x in stats.extras.values()]
         # a fused kernel always computes the entropies
         entropies = result(stats.entropies) if job.entropy else None
         divergences = result(None if stats.divergence is None else stats.divergence.value)
-        is_mass = isinstance(job.rows.topk, TopKTeacher)
-        ctx.mark_non_differentiable(*extras, *([topk] if is_mass else []))
-        return result(stats.logps), entropies, divergences, topk, *extras
+        ctx.mark_non_differentiable(*extras)
+        return result(stats.logps), entropies, divergences, result(stats.topk_logps), *extras
 
     @staticmethod
     def backward(
@@ -234,12 +232,12 @@ class LinearScores(torch.autograd.Function):
         d_logps: Tensor | None,
         d_entropies: Tensor | None,
         d_divergences: Tensor | None,
-        d_topk: Tensor | None,
+        d_topk_logps: Tensor | None,
         *d_extras: None,
     ) -> tuple[Tensor | None, ...]:
         # all ranks that share the weight gather it, even a rank whose rows will not need it
         with ctx.job.gather():
-            upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk)
+            upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk_logps)
             job, first = saved(ctx)
             found = _gradient(job, first, upstream)
             return None, None, *_input_gradients(ctx.shapes_and_dtypes, job, *found)
@@ -248,15 +246,9 @@ class LinearScores(torch.autograd.Function):
 def run_scores(job: Job, row_loss: RowLoss, shape: torch.Size, *, has_ids: bool = True) -> Scores:
     """Run one forward; return the results in the shape of the positions."""
     first = first_pass(job, row_loss)
-    logps, entropies, divergence, topk, *extras = LinearScores.apply(job, first, *job.tensors)
-    results = {
-        "logps": logps if has_ids else None,
-        "entropies": entropies,
-        "divergence": divergence,
-        **dict(zip(first.stats.extras, extras, strict=True)),
-    }
-    if job.rows.topk is not None:
-        results[job.rows.topk.result] = topk
+    logps, *others = LinearScores.apply(job, first, *job.tensors)
+    names = ("entropies", "divergence", "topk_logps", *first.stats.extras)
+    results = {"logps": logps if has_ids else None, **dict(zip(names, others, strict=True))}
     there = {name: x for name, x in results.items() if x is not None}
     return Scores(**{name: x.view(*shape, *x.shape[1:]) for name, x in there.items()})
 

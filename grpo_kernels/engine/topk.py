@@ -29,7 +29,7 @@ never negative. All work on (n, K) numbers is in double precision.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -113,7 +113,6 @@ class TopKLogps(TopK):
             gave, in the caller's order, with repetitions; and of the row's own id.
     """
 
-    result: ClassVar[str] = "topk_logps"  # what `RowStats.topk` is called in `Scores`
     index_in_ids: Tensor
 
     @property
@@ -140,7 +139,7 @@ class TopKLogps(TopK):
         index_in_ids = self.index_in_ids[:, :-1].long()
         logps = self._logps(stats, shard).gather(1, index_in_ids).to(stats.logps.dtype)
         logps = torch.where(stats.logps.isnan()[:, None], torch.nan, logps)
-        return replace(stats, topk=logps)
+        return replace(stats, topk_logps=logps)
 
     def slopes(self, stats: RowStats, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
         """d loss / d z (n, K) of the ids, and G (n,)."""
@@ -174,7 +173,6 @@ class TopKTeacher(TopK):
         loss_max_clamp: bound that |D| is clamped to; D has no gradient there. None: no bound.
     """
 
-    result: ClassVar[str] = "student_mass"
     logps: Tensor
     reverse: bool
     least_tail: float | None = None
@@ -195,7 +193,7 @@ class TopKTeacher(TopK):
         return TopKTeacher(ids, padding, logps, **measure, name="teacher_ids")
 
     def completed(self, stats: RowStats, shard: Shard | None) -> RowStats:
-        """Add to the student's `stats` the divergence, and sum_k p_k as `topk`."""
+        """Add to the student's `stats` the divergence, and student_mass = sum_k p_k."""
         dtype, logq = stats.logps.dtype, self.logps
         logp = self._logps(stats, shard)
         if self.least_tail is None:
@@ -208,9 +206,9 @@ class TopKTeacher(TopK):
             bound = self.loss_max_clamp
             sum_k = torch.where(value.abs() >= bound, 0.0, sum_k)
             value = value.clamp(min=-bound, max=bound)
-        value, sum_k, mass = value.to(dtype), sum_k.to(dtype), logp.exp().sum(dim=1).to(dtype)
-        none = torch.zeros_like(value)  # the teacher's logits have no statistics
-        return replace(stats, divergence=DivergenceStats(value, sum_k, none, none), topk=mass)
+        divergence = DivergenceStats(value.to(dtype), sum_k.to(dtype))
+        mass = logp.exp().sum(dim=1).to(dtype)
+        return replace(stats, divergence=divergence, extras={"student_mass": mass})
 
     def slopes(self, stats: RowStats, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
         """d loss / d z (n, K) of the ids, and what G is in the gradient of a log-probability.

@@ -236,7 +236,7 @@ class PolicyLoss:
 
         Only valid if tokens are not coupled.
         """
-        logps, topk_logps = stats.logps, stats.topk
+        logps, topk_logps = stats.logps, stats.topk_logps
         if self.on_policy and not self.lacks_sampling_ratio:
             d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one.d_logp[index])
             if self.config.estimates_kl:
@@ -298,7 +298,7 @@ class PolicyLoss:
         entropies, terms = stats.entropies, stats.loss_terms
         if not terms:
             divergences = None if stats.divergence is None else stats.divergence.value
-            return self.evaluate_logps(stats.logps, entropies, divergences, stats.topk)
+            return self.evaluate_logps(stats.logps, entropies, divergences, stats.topk_logps)
         # a row kernel has computed `fused_loss`; no mask depends on entropies
         loss_without_entropy = terms["loss"].sum()
         metric_inputs = MetricInputs(
