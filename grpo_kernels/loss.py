@@ -334,7 +334,7 @@ def grpo_loss(
         logps, entropies = map(tokens.layout.scatter, results)
     # a backward reads the coefficients only if `first` does not have their gradient
     loss = LossWithGradient.apply(
-        job, evaluation.loss, first, evaluation.coefficients, *job.tensors
+        job, evaluation.loss, first, evaluation.coefficients, *job.head.tensors
     )
     logps, entropies = for_reading(loss, logps, entropies)
     return LossOutput(loss, logps, entropies, metrics, job.engine, job.backend.name)

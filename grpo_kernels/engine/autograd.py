@@ -210,7 +210,8 @@ class LinearScores(torch.autograd.Function):
         ctx: Any, job: Job, first: FirstPass, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        stats, positions, n = first.stats, job.rows.positions, job.tensors.hidden.shape[0]
+        stats, positions = first.stats, job.rows.positions
+        n = job.head.tensors.hidden.shape[0]
         if job.when == "never":
             save(ctx, job, None, projects=False)
         else:
@@ -246,7 +247,7 @@ class LinearScores(torch.autograd.Function):
 def run_scores(job: Job, row_loss: RowLoss, shape: torch.Size, *, has_ids: bool = True) -> Scores:
     """Run one forward; return the results in the shape of the positions."""
     first = first_pass(job, row_loss)
-    logps, *others = LinearScores.apply(job, first, *job.tensors)
+    logps, *others = LinearScores.apply(job, first, *job.head.tensors)
     names = ("entropies", "divergence", "topk_logps", *first.stats.extras)
     results = {"logps": logps if has_ids else None, **dict(zip(names, others, strict=True))}
     there = {name: x for name, x in results.items() if x is not None}
@@ -258,9 +259,9 @@ def save(ctx: Any, job: Job, needed: Any, *, projects: bool) -> None:
 
     `needed` holds records of tensors; autograd takes a flat list.
     """
-    ctx.shapes_and_dtypes = map_tensors(lambda x: (x.shape, x.dtype), job.tensors)
-    heads = {"tensors": job.tensors, "reference": job.reference} if projects else {}
-    ctx.job = replace(job, tensors=HeadTensors(None, None), reference=None)
+    ctx.shapes_and_dtypes = map_tensors(lambda x: (x.shape, x.dtype), job.head.tensors)
+    heads = (job.head.tensors, job.reference and job.reference.tensors) if projects else ()
+    ctx.job = job.with_tensors(HeadTensors(None, None), None)
     flat: list[Tensor] = []
     place = torch.empty(0)
 
@@ -276,7 +277,7 @@ def saved(ctx: Any) -> tuple[Job, Any]:
     """What `save` saved."""
     flat = iter(ctx.saved_tensors)
     heads, needed = map_tensors(lambda _: next(flat), ctx.needed)
-    return replace(ctx.job, **heads) if heads else ctx.job, needed
+    return ctx.job.with_tensors(*heads) if heads else ctx.job, needed
 
 
 def _gradient(

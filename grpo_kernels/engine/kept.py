@@ -84,7 +84,7 @@ class KeptSets:
         """The transform of the rows `at` (r,), without bias."""
         inv_t = self.job.rows.inv_temperature
         inv_t = inv_t[at] if isinstance(inv_t, Tensor) else inv_t
-        return replace(self.job.transform, inv_temperature=inv_t)
+        return replace(self.job.head.transform, inv_temperature=inv_t)
 
 
 def score_kept(
@@ -120,7 +120,7 @@ def score_kept(
         row_loss = row_loss_at(rows.positions)
         whole_vocab = replace(job, rows=rows, entropy=bool(entropy))
         whole_vocab = with_engine(whole_vocab, run, row_loss)
-    logps, entropies = KeptSetLogprob.apply(planned, *job.tensors)
+    logps, entropies = KeptSetLogprob.apply(planned, *job.head.tensors)
     logps, entropies = logps.view(shape), None if entropies is None else entropies.view(shape)
     if whole_vocab is not None:
         without = scatter(survey.without, job.rows.positions, shape.numel()).view(shape)
@@ -148,7 +148,7 @@ def survey_sets(
         others: other policies' log-probabilities, (...) each, which must be over the same sets.
     """
     rows, sampled = job.rows, ids.detach().reshape(-1)
-    vocab, first, rows_here = job.vocab, job.shard_start, job.tensors.weight.shape[0]
+    vocab, first, rows_here = job.vocab, job.shard_start, job.head.tensors.weight.shape[0]
     # per position: ids, ids among this rank's rows, ids that do not exist, the sampled id
     counts = kept_ids.offsets.new_zeros(4, sampled.shape[0])
     step = max(1, job.workspace_bytes // ENTRY_BYTES)
@@ -220,7 +220,7 @@ def plan_sets(job: Job, kept_ids: KeptIds, survey: Survey) -> tuple[KeptSets, bo
     sizes, lists, without = torch.stack([local, longest, survey.without.long()]).tolist()
     count = bisect.bisect_left(sizes, 0, key=operator.neg)
     row_bytes = (
-        2 * job.accumulator_dtype.itemsize * sum(x.shape[1] for _, x in job.tensors.factors())
+        2 * job.accumulator_dtype.itemsize * sum(x.shape[1] for _, x in job.head.tensors.factors())
     )
     budget, head_bytes = job.workspace_bytes, entry_bytes(job)
     spans = plan_spans(sizes[:count], lists[:count], budget, head_bytes, row_bytes)
@@ -305,7 +305,7 @@ class KeptSetLogprob(torch.autograd.Function):
             planned: KeptSets = replace(ctx.planned, job=job)
             upstream = [x for x in (d_logps, d_entropies) if x is not None]
             if not upstream:
-                return None, *(None for _ in job.tensors)
+                return None, *(None for _ in job.head.tensors)
             sums, factors = _KeptGradientSums(planned), _factors(planned)
             for (rows, *_), block in zip(planned.spans, blocks, strict=True):
                 at = planned.order[rows]
@@ -324,9 +324,8 @@ def _factors(planned: KeptSets) -> list[_Gathered]:
     job = planned.job
     largest = max(((rows.stop - rows.start) * width for rows, width, _ in planned.spans), default=0)
     entries = min(max(1, job.workspace_bytes // entry_bytes(job)), largest)
-    pairs = zip(job.tensors.factors(), job.operand_dtypes(), strict=True)
     wide = job.accumulator_dtype
-    return [_Gathered(matrix, dtype, wide, entries) for (_, matrix), dtype in pairs]
+    return [_Gathered(matrix, dtype, wide, entries) for _, matrix, dtype in job.head.factors()]
 
 
 def _result(x: Tensor, planned: KeptSets) -> Tensor:
@@ -334,7 +333,7 @@ def _result(x: Tensor, planned: KeptSets) -> Tensor:
     x = torch.where(planned.projected, x, 0.0)
     if planned.job.rows.invalid is not None:
         x.masked_fill_(planned.job.rows.invalid, torch.nan)
-    return scatter(x, planned.job.rows.positions, planned.job.tensors.hidden.shape[0])
+    return scatter(x, planned.job.rows.positions, planned.job.head.tensors.hidden.shape[0])
 
 
 def _in_order(planned: KeptSets, at: Tensor, span: Span) -> tuple[Tensor, Tensor]:
@@ -349,7 +348,7 @@ def _in_order(planned: KeptSets, at: Tensor, span: Span) -> tuple[Tensor, Tensor
     )
     inside = entry < planned.kept_ids.offsets[positions + 1][:, None]
     kept = planned.kept_ids.ids[torch.where(inside, entry, 0)].long() - planned.job.shard_start
-    rows_here = planned.job.tensors.weight.shape[0]
+    rows_here = planned.job.head.tensors.weight.shape[0]
     kept = torch.where(inside & (kept >= 0) & (kept < rows_here), kept, -1).to(torch.int32)
     kept = kept.sort(dim=1, descending=True).values[:, :width]
     padding = kept < 0
@@ -367,7 +366,7 @@ def _padding(kept: Tensor) -> Tensor:
 
 def _logits(factors: list[_Gathered], planned: KeptSets, at: Tensor, kept: Tensor) -> Tensor:
     """Logits (r, w) of the ids `kept`, -inf in the padding."""
-    tensors = planned.job.tensors
+    tensors = planned.job.head.tensors
     positions = planned.job.rows.positions[at]
     z = tensors.hidden.new_zeros(kept.shape, dtype=planned.job.accumulator_dtype)
     for factor, (x, _) in zip(factors, tensors.factors(), strict=True):
@@ -404,7 +403,7 @@ class _KeptGradientSums:
     """The gradients of the head's tensors, summed over blocks."""
 
     def __init__(self, planned: KeptSets) -> None:
-        self._planned, tensors = planned, planned.job.tensors
+        self._planned, tensors = planned, planned.job.head.tensors
         dtype = planned.job.accumulator_dtype
         # with a sharded head, the ranks sum d hidden before it is rounded
         divided = planned.job.shard is not None
@@ -423,7 +422,7 @@ class _KeptGradientSums:
         """Add the gradient of the rows `at` (r,), from ids (r, w) and d raw logits (r, w)."""
         positions, features = (
             self._planned.job.rows.positions[at],
-            (x for x, _ in self._planned.job.tensors.factors()),
+            (x for x, _ in self._planned.job.head.tensors.factors()),
         )
         targets = zip(factors, features, self._rows, self._matrices, strict=True)
         for factor, x, rows, matrix in targets:
@@ -447,7 +446,7 @@ class _KeptGradientSums:
             if shard is not None and x is not None:
                 shard.sum_(x)
         sums = HeadTensors.of_factors(self._rows, self._matrices, self._bias)
-        pairs = zip(sums, self._planned.job.tensors, strict=True)
+        pairs = zip(sums, self._planned.job.head.tensors, strict=True)
         return HeadTensors(
             *(None if x is None or like is None else x.to(like.dtype) for x, like in pairs)
         )
@@ -455,11 +454,10 @@ class _KeptGradientSums:
 
 def entry_bytes(job: Job) -> int:
     """Bytes of one entry's gathered rows."""
-    pairs = zip(job.tensors.factors(), job.operand_dtypes(), strict=True)
     wide = job.accumulator_dtype
     return sum(
         matrix.shape[1] * sum(x.itemsize for x in _stages(matrix.dtype, dtype, wide))
-        for (_, matrix), dtype in pairs
+        for _, matrix, dtype in job.head.factors()
     )
 
 

@@ -217,13 +217,27 @@ class Rows:
         return replace(self, ids=self.ids - first, topk=topk) if first else self
 
 
-class SecondHead(NamedTuple):
-    """The head of a reference or a teacher, whose tensors are constants."""
+class PlannedHead(NamedTuple):
+    """A head of a call, as products and row work read it; a reference's tensors are constants."""
 
     tensors: HeadTensors
     operand_dtype: torch.dtype  # of its products
-    transform: LogitTransform  # without bias and temperature
-    jsd_beta: float  # the divergence from it, see `backends.Chunk`
+    transform: LogitTransform = _AS_IT_IS  # raw to scaled logits, without bias and temperature
+
+    def factors(self) -> list[tuple[Tensor, Tensor, torch.dtype]]:
+        """`HeadTensors.factors`, and the dtype of their operands; an adapter keeps its own."""
+        (first, *adapter), dtype = self.tensors.factors(), self.operand_dtype
+        return [
+            (*first, dtype),
+            *((u, b, torch.promote_types(u.dtype, b.dtype)) for u, b in adapter),
+        ]
+
+    def converted(self) -> PlannedHead:
+        """Convert the weight to the dtype of 16-bit products."""
+        weight = self.tensors.weight
+        if not needs_conversion(weight, self.operand_dtype):
+            return self
+        return self._replace(tensors=self.tensors._replace(weight=weight.to(self.operand_dtype)))
 
 
 @dataclass(frozen=True)
@@ -232,13 +246,12 @@ class Job:
 
     Attributes:
         rows: n rows; all results are 0 at all other positions.
-        tensors: of the head.
+        head: the head.
         needs_grad: which of the head's tensors need a gradient.
-        operand_dtype: dtype of the products' operands.
         backend: does the row work. Over kept sets that is torch: sets are short, so it costs little
             compared with gathering.
-        transform: from raw to scaled logits, without bias and temperature.
-        reference: the second head; None without one.
+        reference: the head of a reference or a teacher; None without one.
+        jsd_beta: the divergence from it, as in `backends.Chunk`.
         shard: this rank's shard, if the head's rows are divided among ranks.
         engine: one of `ENGINES`. Over kept sets, nothing reads it.
         entropy, extras: further statistics, from the backend.
@@ -246,13 +259,12 @@ class Job:
     """
 
     rows: Rows
-    tensors: HeadTensors
+    head: PlannedHead
     needs_grad: HeadTensors
-    operand_dtype: torch.dtype
     workspace_bytes: int
     backend: RowBackend = _TORCH
-    transform: LogitTransform = _AS_IT_IS
-    reference: SecondHead | None = None
+    reference: PlannedHead | None = None
+    jsd_beta: float = 1.0
     memory: Memory = AMPLE
     shard: Shard | None = None
     engine: str = "score"
@@ -276,16 +288,21 @@ class Job:
     @property
     def vocab(self) -> int:
         """The number of ids of all ranks."""
-        return self.tensors.weight.shape[0] if self.shard is None else self.shard.vocab
+        return self.head.tensors.weight.shape[0] if self.shard is None else self.shard.vocab
 
     def at(self, index: Tensor) -> Job:
         """The same call for the rows at `index` (m,) alone."""
         return replace(self, rows=take(self.rows, index))
 
+    def with_tensors(self, of_head: HeadTensors, of_reference: Any) -> Job:
+        """The same call with other tensors of its heads."""
+        reference = self.reference and self.reference._replace(tensors=of_reference)
+        return replace(self, head=self.head._replace(tensors=of_head), reference=reference)
+
     @property
     def accumulator_dtype(self) -> torch.dtype:
         """Dtype of logits, statistics, and gradients before their one rounding."""
-        return accumulator_of(self.operand_dtype)
+        return accumulator_of(self.head.operand_dtype)
 
     def fused_loss(self, row_loss: RowLoss) -> FusedLoss | None:
         """`row_loss` for a kernel that does a whole loss at once; None if none can do it here.
@@ -313,24 +330,17 @@ class Job:
         of_teacher = self.reference is not None or isinstance(self.rows.topk, TopKTeacher)
         return "d_divergence" if of_teacher else "d_logp"
 
-    def widest_products(self, weight: Tensor, dtype: torch.dtype | None = None) -> Products:
-        """The products of the rank with the most rows of `weight`: plans by them are the same."""
-        return self.products(_widest_part(weight, self.shard), dtype)
+    def products(self, head: PlannedHead, columns: slice = slice(None)) -> list[Products]:
+        """The products with some columns of `head`, one for each of its factors."""
+        return [self._product(matrix[columns], dtype) for _, matrix, dtype in head.factors()]
 
-    def products(self, weight: Tensor, dtype: torch.dtype | None = None) -> Products:
-        """The products with `weight`, which may be a part of the head."""
+    def widest_product(self, head: PlannedHead) -> Products:
+        """The product with the weight of the rank that has the most rows: plans by it agree."""
+        return self._product(_widest_part(head.tensors.weight, self.shard), head.operand_dtype)
+
+    def _product(self, matrix: Tensor, dtype: torch.dtype) -> Products:
         slice_bytes = min(SLICE_BYTES, self.workspace_bytes // 8)
-        return Products(weight, dtype or self.operand_dtype, self.accumulator_dtype, slice_bytes)
-
-    def operand_dtypes(self) -> list[torch.dtype]:
-        """The operands' dtype of each factor; an adapter keeps its own dtype."""
-        _, *adapter = self.tensors.factors()
-        return [self.operand_dtype, *(torch.promote_types(u.dtype, b.dtype) for u, b in adapter)]
-
-    def all_products(self, columns: slice = slice(None)) -> list[Products]:
-        """The products of `HeadTensors.factors`, in the order of the factors."""
-        pairs = zip(self.tensors.factors(), self.operand_dtypes(), strict=True)
-        return [self.products(matrix[columns], dtype) for (_, matrix), dtype in pairs]
+        return Products(matrix, dtype, self.accumulator_dtype, slice_bytes)
 
     def converted(self) -> Job:
         """Convert both heads' weights to the dtype of 16-bit products, if memory allows copies.
@@ -339,13 +349,10 @@ class Job:
         """
         if not self.memory.converts:
             return self
-        job, second = self, self.reference
-        if needs_conversion(job.tensors.weight, job.operand_dtype):
-            job = replace(job, tensors=job.tensors.converted(job.operand_dtype))
-        if second and needs_conversion(second.tensors.weight, second.operand_dtype):
-            tensors = second.tensors.converted(second.operand_dtype)
-            job = replace(job, reference=second._replace(tensors=tensors))
-        return job
+        head, reference = self.head.converted(), self.reference and self.reference.converted()
+        if head is self.head and reference is self.reference:
+            return self
+        return replace(self, head=head, reference=reference)
 
 
 @contextmanager
@@ -415,8 +422,7 @@ def plan(
         rows: rows with ids of the whole vocabulary.
         memory: from `dtype_and_memory`.
         ranks: the ranks of a sharded head, which compare their calls here.
-        jsd_beta: as in `SecondHead`.
-        entropy, extras: as in `Job`.
+        jsd_beta, entropy, extras: as in `Job`.
     """
     needs_grad = needs_grad_of(hidden, head)
     dtype, *of_reference = _operand_dtypes(hidden, head, reference)
@@ -445,15 +451,15 @@ def plan(
     if reference is not None:
         (states, other, _), (of_second,) = reference, of_reference
         constants = map_tensors(Tensor.detach, tensors_of(states, other, rows.positions))
-        second = SecondHead(constants, of_second, _transform(other, of_second), jsd_beta)
+        second = PlannedHead(constants, of_second, _transform(other, of_second))
+    tensors = tensors_of(hidden, head, rows.positions)
     return Job(
         rows=rows,
-        tensors=tensors_of(hidden, head, rows.positions),
+        head=PlannedHead(tensors, dtype, _transform(head, dtype)),
         needs_grad=needs_grad,
-        operand_dtype=dtype,
         workspace_bytes=workspace_bytes,
-        transform=_transform(head, dtype),
         reference=second,
+        jsd_beta=jsd_beta,
         memory=memory,
         shard=shard,
         entropy=entropy,
@@ -465,7 +471,7 @@ def plan(
 def with_engine(job: Job, run: Run, row_loss: RowLoss) -> Job:
     """Check the ids of `job`, and choose its backend and the engine for `row_loss`."""
     rows = in_range(job.rows, job.vocab, job.shard_start)
-    backend = choose_backend(run.backend, rows.ids.device, job.operand_dtype)[0]
+    backend = choose_backend(run.backend, rows.ids.device, job.head.operand_dtype)[0]
     engine = choose_engine(run.engine, row_loss, job)
     return replace(job, rows=rows, backend=backend, engine=engine)
 

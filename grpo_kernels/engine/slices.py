@@ -21,6 +21,7 @@ from grpo_kernels.engine.plan import Job, Rows
 from grpo_kernels.engine.sweep import (
     Index,
     Projection,
+    add_gradients,
     new_sums,
     padded_index,
     row_bias,
@@ -40,11 +41,11 @@ def sweep_slices(job: Job, stats: RowStats, coefficients: Coefficients) -> HeadT
     It equals the gradient of `sweep`, but d weight and d lora_b have the dtype of the weight and of
     lora_b, rounded once.
     """
-    rows, tensors, dtype = job.rows, job.tensors, job.accumulator_dtype
+    rows, tensors, dtype = job.rows, job.head.tensors, job.accumulator_dtype
     bias = row_bias(tensors.bias, slice(None), dtype)
-    transform = replace(job.transform, inv_temperature=rows.inv_temperature, bias=bias)
+    transform = replace(job.head.transform, inv_temperature=rows.inv_temperature, bias=bias)
     # one factor for all rows and slices, since the gradients are summed over both
-    coefficients, fp16_scale = job.products(tensors.weight).with_fp16_scale(
+    coefficients, fp16_scale = job.products(job.head)[0].with_fp16_scale(
         coefficients, stats, transform
     )
     n, vocab = len(rows), tensors.weight.shape[0]
@@ -65,17 +66,15 @@ def sweep_slices(job: Job, stats: RowStats, coefficients: Coefficients) -> HeadT
         span, count, rows, stats, coefficients = block
         operands = projection.operands(rows.positions)
         chunk, rows = projection.project(operands, slice(None), rows)
-        d_logits = chunk.logits if projection.in_place else projection.new_d_logits(len(rows))
+        d_logits = projection.d_logits(len(rows))
         write_gradient(job, chunk, rows, stats, coefficients, d_logits)
         d_logits[count:] = 0.0
-        products = zip(projection.products, operands[0], d_rows, parts, strict=True)
-        for product, x, d_x, part in products:
-            if d_x is not None:
-                product.d_hidden(d_logits, d_x[span], add=columns.start > 0)
-            if part is not None:
-                product.d_weight(d_logits, x, part, add=span.start > 0)
-        if d_bias is not None:
-            d_bias[columns] += d_logits.sum(dim=0, dtype=d_bias.dtype)
+        add_gradients(
+            projection.products, operands[0], d_logits,
+            [None if x is None else x[span] for x in d_rows], parts,
+            None if d_bias is None else d_bias[columns],
+            add_to_rows=columns.start > 0, add_to_matrices=span.start > 0,
+        )  # fmt: skip
 
     def add_slice(columns: slice) -> None:
         projection = Projection(job, max(len(rows) for _, _, rows, *_ in blocks), columns)
@@ -131,11 +130,11 @@ def plan_slices(job: Job) -> tuple[int, int, int]:
     logits and the backend's scratch. The result is at least a tile of rows and `SLICE_MULTIPLE`
     columns.
     """
-    rows, tensors, reference = job.rows, job.tensors, job.reference
+    rows, tensors, reference = job.rows, job.head.tensors, job.reference
     vocab, size = tensors.weight.shape[0], job.accumulator_dtype.itemsize
     budget = job.workspace_bytes
     tile, least = device_of(tensors.weight.device).fewest_rows, min(vocab, SLICE_MULTIPLE)
-    factors = job.all_products()
+    factors = job.products(job.head)
     dtype = factors[0].d_logits_dtype
     logit_bytes = size + (0 if dtype == job.accumulator_dtype else dtype.itemsize)
     row_bytes = 0 if rows.topk is None else rows.topk.row_bytes()
@@ -150,8 +149,8 @@ def plan_slices(job: Job) -> tuple[int, int, int]:
         )
         padding_bytes += tile * x.shape[1] * size  # for d hidden
     if reference is not None:
-        p = job.products(reference.tensors.weight, reference.operand_dtype)
-        states, factors = reference.tensors.hidden, [*factors, p]
+        (p,), states = job.products(reference), reference.tensors.hidden
+        factors = [*factors, p]
         logit_bytes += size
         row_bytes += p.hidden_bytes() + states.shape[1] * _copied_bytes(states, p)
     # weights are converted one at a time

@@ -13,7 +13,7 @@ than 0. Only for ``lean`` is it another loop, by slices of the vocabulary (`slic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -32,7 +32,8 @@ from grpo_kernels.backends import (
 )
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.base.tensors import take
-from grpo_kernels.engine.plan import Job, RowLoss, Rows
+from grpo_kernels.engine.gemm import Products
+from grpo_kernels.engine.plan import Job, PlannedHead, RowLoss, Rows
 from grpo_kernels.engine.workspace import Group, device_of, divide
 from grpo_kernels.head import HeadTensors
 
@@ -167,7 +168,7 @@ def sweep(
         fused_loss: a loss that one kernel computes with statistics and d logits
             (`Job.fused_loss`); nothing asks for the coefficients unless these are in fp16.
     """
-    rows, hidden, parts = job.rows, job.tensors.hidden, []
+    rows, hidden, parts = job.rows, job.head.tensors.hidden, []
     groups = plan_groups(job, with_gradient=coefficients_of is not None)
     with torch.autocast(hidden.device.type, enabled=False), torch.no_grad():
         projection = Projection(job, max((group.chunk_rows for group in groups), default=0))
@@ -214,7 +215,7 @@ def _fused(
 
 def _no_stats(job: Job) -> RowStats:
     """The statistics of no rows."""
-    none = job.tensors.hidden.new_empty(0, dtype=job.accumulator_dtype)
+    none = job.head.tensors.hidden.new_empty(0, dtype=job.accumulator_dtype)
     extras = {x: none.to(statistic_dtype(x, none.dtype)) for x in job.extras}
     divergence = None if job.reference is None else DivergenceStats(*[none] * 4)
     stats = RowStats(none, none, none, none if job.entropy else None, extras, {}, divergence)
@@ -229,20 +230,19 @@ def plan_groups(job: Job, *, with_gradient: bool) -> list[Group]:
 
     A chunk needs logits; a group needs operands, and d logits if these have another dtype.
     """
-    weight, reference = job.tensors.weight, job.reference
-    products = job.widest_products(weight)
-    vocab, device = products.weight.shape[0], device_of(weight.device)
+    product, reference = job.widest_product(job.head), job.reference
+    vocab, device = product.weight.shape[0], device_of(product.weight.device)
     width = device.row_width(vocab)
     row_bytes = width * job.accumulator_dtype.itemsize
-    separate = with_gradient and products.d_logits_dtype != job.accumulator_dtype
-    chunk_row_bytes, slice_bytes = row_bytes, products.slice_bytes
+    separate = with_gradient and product.d_logits_dtype != job.accumulator_dtype
+    chunk_row_bytes, slice_bytes = row_bytes, product.slice_bytes
     if job.rows.topk is not None:
         chunk_row_bytes += job.rows.topk.row_bytes()
     if reference is not None:
-        other = job.widest_products(reference.tensors.weight, reference.operand_dtype)
+        other = job.widest_product(reference)
         chunk_row_bytes = 2 * row_bytes + other.hidden_bytes()
         slice_bytes = max(slice_bytes, other.slice_bytes)
-    d_logits = width * products.d_logits_dtype.itemsize if separate else 0
+    d_logits = width * product.d_logits_dtype.itemsize if separate else 0
 
     def scratch_bytes(m: int) -> int:  # products and row work never run at the same time
         scratch = job.backend.scratch_rows(m, vocab, reference=reference is not None) * row_bytes
@@ -253,8 +253,8 @@ def plan_groups(job: Job, *, with_gradient: bool) -> list[Group]:
         job.workspace_bytes,
         device,
         chunk_row_bytes=chunk_row_bytes,
-        group_row_bytes=products.hidden_bytes() + d_logits,
-        grouped=separate and job.needs_grad.weight and not products.scales_gradient,
+        group_row_bytes=product.hidden_bytes() + d_logits,
+        grouped=separate and job.needs_grad.weight and not product.scales_gradient,
         scratch_bytes=scratch_bytes,
     )
 
@@ -279,46 +279,51 @@ def _positions(rows: Rows, padded: Index, n: int) -> Index:
     return padded if isinstance(padded, slice) and len(rows) == n else rows.positions[padded]
 
 
-class Projection:
-    """The products that compute logits, chunk after chunk.
+class _HeadLogits:
+    """The products of one head's logits, and memory for a chunk's, which the next overwrites."""
 
-    Attributes:
-        products: one for each pair of `HeadTensors.factors`, on these columns.
-        logits: memory for the logits of a chunk, which the next one overwrites.
-    """
+    def __init__(self, job: Job, head: PlannedHead, chunk_rows: int, columns: slice) -> None:
+        dtype = job.accumulator_dtype
+        self.products, self._transform = job.products(head, columns), head.transform
+        self._bias = row_bias(head.tensors.bias, columns, dtype)
+        self.memory = self.new_rows(chunk_rows, dtype)
+
+    def new_rows(self, n: int, dtype: torch.dtype) -> Tensor:
+        """Memory for rows of logits or of d logits."""
+        weight = self.products[0].weight
+        columns = weight.shape[0]
+        width = device_of(weight.device).row_width(columns)
+        return weight.new_empty(n, width, dtype=dtype)[:, :columns]
+
+    def chunk(self, operands: Iterable[Tensor], rows: Rows) -> Chunk:
+        """The raw logits of `rows`, from an operand of each product."""
+        logits = self.memory[: len(rows)]
+        for i, (product, x) in enumerate(zip(self.products, operands, strict=True)):
+            product.logits(x, logits, add=i > 0)
+        transform = replace(self._transform, inv_temperature=rows.inv_temperature, bias=self._bias)
+        return Chunk(logits, rows.ids, transform)
+
+
+class Projection:
+    """The products that compute logits, chunk after chunk; `products` are the head's."""
 
     def __init__(self, job: Job, chunk_rows: int, columns: slice = slice(None)) -> None:
-        self._job, self._first = job, columns.start or 0
-        self._hidden = [x for x, _ in job.tensors.factors()]
-        self.products = job.all_products(columns)
-        self._bias = row_bias(job.tensors.bias, columns, job.accumulator_dtype)
-        self.logits = self._new(chunk_rows, job.accumulator_dtype)
-        if job.reference is not None:
-            tensors, operand_dtype, *_ = job.reference
-            self._reference_products = job.products(tensors.weight[columns], operand_dtype)
-            self._reference_bias = row_bias(tensors.bias, columns, job.accumulator_dtype)
-            self._reference_logits = self._new(chunk_rows, job.accumulator_dtype)
+        self._job, self._first_column = job, columns.start or 0
+        self._head = _HeadLogits(job, job.head, chunk_rows, columns)
+        self._reference = job.reference and _HeadLogits(job, job.reference, chunk_rows, columns)
+        self.products = self._head.products
 
-    @property
-    def in_place(self) -> bool:
-        """True if d logits overwrite the logits."""
-        return self.products[0].d_logits_dtype == self._job.accumulator_dtype
+    def d_logits(self, n: int) -> Tensor:
+        """Memory for `n` rows of d logits: that of the logits, if both have one dtype."""
+        dtype, of_logits = self.products[0].d_logits_dtype, self._head.memory
+        return of_logits[:n] if dtype == of_logits.dtype else self._head.new_rows(n, dtype)
 
     def operands(self, positions: Index) -> tuple[list[Tensor], Any]:
         """Operands of m positions, (m, K) per product; the reference's hidden states, (m, H')."""
-        selected = [x[positions] for x in self._hidden]
-        second = self._job.reference
-        of_reference = None if second is None else second.tensors.hidden[positions]
-        pairs = zip(self.products, selected, strict=True)
-        return [product.operand(x) for product, x in pairs], of_reference
-
-    def new_d_logits(self, rows: int) -> Tensor:
-        return self._new(rows, self.products[0].d_logits_dtype)
-
-    def _new(self, rows: int, dtype: torch.dtype) -> Tensor:
-        like, columns = self._hidden[0], self.products[0].weight.shape[0]
-        width = device_of(like.device).row_width(columns)
-        return like.new_empty(rows, width, dtype=dtype)[:, :columns]
+        pairs = zip(self.products, self._job.head.tensors.factors(), strict=True)
+        of_head = [product.operand(x[positions]) for product, (x, _) in pairs]
+        reference = self._job.reference
+        return of_head, None if reference is None else reference.tensors.hidden[positions]
 
     def project(
         self, operands: tuple[list[Tensor], Any], span: slice, rows: Rows
@@ -330,24 +335,18 @@ class Projection:
             span: the chunk's slice of them.
             rows: the chunk's rows.
         """
-        (hidden, of_reference), logits, job = operands, self.logits[: len(rows)], self._job
-        for i, (product, x) in enumerate(zip(self.products, hidden, strict=True)):
-            product.logits(x[span], logits, add=i > 0)
-        rows = rows.counted_from(self._first)  # ids counted from the first column
-        inv_t, second = rows.inv_temperature, job.reference
-        transform = replace(job.transform, inv_temperature=inv_t, bias=self._bias)
+        (of_head, of_reference), backend = operands, self._job.backend
+        rows = rows.counted_from(self._first_column)
+        chunk = self._head.chunk((x[span] for x in of_head), rows)
         if rows.topk is not None:
-            rows = replace(rows, topk=rows.topk.gathered(logits, transform))
-        job.backend.prepare_(logits, transform)
-        chunk = Chunk(logits, rows.ids, transform)
-        if second is None:
+            rows = replace(rows, topk=rows.topk.gathered(chunk.logits, chunk.transform))
+        backend.prepare_(chunk.logits, chunk.transform)
+        if self._reference is None:
             return chunk, rows
-        product, logits = self._reference_products, self._reference_logits[: len(rows)]
-        product.logits(product.operand(of_reference[span]), logits)
-        transform = replace(second.transform, inv_temperature=inv_t, bias=self._reference_bias)
-        job.backend.prepare_(logits, transform)
-        reference = Chunk(logits, rows.ids, transform)
-        return replace(chunk, reference=reference, jsd_beta=second.jsd_beta), rows
+        operand = self._reference.products[0].operand(of_reference[span])
+        reference = self._reference.chunk([operand], rows)
+        backend.prepare_(reference.logits, reference.transform)
+        return replace(chunk, reference=reference, jsd_beta=self._job.jsd_beta), rows
 
 
 def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor | None:
@@ -363,7 +362,7 @@ def new_sums(
     The first product overwrites that of the factors, unless there are no rows. With `rounds`, the
     matrices have their own dtype instead of the accumulator's.
     """
-    tensors, like, dtype = job.tensors, job.tensors.hidden, job.accumulator_dtype
+    tensors, like, dtype = job.head.tensors, job.head.tensors.hidden, job.accumulator_dtype
     new = like.new_empty if rows else like.new_zeros
     d_rows: list[Tensor | None] = []
     d_matrices: list[Tensor | None] = []
@@ -377,6 +376,30 @@ def new_sums(
     return d_rows, d_matrices, bias
 
 
+def add_gradients(
+    products: list[Products],
+    operands: list[Tensor],
+    d_logits: Tensor,
+    d_rows: list[Tensor | None],
+    d_matrices: list[Tensor | None],
+    d_bias: Tensor | None,
+    *,
+    add_to_rows: bool = False,
+    add_to_matrices: bool,
+) -> None:
+    """Compute the gradients of some rows (m, K), matrices and bias, of some columns, from d logits.
+
+    Those of rows and matrices are overwritten if they are not added to.
+    """
+    for product, x, d_x, d_matrix in zip(products, operands, d_rows, d_matrices, strict=True):
+        if d_x is not None:
+            product.d_hidden(d_logits, d_x, add=add_to_rows)
+        if d_matrix is not None:
+            product.d_weight(d_logits, x, d_matrix, add=add_to_matrices)
+    if d_bias is not None:
+        d_bias.add_(d_logits.sum(dim=0, dtype=d_bias.dtype))
+
+
 class _GradientSums:
     """The gradients of the head's tensors, summed over the groups; memory for d logits."""
 
@@ -384,8 +407,7 @@ class _GradientSums:
         self._job, self._projection = job, projection
         self._group_rows = max((group.padded_rows for group in groups), default=0)
         self._padded = max((group.start + group.padded_rows for group in groups), default=0)
-        # of a group; they overwrite the logits if both have one dtype
-        self._d_logits = projection.logits if projection.in_place else None
+        self._d_logits: Tensor | None = None  # of a group
         # per factor: (n, K) plus padding, which the next group overwrites
         self._d_rows: list[Tensor | None] = []
         self._d_matrices: list[Tensor | None] = []  # (V, K)
@@ -399,7 +421,7 @@ class _GradientSums:
         A group is one chunk if they overwrite the logits or carry a scale (`plan_groups`).
         """
         if self._d_logits is None:  # the device already computes the first product
-            self._d_logits = self._projection.new_d_logits(self._group_rows)
+            self._d_logits = self._projection.d_logits(self._group_rows)
         return self._d_logits[span]
 
     def _allocate(self) -> None:
@@ -419,16 +441,16 @@ class _GradientSums:
         if fp16_scale is not None and self._fp16_scale is not None:
             self._rescale(fp16_scale / self._fp16_scale)
         self._fp16_scale = fp16_scale
-        sums = zip(self._projection.products, operands, self._d_rows, self._d_matrices, strict=True)
-        for product, x, d_rows, d_matrix in sums:
-            if d_rows is not None:
-                product.d_hidden(d_logits, d_rows[group.start : group.start + group.padded_rows])
-                if fp16_scale is not None:
-                    d_rows[group.start : group.stop].div_(fp16_scale)
-            if d_matrix is not None:
-                product.d_weight(d_logits, x, d_matrix, add=group.start > 0)
-        if self._bias is not None:
-            self._bias.add_(d_logits.sum(dim=0, dtype=self._bias.dtype))
+        padded = slice(group.start, group.start + group.padded_rows)
+        d_rows = [None if x is None else x[padded] for x in self._d_rows]
+        add_gradients(
+            self._projection.products, operands, d_logits, d_rows, self._d_matrices, self._bias,
+            add_to_matrices=group.start > 0,
+        )  # fmt: skip
+        if fp16_scale is not None:
+            for x in d_rows:
+                if x is not None:
+                    x[: group.n].div_(fp16_scale)
 
     def gradients(self) -> HeadTensors:
         if not self._d_rows:
