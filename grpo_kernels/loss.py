@@ -97,7 +97,6 @@ from grpo_kernels.engine.plan import (
     checked_on_all_ranks,
     dtype_and_memory,
     plan,
-    with_engine,
 )
 from grpo_kernels.engine.sweep import first_pass
 from grpo_kernels.engine.topk import TopKLogps, check_topk
@@ -305,9 +304,8 @@ def grpo_loss(
         row_loss = _row_loss(config, objective, tokens, num_items_in_batch)
 
         # which engine; over kept sets there is none
-        job = plan(hidden, head, rows, run, memory, ranks, reference=second)
-        if sets is None:
-            job = with_engine(job, run, row_loss)
+        of_engine = row_loss if sets is None else None
+        job = plan(hidden, head, rows, run, memory, ranks, of_engine, reference=second)
     if sets is not None:
         over_vocab = expectation_of(row_loss, tokens) if on_missing_set == "full" else None
         scores, of_sets = score_kept(

@@ -83,7 +83,6 @@ from grpo_kernels.engine.plan import (
     checked_on_all_ranks,
     dtype_and_memory,
     plan,
-    with_engine,
 )
 from grpo_kernels.engine.topk import TopKLogps, TopKTeacher, check_topk
 from grpo_kernels.head import Head, HeadLike, StatesAndHead, read_heads
@@ -226,10 +225,9 @@ def linear_logps(
             ids = topk_ids.detach().flatten(0, -2)[rows.positions]
             rows = replace(rows, topk=TopKLogps.of(ids, rows.ids)[0])
         job = plan(
-            hidden, head, rows, run, memory, ranks, entropy=bool(entropy), extras=tuple(extras)
-        )
-        if sets is None:
-            job = with_engine(job, run, gradient)
+            hidden, head, rows, run, memory, ranks, gradient if sets is None else None,
+            entropy=bool(entropy), extras=tuple(extras),
+        )  # fmt: skip
     if sets is None:
         return run_scores(job, gradient, completion_ids.shape)
     return score_kept(job, run, sets, completion_ids, on_missing_set, expected_at, entropy=entropy)[
@@ -321,10 +319,9 @@ def linear_divergence(
             expected, hidden, completion_ids, rows.positions, dtype, entropy=entropy
         )
         job = plan(
-            hidden, head, rows, run, memory, ranks,
+            hidden, head, rows, run, memory, ranks, gradient,
             reference=second, jsd_beta=jsd_beta, entropy=entropy,
         )  # fmt: skip
-        job = with_engine(job, run, gradient)
     has_ids = completion_ids is not None
     return run_scores(job, gradient, hidden.shape[:-1], has_ids=has_ids)
 
@@ -409,8 +406,7 @@ def topk_divergence(
         has_tail = topk.least_tail is not None and ids.shape[1] < head.weight.shape[0]
         check_masses("teacher_logps", topk.logps, has_tail=has_tail)
         rows = replace(rows, topk=topk)
-        job = plan(hidden, head, rows, run, memory, ranks, entropy=False)
-        job = with_engine(job, run, gradient)
+        job = plan(hidden, head, rows, run, memory, ranks, gradient, entropy=False)
     return run_scores(job, gradient, hidden.shape[:-1], has_ids=False)
 
 

@@ -14,13 +14,11 @@ but ``prepare_``. `torch_rows.TorchRows` runs anywhere and is the oracle for eve
 `triton_rows.rows.TritonRows` runs on a GPU, `cpp_rows.CppRows` on a CPU.
 
 The module ``x_rows`` holds the backend that `BackendName` calls x. Importing it compiles nothing,
-and imports no package that may be missing. It has three functions::
+and imports no package that may be missing. It has two functions::
 
     refusal(device, dtype, asked_for=...)   why it cannot serve these logits, in words, or None;
                                             unless requested by name, it also warns of a reason that
                                             the user can remove (`warn_of_torch`)
-    reason(device)                          why "auto" chooses it, in words; not in `torch_rows`,
-                                            which "auto" chooses if another backend refuses
     load()               -> RowBackend      called only if there is no refusal
 """
 
@@ -305,9 +303,8 @@ class FusedRowBackend(RowBackend):
 
 def choose_backend(
     name: str, device: torch.device, dtype: torch.dtype = torch.float32
-) -> tuple[RowBackend, str]:
-    """Choose the row backend for logits of `dtype` on `device`; also say in words why it was
-    chosen.
+) -> RowBackend:
+    """Choose the row backend for logits of `dtype` on `device`.
 
     The first choice of the C++ kernels in a process may compile them.
 
@@ -318,16 +315,22 @@ def choose_backend(
         ValueError: no backend has that name, or the named backend cannot serve here.
     """
     check_choice("backend", name, BACKENDS)
-    if name != "auto":
-        refusal = _module(name).refusal(device, dtype, asked_for=True)
-        if refusal is not None:
-            raise ValueError(f"backend: expected one that can serve here, got {name!r}: {refusal}")
-        return _module(name).load(), "asked for"
-    preferred = "cpp" if device.type == "cpu" else "triton"
-    refusal = _module(preferred).refusal(device, dtype, asked_for=False)
-    if refusal is not None:
-        return _module("torch").load(), f"not {preferred}: {refusal}"
-    return _module(preferred).load(), _module(preferred).reason(device)
+    if name == "auto":
+        name = "torch" if why_torch(device, dtype) else _preferred(device)
+    elif refusal := _module(name).refusal(device, dtype, asked_for=True):
+        raise ValueError(f"backend: expected one that can serve here, got {name!r}: {refusal}")
+    backend: RowBackend = _module(name).load()
+    return backend
+
+
+def why_torch(device: torch.device, dtype: torch.dtype = torch.float32) -> str | None:
+    """Say in words why "auto" chooses torch here; None if it does not."""
+    refusal = _module(_preferred(device)).refusal(device, dtype, asked_for=False)
+    return None if refusal is None else f"not {_preferred(device)}: {refusal}"
+
+
+def _preferred(device: torch.device) -> str:
+    return "cpp" if device.type == "cpu" else "triton"
 
 
 def _module(name: str) -> ModuleType:

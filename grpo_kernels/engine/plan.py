@@ -410,18 +410,20 @@ def plan(
     run: Run,
     memory: Memory,
     ranks: Ranks | None,
+    row_loss: RowLoss | None,
     *,
     reference: StatesAndHead | None = None,
     jsd_beta: float = 1.0,
     entropy: bool = True,
     extras: tuple[str, ...] = (),
 ) -> Job:
-    """Plan a call with checked heads, but for what `with_engine` adds.
+    """Plan a call with checked heads.
 
     Args:
         rows: rows with ids of the whole vocabulary.
         memory: from `dtype_and_memory`.
         ranks: the ranks of a sharded head, which compare their calls here.
+        row_loss: what the engine is chosen for. None over kept sets: `with_engine` plans the rest.
         jsd_beta, entropy, extras: as in `Job`.
     """
     needs_grad = needs_grad_of(hidden, head)
@@ -435,7 +437,7 @@ def plan(
             **_compared(hidden, head, reference, rows, run),
             "gradients wanted": [bool(x) for x in needs_grad],
             "dtype of the products": [dtype, *of_reference],
-            "backend that serves": choose_backend(run.backend, hidden.device, dtype)[0].name,
+            "backend that serves": choose_backend(run.backend, hidden.device, dtype).name,
         }
         shard, memory = ranks.agree(values, head, memory)
         count = shard.sizes[shard.rank]
@@ -453,7 +455,7 @@ def plan(
         constants = map_tensors(Tensor.detach, tensors_of(states, other, rows.positions))
         second = PlannedHead(constants, of_second, _transform(other, of_second))
     tensors = tensors_of(hidden, head, rows.positions)
-    return Job(
+    job = Job(
         rows=rows,
         head=PlannedHead(tensors, dtype, _transform(head, dtype)),
         needs_grad=needs_grad,
@@ -466,12 +468,13 @@ def plan(
         extras=extras,
         gather=run.gather or nullcontext,
     )
+    return job if row_loss is None else with_engine(job, run, row_loss)
 
 
 def with_engine(job: Job, run: Run, row_loss: RowLoss) -> Job:
     """Check the ids of `job`, and choose its backend and the engine for `row_loss`."""
     rows = in_range(job.rows, job.vocab, job.shard_start)
-    backend = choose_backend(run.backend, rows.ids.device, job.head.operand_dtype)[0]
+    backend = choose_backend(run.backend, rows.ids.device, job.head.operand_dtype)
     engine = choose_engine(run.engine, row_loss, job)
     return replace(job, rows=rows, backend=backend, engine=engine)
 
