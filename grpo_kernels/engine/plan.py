@@ -386,21 +386,22 @@ def dtype_and_memory(
 
     Ask before the call waits for the device; after the wait, the device would idle meanwhile.
     """
-    dtypes = _operand_dtypes(hidden, head, reference)
-    weights = [(head.weight, dtypes[0])]
-    if reference is not None:
-        weights.append((reference.head.weight, dtypes[1]))
+    models = _with_dtypes(hidden, head, reference)
+    weights = [(model.head.weight, dtype) for model, dtype in models]
     memory = free_memory(weights, hidden, needs_grad_of(hidden, head), run.workspace_bytes)
-    return accumulator_of(dtypes[0]), memory
+    return accumulator_of(models[0][1]), memory
 
 
-def _operand_dtypes(
+def _with_dtypes(
     hidden: Tensor, head: Head, reference: StatesAndHead | None
-) -> list[torch.dtype]:
-    dtypes = [operand_dtype_of(hidden, head.weight)]
+) -> list[tuple[StatesAndHead, torch.dtype]]:
+    """The call's models, each with the dtype of its products' operands."""
+    dtype = operand_dtype_of(hidden, head.weight)
+    models = [(StatesAndHead(hidden, head), dtype)]
     if reference is not None:
-        dtypes.append(operand_dtype_of(reference.hidden, reference.head.weight, dtypes[0]))
-    return dtypes
+        of_reference = operand_dtype_of(reference.hidden, reference.head.weight, dtype)
+        models.append((reference, of_reference))
+    return models
 
 
 def plan(
@@ -426,41 +427,38 @@ def plan(
         row_loss: what the engine is chosen for. None over kept sets: `with_engine` plans the rest.
         jsd_beta, entropy, extras: as in `Job`.
     """
-    needs_grad = needs_grad_of(hidden, head)
-    dtype, *of_reference = _operand_dtypes(hidden, head, reference)
-    _warn_if_promoted(StatesAndHead(hidden, head), dtype)
-    if reference is not None:
-        _warn_if_promoted(reference, *of_reference)
+    needs_grad, models = needs_grad_of(hidden, head), _with_dtypes(hidden, head, reference)
+    for model, dtype in models:
+        _warn_if_promoted(model, dtype)
     shard = None
     if ranks is not None:
         values = {
             **_compared(hidden, head, reference, rows, run),
             "gradients wanted": [bool(x) for x in needs_grad],
-            "dtype of the products": [dtype, *of_reference],
-            "backend that serves": choose_backend(run.backend, hidden.device, dtype).name,
+            "dtype of the products": [dtype for _, dtype in models],
+            "backend that serves": choose_backend(run.backend, hidden.device, models[0][1]).name,
         }
         shard, memory = ranks.agree(values, head, memory)
         count = shard.sizes[shard.rank]
-        head = first_ids(StatesAndHead(hidden, head), count).head
-        reference = reference and first_ids(reference, count)
+        models = [(first_ids(model, count), dtype) for model, dtype in models]
         if len(shard.sizes) == 1:
             shard = None
     workspace_bytes = run.workspace_bytes
     if workspace_bytes is None:
-        widest, heads = _widest_part(head.weight, shard), 1 if reference is None else 2
-        workspace_bytes = min(large_workspace(widest, needs_grad, heads), memory.workspace)
-    second = None
-    if reference is not None:
-        (states, other, _), (of_second,) = reference, of_reference
-        constants = map_tensors(Tensor.detach, tensors_of(states, other, rows.positions))
-        second = PlannedHead(constants, of_second, _transform(other, of_second))
-    tensors = tensors_of(hidden, head, rows.positions)
+        widest = _widest_part(models[0][0].head.weight, shard)
+        large = large_workspace(widest, needs_grad, heads=len(models))
+        workspace_bytes = min(large, memory.workspace)
+    first, *second = [
+        PlannedHead(tensors_of(states, own, rows.positions), dtype, _transform(own, dtype))
+        for (states, own, _), dtype in models
+    ]
+    constants = [x._replace(tensors=map_tensors(Tensor.detach, x.tensors)) for x in second]
     job = Job(
         rows=rows,
-        head=PlannedHead(tensors, dtype, _transform(head, dtype)),
+        head=first,
         needs_grad=needs_grad,
         workspace_bytes=workspace_bytes,
-        reference=second,
+        reference=constants[0] if constants else None,
         jsd_beta=jsd_beta,
         memory=memory,
         shard=shard,
