@@ -154,12 +154,12 @@ class LossWithGradient(torch.autograd.Function):
             stats, coefficients = needed
             coefficients = map_tensors(d_loss.mul, coefficients)
             with job.gather():
-                grads, indices = second_pass(job, stats, coefficients)
+                grads, live_rows = second_pass(job, stats, coefficients)
             factor = None
         else:
-            grads, indices, d_logp = needed
-            factor = d_loss if d_logp is None else d_loss * d_logp[indices, None]
-        gradients = _input_gradients(ctx.shapes_and_dtypes, job, grads, indices, factor)
+            grads, live_rows, d_logp = needed
+            factor = d_loss if d_logp is None else d_loss * d_logp[live_rows, None]
+        gradients = _input_gradients(ctx.shapes_and_dtypes, job, grads, live_rows, factor)
         return *[None] * 4, *gradients
 
 
@@ -283,7 +283,7 @@ def saved(ctx: Any) -> tuple[Job, Any]:
 def _gradient(
     job: Job, first: FirstPass, upstream: Coefficients
 ) -> tuple[HeadTensors, Tensor, Tensor | None]:
-    """Gradients of the head's tensors, the indices of their rows, and a factor on them.
+    """Gradients of the head's tensors, the rows that they are of, and a factor on them.
 
     `upstream` holds the gradient (N,) of each result.
     """
@@ -311,34 +311,34 @@ def _gradient(
             return *second_pass(job, stats, upstream), None
     if not any_left:
         return stored, live_rows, factor
-    more, indices = second_pass(job, stats, remainder)
-    if job.when == "now" and 2 * len(indices) > len(rows):
+    more, more_rows = second_pass(job, stats, remainder)
+    if job.when == "now" and 2 * len(more_rows) > len(rows):
         warn_once(WRONG_EXPECTATION)
     scaled = map_tensors(lambda x: _scaled(x, factor, x.dtype, job.backend), stored)
-    ratio = ratio_at(upstream, remainder, indices)
-    total = _merge(scaled, live_rows, more, indices, len(rows), ratio)
+    ratio = ratio_at(upstream, remainder, more_rows)
+    total = _merge(scaled, live_rows, more, more_rows, len(rows), ratio)
     return total, torch.arange(len(rows), device=rows.positions.device), None
 
 
 def second_pass(
     job: Job, stats: RowStats, coefficients: Coefficients
 ) -> tuple[HeadTensors, Tensor]:
-    """Compute the gradient of rows with a non-zero coefficient (n,); also return the rows' indices.
+    """Compute the gradient of the rows that have a coefficient other than 0, and return both.
 
     Projects the logits of these rows again. Waits for the device once, to count the rows. At least
     one coefficient is not None.
     """
-    indices, coefficients = _nonzero(coefficients)
-    job = job.at(indices)
+    live_rows, coefficients = _nonzero(coefficients)
+    job = job.at(live_rows)
     if coefficients.d_divergence is None:  # then the gradient does not need the reference
         job = replace(job, reference=None)
-    stats, coefficients = take((stats, coefficients), indices)
+    stats, coefficients = take((stats, coefficients), live_rows)
     if job.order == "slices":
-        return sweep_slices(job, stats, coefficients), indices
+        return sweep_slices(job, stats, coefficients), live_rows
     job = job.converted()
     _, grads = sweep(job, lambda at, _: take(coefficients, at), known=stats)
     assert grads is not None
-    return grads, indices
+    return grads, live_rows
 
 
 def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
@@ -415,11 +415,11 @@ def check_remainder(remainder: Coefficients, upstream: Coefficients) -> tuple[bo
     return any_left, far
 
 
-def ratio_at(upstream: Coefficients, remainder: Coefficients, indices: Tensor) -> Tensor:
-    """Upstream over remainder, (m,) at `indices`; NaN in rows with several coefficients."""
+def ratio_at(upstream: Coefficients, remainder: Coefficients, rows: Tensor) -> Tensor:
+    """Upstream over remainder, (m,) at `rows`; NaN in rows with several coefficients."""
     both = zip(upstream, remainder, strict=True)
     pairs = [(torch.zeros_like(y) if x is None else x, y) for x, y in both if y is not None]
-    x, y = (torch.stack(column)[:, indices] for column in zip(*pairs, strict=True))  # (k, m)
+    x, y = (torch.stack(column)[:, rows] for column in zip(*pairs, strict=True))  # (k, m)
     is_one = ((x != 0) | (y != 0)).sum(dim=0) == 1
     return torch.where(is_one, x.sum(dim=0) / y.sum(dim=0), torch.nan)
 
@@ -450,13 +450,13 @@ def _scaled(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBa
 
 def _merge(
     stored: HeadTensors,
-    live_rows: Tensor,
+    stored_rows: Tensor,
     more: HeadTensors,
-    indices: Tensor,
+    more_rows: Tensor,
     n: int,
     ratio: Tensor,
 ) -> HeadTensors:
-    """Add the stored gradients (of `live_rows`) and a second pass's gradients (of rows `indices`).
+    """Add the stored gradients (of `stored_rows`) and a second pass's gradients (of `more_rows`).
 
     A row with only one coefficient gets `ratio` (m,) times its gradient from the second pass, and
     nothing from the stored gradient: the sum could be a small difference of large numbers. `ratio`
@@ -467,9 +467,9 @@ def _merge(
     for name, x, y in zip(HeadTensors._fields, stored, more, strict=True):
         if name in OF_ROWS and x is not None and y is not None:
             rows = x.new_zeros(n, x.shape[1])
-            rows[live_rows] = x
-            added = rows[indices] + y
-            rows[indices] = torch.where(ratio.isnan()[:, None], added, y * ratio[:, None])
+            rows[stored_rows] = x
+            added = rows[more_rows] + y
+            rows[more_rows] = torch.where(ratio.isnan()[:, None], added, y * ratio[:, None])
             total.append(rows)
         elif x is None or y is None:
             total.append(y if x is None else x)
@@ -482,12 +482,12 @@ def _input_gradients(
     shapes_and_dtypes: HeadTensors,
     job: Job,
     grads: HeadTensors,
-    indices: Tensor,
+    live_rows: Tensor,
     factor: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients times `factor`, () or (m, 1), each rounded once, in the shapes of the inputs.
 
-    Row i of a gradient belongs to row ``indices[i]`` of the call. With a sharded head, each rank
+    Row i of a gradient belongs to row ``live_rows[i]`` of the call. With a sharded head, each rank
     has the gradients from its own columns, and the rows' gradients are summed over the ranks.
     """
     rows, shard, backend = job.rows, job.shard, job.backend
@@ -495,10 +495,10 @@ def _input_gradients(
     def row_by_row(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if shard is not None:
             # exchange all rows of the call, since every rank has the same number of them
-            summed = shard.sum_(spread(_scaled(x, factor, x.dtype, backend), indices, len(rows)))
+            summed = shard.sum_(spread(_scaled(x, factor, x.dtype, backend), live_rows, len(rows)))
             return spread(summed.to(dtype), rows.positions, shape[0])
-        complete = indices.shape == rows.positions.shape
-        positions = rows.positions if complete else rows.positions[indices]
+        complete = live_rows.shape == rows.positions.shape
+        positions = rows.positions if complete else rows.positions[live_rows]
         return spread(_scaled(x, factor, dtype, backend), positions, shape[0])
 
     returned: list[Tensor | None] = []

@@ -115,11 +115,6 @@ class TopKLogps(TopK):
 
     index_in_ids: Tensor
 
-    @property
-    def given(self) -> int:
-        """K', the number of ids that the caller gave for each row."""
-        return self.index_in_ids.shape[1] - 1
-
     @staticmethod
     def of(given: Tensor, own: Tensor, name: str = "topk_ids") -> tuple[TopKLogps, Tensor]:
         """Make the record from ids (n, K'), -1 where padded, and each row's own id (n,).
@@ -146,7 +141,7 @@ class TopKLogps(TopK):
         d_logp, d_entropy, _, d_topk = coefficients
         assert d_logp is not None
         if d_topk is None:
-            d_topk = d_logp.new_zeros(len(d_logp), self.given)
+            d_topk = d_logp.new_zeros(len(d_logp), self.index_in_ids.shape[1] - 1)
         arrives = torch.cat([d_topk, d_logp[:, None]], dim=1).double()
         g = torch.zeros_like(arrives).scatter_add_(1, self.index_in_ids.long(), arrives)
         g = g.masked_fill_(self.padding, 0.0)
