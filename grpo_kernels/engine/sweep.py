@@ -144,8 +144,7 @@ def write_gradient(
         return
     d_z, total = rows.topk.slopes(stats, coefficients)
     nowhere = replace(chunk, ids=torch.full_like(chunk.ids, -1))
-    alone = replace(stats, divergence=None)  # the backend sees no second head
-    job.backend.grad(nowhere, alone, Coefficients(total, coefficients.d_entropy), out)
+    job.backend.grad(nowhere, stats, Coefficients(total, coefficients.d_entropy), out)
     rows.topk.write(d_z, chunk, out)
 
 
