@@ -21,8 +21,7 @@ from grpo_kernels.engine.plan import Job, Rows
 from grpo_kernels.engine.sweep import (
     Index,
     Projection,
-    add_gradients,
-    new_sums,
+    Sums,
     padded_index,
     row_bias,
     write_gradient,
@@ -55,12 +54,12 @@ def sweep_slices(job: Job, stats: RowStats, coefficients: Coefficients) -> HeadT
         for span, count, index in _blocks(rows, rows_at_once)
     ]
     m = blocks[-1][0].stop if blocks else 0
-    d_rows, d_matrices, d_bias = new_sums(job, m, rounds=True)
+    sums = Sums.new(job, m, rounds=True)
 
     def add_block(
         projection: Projection,
         columns: slice,
-        parts: list[Tensor | None],
+        of_slice: Sums,
         block: tuple[slice, int, Rows, RowStats, Coefficients],
     ) -> None:
         span, count, rows, stats, coefficients = block
@@ -69,24 +68,23 @@ def sweep_slices(job: Job, stats: RowStats, coefficients: Coefficients) -> HeadT
         d_logits = projection.d_logits(len(rows))
         write_gradient(job, chunk, rows, stats, coefficients, d_logits)
         d_logits[count:] = 0.0
-        add_gradients(
+        of_slice.at(span).add(
             projection.products, operands[0], d_logits,
-            [None if x is None else x[span] for x in d_rows], parts,
-            None if d_bias is None else d_bias[columns],
-            add_to_rows=columns.start > 0, add_to_matrices=span.start > 0,
+            to_rows=columns.start > 0, to_matrices=span.start > 0,
         )  # fmt: skip
 
     def add_slice(columns: slice) -> None:
         projection = Projection(job, max(len(rows) for _, _, rows, *_ in blocks), columns)
-        targets = [None if x is None else x[columns] for x in d_matrices]
+        targets = [None if x is None else x[columns] for x in sums.matrices]
         # a target in the accumulator's dtype is summed in place; any other is summed in a separate
         # tensor and then rounded
         parts = [
             x if x is None or x.dtype == dtype else torch.empty_like(x, dtype=dtype)
             for x in targets
         ]
+        bias = None if sums.bias is None else sums.bias[columns]
         for block in blocks:
-            add_block(projection, columns, parts, block)
+            add_block(projection, columns, Sums(sums.rows, parts, bias), block)
         for target, part in zip(targets, parts, strict=True):
             if target is None or part is None:
                 continue
@@ -99,11 +97,10 @@ def sweep_slices(job: Job, stats: RowStats, coefficients: Coefficients) -> HeadT
         for first_id in range(0, vocab if blocks else 0, columns_at_once):
             add_slice(slice(first_id, min(first_id + columns_at_once, vocab)))
     if fp16_scale is not None:
-        for total in (*d_rows, d_bias):
+        for total in (*sums.rows, sums.bias):
             if total is not None:
                 total.mul_(1.0 / fp16_scale)
-    d_rows = [None if x is None else x[:n] for x in d_rows]
-    return HeadTensors.of_factors(d_rows, d_matrices, d_bias)
+    return sums.at(slice(n)).tensors()
 
 
 def _blocks(rows: Rows, rows_at_once: int) -> Iterator[tuple[slice, int, Index]]:

@@ -171,7 +171,7 @@ def sweep(
     groups = plan_groups(job, with_gradient=coefficients_of is not None)
     with torch.autocast(hidden.device.type, enabled=False), torch.no_grad():
         projection = Projection(job, max((group.chunk_rows for group in groups), default=0))
-        sums = None if coefficients_of is None else _GradientSums(job, projection, groups)
+        sums = None if coefficients_of is None else _GroupSums(job, projection, groups)
         # fp16 d logits need a factor that depends on all coefficients of a chunk, so a kernel then
         # computes only statistics and loss
         by_kernel = fused_loss is not None and not projection.products[0].scales_gradient
@@ -353,64 +353,69 @@ def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor 
     return None if bias is None else bias[columns].detach().to(dtype).contiguous()
 
 
-def new_sums(
-    job: Job, rows: int, *, rounds: bool = False
-) -> tuple[list[Tensor | None], list[Tensor | None], Tensor | None]:
-    """Memory for the gradients that `job` needs: per factor (rows, K) and (V, K), and (V,).
+class Sums(NamedTuple):
+    """Gradients of a head's tensors, while they are summed."""
 
-    The first product overwrites that of the factors, unless there are no rows. With `rounds`, the
-    matrices have their own dtype instead of the accumulator's.
-    """
-    tensors, like, dtype = job.head.tensors, job.head.tensors.hidden, job.accumulator_dtype
-    new = like.new_empty if rows else like.new_zeros
-    d_rows: list[Tensor | None] = []
-    d_matrices: list[Tensor | None] = []
-    pairs = zip(tensors.factors(), job.needs_grad.factors(), strict=True)
-    for (x, matrix), (needs_rows, needs_matrix) in pairs:
-        d_rows.append(new(rows, x.shape[1], dtype=dtype) if needs_rows else None)
-        own = matrix.dtype if rounds else dtype
-        d_matrices.append(new(matrix.shape, dtype=own) if needs_matrix else None)
-    of_bias = job.needs_grad.bias
-    bias = like.new_zeros(tensors.weight.shape[0], dtype=dtype) if of_bias else None
-    return d_rows, d_matrices, bias
+    rows: list[Tensor | None]  # per factor (n, K)
+    matrices: list[Tensor | None]  # per factor (V, K)
+    bias: Tensor | None  # (V,)
+
+    @staticmethod
+    def new(job: Job, n: int, *, rounds: bool = False) -> Sums:
+        """Memory for the gradients that `job` needs, of `n` rows.
+
+        The first product overwrites that of the factors, unless there are no rows. With `rounds`,
+        the matrices have their own dtype instead of the accumulator's.
+        """
+        tensors, like, dtype = job.head.tensors, job.head.tensors.hidden, job.accumulator_dtype
+        new = like.new_empty if n else like.new_zeros
+        of_bias = job.needs_grad.bias
+        bias = like.new_zeros(tensors.weight.shape[0], dtype=dtype) if of_bias else None
+        sums = Sums([], [], bias)
+        pairs = zip(tensors.factors(), job.needs_grad.factors(), strict=True)
+        for (x, matrix), (needs_rows, needs_matrix) in pairs:
+            sums.rows.append(new(n, x.shape[1], dtype=dtype) if needs_rows else None)
+            own = matrix.dtype if rounds else dtype
+            sums.matrices.append(new(matrix.shape, dtype=own) if needs_matrix else None)
+        return sums
+
+    def at(self, span: slice) -> Sums:
+        """The same sums, but only of the rows at `span`."""
+        return self._replace(rows=[None if x is None else x[span] for x in self.rows])
+
+    def add(
+        self,
+        products: list[Products],
+        operands: list[Tensor],
+        d_logits: Tensor,
+        *,
+        to_rows: bool = False,
+        to_matrices: bool,
+    ) -> None:
+        """Add the gradients from `d_logits` (n, V), or write those that are not added to."""
+        pairs = zip(products, operands, self.rows, self.matrices, strict=True)
+        for product, x, d_x, d_matrix in pairs:
+            if d_x is not None:
+                product.d_hidden(d_logits, d_x, add=to_rows)
+            if d_matrix is not None:
+                product.d_weight(d_logits, x, d_matrix, add=to_matrices)
+        if self.bias is not None:
+            self.bias.add_(d_logits.sum(dim=0, dtype=self.bias.dtype))
+
+    def tensors(self) -> HeadTensors:
+        return HeadTensors.of_factors(self.rows, self.matrices, self.bias)
 
 
-def add_gradients(
-    products: list[Products],
-    operands: list[Tensor],
-    d_logits: Tensor,
-    d_rows: list[Tensor | None],
-    d_matrices: list[Tensor | None],
-    d_bias: Tensor | None,
-    *,
-    add_to_rows: bool = False,
-    add_to_matrices: bool,
-) -> None:
-    """Compute the gradients of some rows (m, K), matrices and bias, of some columns, from d logits.
-
-    Those of rows and matrices are overwritten if they are not added to.
-    """
-    for product, x, d_x, d_matrix in zip(products, operands, d_rows, d_matrices, strict=True):
-        if d_x is not None:
-            product.d_hidden(d_logits, d_x, add=add_to_rows)
-        if d_matrix is not None:
-            product.d_weight(d_logits, x, d_matrix, add=add_to_matrices)
-    if d_bias is not None:
-        d_bias.add_(d_logits.sum(dim=0, dtype=d_bias.dtype))
-
-
-class _GradientSums:
-    """The gradients of the head's tensors, summed over the groups; memory for d logits."""
+class _GroupSums:
+    """The sums over the groups of a sweep, and memory for d logits."""
 
     def __init__(self, job: Job, projection: Projection, groups: list[Group]) -> None:
         self._job, self._projection = job, projection
         self._group_rows = max((group.padded_rows for group in groups), default=0)
         self._padded = max((group.start + group.padded_rows for group in groups), default=0)
         self._d_logits: Tensor | None = None  # of a group
-        # per factor: (n, K) plus padding, which the next group overwrites
-        self._d_rows: list[Tensor | None] = []
-        self._d_matrices: list[Tensor | None] = []  # (V, K)
-        self._bias: Tensor | None = None  # (V,)
+        # n rows plus padding, which the next group overwrites
+        self._made: Sums | None = None
         # () factor that matrices and bias carry, but the rows do not
         self._fp16_scale: Tensor | None = None
 
@@ -423,43 +428,35 @@ class _GradientSums:
             self._d_logits = self._projection.d_logits(self._group_rows)
         return self._d_logits[span]
 
-    def _allocate(self) -> None:
-        # called only when the first group's d logits are being computed
-        self._d_rows, self._d_matrices, self._bias = new_sums(self._job, self._padded)
+    @property
+    def _sums(self) -> Sums:
+        if self._made is None:  # the device already computes the first group's d logits
+            self._made = Sums.new(self._job, self._padded)
+        return self._made
 
     def add(self, group: Group, operands: list[Tensor], fp16_scale: Tensor | None) -> None:
         """Add a group's gradient, from its operands (m, K) and its d logits.
 
         The d logits carry the factor `fp16_scale` ().
         """
-        if not self._d_rows:
-            self._allocate()
+        sums = self._sums.at(slice(group.start, group.start + group.padded_rows))
         d_logits = self.d_logits(slice(group.padded_rows))
         if group.n < group.padded_rows:
             d_logits[group.n :] = 0.0
         if fp16_scale is not None and self._fp16_scale is not None:
             self._rescale(fp16_scale / self._fp16_scale)
         self._fp16_scale = fp16_scale
-        padded = slice(group.start, group.start + group.padded_rows)
-        d_rows = [None if x is None else x[padded] for x in self._d_rows]
-        add_gradients(
-            self._projection.products, operands, d_logits, d_rows, self._d_matrices, self._bias,
-            add_to_matrices=group.start > 0,
-        )  # fmt: skip
-        if fp16_scale is not None:
-            for x in d_rows:
-                if x is not None:
-                    x[: group.n].div_(fp16_scale)
+        sums.add(self._projection.products, operands, d_logits, to_matrices=group.start > 0)
+        for x in sums.rows:
+            if x is not None and fp16_scale is not None:
+                x[: group.n].div_(fp16_scale)
 
     def gradients(self) -> HeadTensors:
-        if not self._d_rows:
-            self._allocate()
         if self._fp16_scale is not None:
             self._rescale(1.0 / self._fp16_scale)
-        rows = [None if x is None else x[: len(self._job.rows)] for x in self._d_rows]
-        return HeadTensors.of_factors(rows, self._d_matrices, self._bias)
+        return self._sums.at(slice(len(self._job.rows))).tensors()
 
     def _rescale(self, factor: Tensor) -> None:
-        for x in (*self._d_matrices, self._bias):
+        for x in (*self._sums.matrices, self._sums.bias):
             if x is not None:
                 self._job.backend.scale(x, factor, x)
