@@ -23,7 +23,6 @@ from grpo_kernels.engine.sweep import (
     Projection,
     Sums,
     padded_index,
-    row_bias,
     write_gradient,
 )
 from grpo_kernels.engine.workspace import device_of
@@ -41,8 +40,7 @@ def sweep_slices(job: Job, stats: RowStats, coefficients: Coefficients) -> HeadT
     lora_b, rounded once.
     """
     rows, tensors, dtype = job.rows, job.head.tensors, job.accumulator_dtype
-    bias = row_bias(tensors.bias, slice(None), dtype)
-    transform = replace(job.head.transform, inv_temperature=rows.inv_temperature, bias=bias)
+    transform = replace(job.head.transform, inv_temperature=rows.inv_temperature)
     # one factor for all rows and slices, since the gradients are summed over both
     coefficients, fp16_scale = job.products(job.head)[0].with_fp16_scale(
         coefficients, stats, transform

@@ -282,9 +282,9 @@ class _HeadLogits:
     """The products of one head's logits, and memory for a chunk's, which the next overwrites."""
 
     def __init__(self, job: Job, head: PlannedHead, chunk_rows: int, columns: slice) -> None:
-        dtype = job.accumulator_dtype
+        dtype, bias = job.accumulator_dtype, head.tensors.bias
         self.products, self._transform = job.products(head, columns), head.transform
-        self._bias = row_bias(head.tensors.bias, columns, dtype)
+        self._bias = None if bias is None else bias[columns].detach().to(dtype).contiguous()
         self.memory = self.new_rows(chunk_rows, dtype)
 
     def new_rows(self, n: int, dtype: torch.dtype) -> Tensor:
@@ -346,11 +346,6 @@ class Projection:
         reference = self._reference.chunk([operand], rows)
         backend.prepare_(reference.logits, reference.transform)
         return replace(chunk, reference=reference, jsd_beta=self._job.jsd_beta), rows
-
-
-def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor | None:
-    """The bias of some columns in the form that row backends read."""
-    return None if bias is None else bias[columns].detach().to(dtype).contiguous()
 
 
 class Sums(NamedTuple):
