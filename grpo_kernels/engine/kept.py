@@ -222,23 +222,12 @@ def plan_sets(job: Job, kept_ids: KeptIds, survey: Survey) -> tuple[KeptSets, bo
     longest = kept_ids.offsets.diff()[rows.positions][order]
     sizes, lists, without = torch.stack([local, longest, survey.without.long()]).tolist()
     count = bisect.bisect_left(sizes, 0, key=operator.neg)
-    row_bytes = (
-        2 * job.accumulator_dtype.itemsize * sum(x.shape[1] for _, x in job.head.tensors.factors())
-    )
-    budget, head_bytes = job.workspace_bytes, entry_bytes(job)
-    spans = plan_spans(order, sizes[:count], lists[:count], budget, head_bytes, row_bytes)
+    spans = plan_spans(job, order, sizes[:count], lists[:count])
     own = replace(rows, ids=rows.ids - job.shard_start, invalid=survey.invalid)
     return KeptSets(replace(job, rows=own), kept_ids, projected, spans), any(without)
 
 
-def plan_spans(
-    order: Tensor,
-    sizes: list[int],
-    longest: list[int],
-    budget: int,
-    head_bytes: int,
-    row_bytes: int,
-) -> list[Span]:
+def plan_spans(job: Job, order: Tensor, sizes: list[int], longest: list[int]) -> list[Span]:
     """Divide rows into spans that fit the budget, with sets at least half as long as the longest.
 
     Padding then costs at most as much as the sets themselves.
@@ -247,9 +236,10 @@ def plan_spans(
         order: index of the rows.
         sizes: number of ids in each row's set, decreasing.
         longest: number of entries in each row's list, padding included.
-        head_bytes: bytes of one entry's gathered rows of the head.
-        row_bytes: further bytes of a row.
     """
+    budget, head_bytes = job.workspace_bytes, entry_bytes(job)
+    features = sum(x.shape[1] for _, x in job.head.tensors.factors())
+    row_bytes = 2 * job.accumulator_dtype.itemsize * features
     spans, start = [], 0
     most_left = [*itertools.accumulate(reversed(longest), max)][::-1]  # from each row on
     while start < len(sizes):
