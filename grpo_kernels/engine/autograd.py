@@ -240,7 +240,7 @@ class LinearScores(torch.autograd.Function):
         with ctx.job.gather():
             upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk_logps)
             job, first = saved(ctx)
-            found = _gradient(job, first, upstream)
+            found = _scores_gradient(job, first, upstream)
             return None, None, *_input_gradients(ctx.shapes_and_dtypes, job, *found)
 
 
@@ -280,7 +280,7 @@ def saved(ctx: Any) -> tuple[Job, Any]:
     return ctx.job.with_tensors(*heads) if heads else ctx.job, needed
 
 
-def _gradient(
+def _scores_gradient(
     job: Job, first: FirstPass, upstream: Coefficients
 ) -> tuple[HeadTensors, Tensor, Tensor | None]:
     """Gradients of the head's tensors, the rows that they are of, and a factor on them.
@@ -288,21 +288,20 @@ def _gradient(
     `upstream` holds the gradient (N,) of each result.
     """
     rows, stats, stored, live_rows = job.rows, first.stats, first.grads, first.live_rows
-
     upstream = map_tensors(lambda x: x[rows.positions].to(job.accumulator_dtype), upstream)
     d_result = getattr(upstream, job.d_result)
     if d_result is None:
         d_result = stats.logps.new_zeros(len(rows))
         upstream = upstream._replace(**{job.d_result: d_result})
-    if stored is None or live_rows is None:
+    if stored is None or live_rows is None:  # later
         return *second_pass(job, stats, upstream), None
-    if job.when == "unit":
+    if job.when == "unit":  # of the result's coefficient nothing is left, in these rows
         factor = d_result[live_rows, None]
         remainder = upstream._replace(**{job.d_result: d_result.index_fill(0, live_rows, 0.0)})
         alone = all(x is None or x is d_result for x in upstream)
         complete = alone and live_rows.shape[0] == len(rows)  # then no check waits for the device
         any_left = not complete and check_remainder(remainder, upstream)[0]
-    else:
+    else:  # now: the expected gradient is stored
         assert first.coefficients is not None
         factor, remainder = split_off(upstream, first.coefficients)
         any_left, far = check_remainder(remainder, upstream)

@@ -27,6 +27,7 @@ from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.base.tensors import scatter, take
 from grpo_kernels.engine.autograd import first_order, run_scores, save, saved
 from grpo_kernels.engine.plan import Job, RowLoss, Rows, Run, with_engine
+from grpo_kernels.engine.sweep import Sums
 from grpo_kernels.head import HeadTensors
 from grpo_kernels.kept_ids import KeptIds
 from grpo_kernels.results import Scores
@@ -112,7 +113,7 @@ def score_kept(
     Returns:
         The scores, and the metrics of the sets, as (sum, count).
     """
-    budget = WORKSPACE_BYTES if run.workspace_bytes is None else run.workspace_bytes
+    budget = run.workspace_bytes or WORKSPACE_BYTES
     over_sets = replace(job, workspace_bytes=budget, entropy=entropy is True)
     survey = survey_sets(over_sets, kept_ids, ids, on_missing_set, others or {})
     planned, any_without = plan_sets(over_sets, kept_ids, survey)
@@ -382,25 +383,23 @@ class _KeptGradientSums:
     """The gradients of the head's tensors, summed over blocks."""
 
     def __init__(self, job: Job) -> None:
-        self._job, dtype = job, job.accumulator_dtype
-        self._rows: list[Tensor | None] = []
-        self._matrices: list[Tensor | None] = []
-        tensors = job.head.tensors
+        self._job, tensors, dtype = job, job.head.tensors, job.accumulator_dtype
+        of_bias = job.needs_grad.bias
+        bias = torch.zeros_like(tensors.bias, dtype=dtype) if of_bias else None
+        self._sums = sums = Sums([], [], bias)
         pairs = zip(tensors.factors(), job.needs_grad.factors(), strict=True)
         for (x, matrix), (needs_rows, needs_matrix) in pairs:
             # with a sharded head, the ranks sum d hidden before it is rounded
             of_rows = x.dtype if job.shard is None else dtype
-            self._rows.append(torch.zeros_like(x, dtype=of_rows) if needs_rows else None)
-            self._matrices.append(torch.zeros_like(matrix, dtype=dtype) if needs_matrix else None)
-        of_bias = job.needs_grad.bias
-        self._bias = torch.zeros_like(tensors.bias, dtype=dtype) if of_bias else None
+            sums.rows.append(torch.zeros_like(x, dtype=of_rows) if needs_rows else None)
+            sums.matrices.append(torch.zeros_like(matrix, dtype=dtype) if needs_matrix else None)
 
     def add(
         self, factors: list[_Gathered], kept: Tensor, d_logits: Tensor, positions: Tensor
     ) -> None:
         """Add the gradient of some rows, from their ids (r, w) and d raw logits (r, w)."""
-        of_factors = self._job.head.tensors.factors()
-        targets = zip(factors, of_factors, self._rows, self._matrices, strict=True)
+        of_factors, sums = self._job.head.tensors.factors(), self._sums
+        targets = zip(factors, of_factors, sums.rows, sums.matrices, strict=True)
         for factor, (x, _), rows, matrix in targets:
             states = factor.operand(x[positions])
             d_states = torch.zeros_like(states)
@@ -412,17 +411,16 @@ class _KeptGradientSums:
                     matrix.index_add_(0, index.reshape(-1), factor.outer(part, states))
             if rows is not None:
                 rows[positions] = d_states.to(rows.dtype)
-        if self._bias is not None:
-            self._bias.index_add_(0, kept.reshape(-1), d_logits.reshape(-1))
+        if sums.bias is not None:
+            sums.bias.index_add_(0, kept.reshape(-1), d_logits.reshape(-1))
 
     def gradients(self) -> HeadTensors:
         """The gradients in the dtypes of the head's tensors, summed over the ranks."""
         if self._job.shard is not None:
-            for x in self._rows:
+            for x in self._sums.rows:
                 if x is not None:
                     self._job.shard.sum_(x)
-        sums = HeadTensors.of_factors(self._rows, self._matrices, self._bias)
-        pairs = zip(sums, self._job.head.tensors, strict=True)
+        pairs = zip(self._sums.tensors(), self._job.head.tensors, strict=True)
         return HeadTensors(
             *(None if x is None or like is None else x.to(like.dtype) for x, like in pairs)
         )

@@ -398,7 +398,8 @@ class Sums(NamedTuple):
             self.bias.add_(d_logits.sum(dim=0, dtype=self.bias.dtype))
 
     def tensors(self) -> HeadTensors:
-        return HeadTensors.of_factors(self.rows, self.matrices, self.bias)
+        (hidden, *lora_u), (weight, *lora_b) = self.rows, self.matrices
+        return HeadTensors(hidden, weight, self.bias, *lora_u, *lora_b)
 
 
 class _GroupSums:
