@@ -144,15 +144,11 @@ class KeptIds:
         The host waits for the device.
         """
         inside = positions.clamp(min=0)
-        starts, counts = (
-            self.offsets[inside],
-            self.offsets.diff()[inside].masked_fill(positions < 0, 0),
-        )
+        counts = self.offsets.diff()[inside].masked_fill(positions < 0, 0)
         offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        moved = torch.repeat_interleave(self.offsets[inside] - offsets[:-1], counts)
         place = torch.arange(int(offsets[-1]), device=positions.device)
-        return KeptIds(
-            self.ids[place + torch.repeat_interleave(starts - offsets[:-1], counts)], offsets
-        )
+        return KeptIds(self.ids[place + moved], offsets)
 
     def to(self, device: Any) -> KeptIds:
         """Copy the sets to `device`."""
@@ -196,8 +192,7 @@ def read_kept_ids(kept_ids: Any, ids: Tensor, on_missing_set: Any) -> KeptIds | 
 
     Raises:
         TypeError, ValueError: `kept_ids` is neither a tensor (..., K) nor `KeptIds`, or does not
-        fit
-            the ids; or `on_missing_set` is not one of its choices, or not "error" without sets.
+            fit the ids; or `on_missing_set` is not one of its choices, or not "error" without sets.
     """
     if kept_ids is None:
         if on_missing_set != "error":

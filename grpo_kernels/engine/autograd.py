@@ -393,10 +393,9 @@ def split_off(upstream: Coefficients, expected: Coefficients) -> tuple[Tensor, C
         return torch.where(finite & ((x - fit).abs() <= rounding), 0.0, x - fit)
 
     def remainder_or_none(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-        if x is None and y is None:
-            return None
-        zeros = torch.zeros_like(ratios[: len(x if x is not None else y)])  # type: ignore[arg-type]
-        return remainder(zeros if x is None else x, zeros if y is None else y)
+        if x is None:
+            return None if y is None else remainder(torch.zeros_like(y), y)
+        return remainder(x, torch.zeros_like(x) if y is None else y)
 
     return s, Coefficients(*(remainder_or_none(x, y) for x, y in pairs))
 
