@@ -58,7 +58,7 @@ def measure_rows(device: torch.device, results: Results, *, toy: bool = False) -
     for name in ("triton", "torch"):
         top = ("micro", "rows", name)
         with results.noting(*top, seconds=LIMIT):
-            backend, _ = backends.choose_backend(name, device)
+            backend = backends.choose_backend(name, device)
             runs = _row_runs(backend, logits.clone(), ids)
             clock = Clock(device, flush=True, queued=True)
             steps = {run: x for run, (_, x) in runs.items()}

@@ -220,7 +220,7 @@ def page(results: list[Result], flops: list[str], steps: int) -> str:
 
     exact = [r for r in results if r.case.tolerance == TOLERANCE]
     most = max(max(r.loss, r.grad_norm, r.metric) for r in exact)
-    backend = choose_backend("auto", torch.device("cpu"))[0].name
+    backend = choose_backend("auto", torch.device("cpu")).name
     conditions = f"""Conditions: TRL {trl.__version__}, transformers {transformers.__version__},
         torch {torch.__version__}, CPU, backend {backend}, one thread, fp32. A Qwen3-shaped model
         (2 layers, hidden size 32, vocabulary {tiny_models.VOCAB}, random weights), {steps}

@@ -152,6 +152,13 @@ struct DivergenceColumns {
         sum_k(column<T>(sum_k, n, "sum_k")),
         reference_max_logit(column<T>(max_logit, n, "reference_max_logit")),
         reference_log_sum(column<T>(log_sum, n, "reference_log_sum")) {}
+
+  void check(bool has_reference) const {
+    for (const T* x : {sum_k, reference_max_logit, reference_log_sum}) {
+      STD_TORCH_CHECK((x != nullptr) == has_reference,
+                      "sum_k, reference_max_logit, reference_log_sum: expected with a reference, and without one none");
+    }
+  }
 };
 
 }  // namespace grpo_kernels

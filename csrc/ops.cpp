@@ -155,13 +155,8 @@ void grad(ROWS_IN, REFERENCE_IN, const Tensor& logps, const Tensor& max_logit, c
     const Matrix gradients(out, n, chunk.vocab, "out");
     check_out<T>(gradients);
     STD_TORCH_CHECK(b == nullptr || stats.entropies != nullptr, "entropies: expected with d_entropy");
-    const bool is_given[] = {c != nullptr, divergence.sum_k != nullptr, divergence.reference_max_logit != nullptr,
-                             divergence.reference_log_sum != nullptr};
-    for (const bool x : is_given) {
-      STD_TORCH_CHECK(x == chunk.reference.has_value(),
-                      "d_divergence, sum_k, reference_max_logit, reference_log_sum: expected with a reference, and without one "
-                      "none");
-    }
+    divergence.check(chunk.reference.has_value());
+    STD_TORCH_CHECK((c != nullptr) == chunk.reference.has_value(), "d_divergence: expected with a reference alone");
     chunk.each_row([&](int64_t i) {
       const Coefficients<T> coefficients{a[i], b ? b[i] : T(0), c ? c[i] : T(0)};
       write_gradient(chunk, stats, divergence, i, coefficients, b != nullptr, gradients);
@@ -208,12 +203,7 @@ void fused(ROWS_IN, REFERENCE_IN, const MaybeTensor& advantages, const MaybeTens
     STD_TORCH_CHECK(!(estimates && has_reference), "estimator: expected none with a reference");
     STD_TORCH_CHECK(ref.has_value() == estimates && kl.has_value() == (estimates || has_reference),
                     "ref, kl: expected with an estimator, without one neither, but kl with a reference");
-    const bool is_given[] = {divergence.sum_k != nullptr, divergence.reference_max_logit != nullptr,
-                             divergence.reference_log_sum != nullptr};
-    for (const bool x : is_given) {
-      STD_TORCH_CHECK(x == has_reference,
-                      "sum_k, reference_max_logit, reference_log_sum: expected with a reference, and without one none");
-    }
+    divergence.check(has_reference);
     const bool on_policy = !old.has_value();
     STD_TORCH_CHECK(d_policy.has_value() == on_policy && advantages.has_value() != on_policy,
                     "old, advantages: expected together, and without them d_policy");

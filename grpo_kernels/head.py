@@ -51,16 +51,6 @@ class HeadTensors(NamedTuple):
         adapter = [] if self.lora_u is None or self.lora_b is None else [(self.lora_u, self.lora_b)]
         return [(self.hidden, self.weight), *adapter]
 
-    def converted(self, dtype: torch.dtype) -> HeadTensors:
-        """The record with its weight in `dtype`."""
-        return self._replace(weight=self.weight.to(dtype))
-
-    @staticmethod
-    def of_factors(rows: list[Any], matrices: list[Any], bias: Any) -> HeadTensors:
-        """The record whose `factors` are the pairs of `rows` and `matrices`."""
-        (hidden, *lora_u), (weight, *lora_b) = rows, matrices
-        return HeadTensors(hidden, weight, bias, *lora_u, *lora_b)
-
 
 @hints_names
 @dataclass(frozen=True)

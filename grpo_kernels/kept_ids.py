@@ -144,15 +144,11 @@ class KeptIds:
         The host waits for the device.
         """
         inside = positions.clamp(min=0)
-        starts, counts = (
-            self.offsets[inside],
-            self.offsets.diff()[inside].masked_fill(positions < 0, 0),
-        )
+        counts = self.offsets.diff()[inside].masked_fill(positions < 0, 0)
         offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        moved = torch.repeat_interleave(self.offsets[inside] - offsets[:-1], counts)
         place = torch.arange(int(offsets[-1]), device=positions.device)
-        return KeptIds(
-            self.ids[place + torch.repeat_interleave(starts - offsets[:-1], counts)], offsets
-        )
+        return KeptIds(self.ids[place + moved], offsets)
 
     def to(self, device: Any) -> KeptIds:
         """Copy the sets to `device`."""

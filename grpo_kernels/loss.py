@@ -320,7 +320,7 @@ def grpo_loss(
         metrics = loss_metrics(row_loss, logps, entropies, evaluation, count)
     # a backward reads the coefficients only if `first` does not have their gradient
     loss = LossWithGradient.apply(
-        job, evaluation.loss, first, evaluation.coefficients, *job.tensors
+        job, evaluation.loss, first, evaluation.coefficients, *job.head.tensors
     )
     results = for_reading(loss, tokens.layout, logps, entropies)
     return LossOutput(loss, *results, metrics, job.engine, job.backend.name)

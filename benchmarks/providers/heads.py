@@ -51,7 +51,7 @@ def _head(inputs: Inputs) -> Head:
 
 def _run(inputs: Inputs, backend: str, engine: str, workspace: str) -> Run:
     try:
-        chosen, _ = choose_backend(backend, inputs.hidden.device)
+        chosen = choose_backend(backend, inputs.hidden.device)
     except ValueError as error:
         raise Absence(str(error)) from error
     return Run(engine, chosen.name, int(workspace) * MIB if workspace else None)

@@ -14,13 +14,11 @@ but ``prepare_``. `torch_rows.TorchRows` runs anywhere and is the oracle for eve
 `triton_rows.rows.TritonRows` runs on a GPU, `cpp_rows.CppRows` on a CPU.
 
 The module ``x_rows`` holds the backend that `BackendName` calls x. Importing it compiles nothing,
-and imports no package that may be missing. It has three functions::
+and imports no package that may be missing. It has two functions::
 
     refusal(device, dtype, asked_for=...)   why it cannot serve these logits, in words, or None;
                                             unless requested by name, it also warns of a reason that
                                             the user can remove (`warn_of_torch`)
-    reason(device)                          why "auto" chooses it, in words; not in `torch_rows`,
-                                            which "auto" chooses if another backend refuses
     load()               -> RowBackend      called only if there is no refusal
 """
 
@@ -127,16 +125,15 @@ class RowStats:
     max_logit: Tensor  # max_j z_j
     log_sum: Tensor  # log sum_j exp(z_j - max_logit)
     entropies: Any = None  # -sum_j p_j log p_j; None unless asked for
-    extras: dict[str, Tensor] = field(default_factory=dict)  # by name, one of `EXTRAS`
+    # without gradient, by name: of `EXTRAS`, or of `engine.topk` the student_mass
+    extras: dict[str, Tensor] = field(default_factory=dict)
     loss_terms: dict[str, Tensor] = field(default_factory=dict)  # of `fused`, see `FusedLoss`
     divergence: DivergenceStats | None = None  # of rows that have a reference
-    # of `engine.topk`: log-probabilities (n, K) of K more ids, or the total probability of a
-    # teacher's ids
-    topk: Tensor | None = None
+    topk_logps: Tensor | None = None  # of `engine.topk`: log-probabilities (n, K) of K more ids
 
     def for_gradient(self) -> RowStats:
         """The statistics that `RowBackend.grad` reads."""
-        return replace(self, extras={}, loss_terms={}, topk=None)
+        return replace(self, extras={}, loss_terms={}, topk_logps=None)
 
     @staticmethod
     def concatenate(chunks: list[RowStats]) -> RowStats:
@@ -151,16 +148,17 @@ class DivergenceStats(NamedTuple):
 
     value: Tensor  # D >= 0
     sum_k: Tensor  # sum of k over the vocabulary; `grad` subtracts p times it from k
-    reference_max_logit: Tensor
-    reference_log_sum: Tensor
+    # of the second head; None if a teacher gave only K ids (`engine.topk`)
+    reference_max_logit: Any = None
+    reference_log_sum: Any = None
 
 
-def _joined(parts: list[Any]) -> Any:
+def _joined(parts: list[Any] | tuple[Any, ...]) -> Any:
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
     if isinstance(parts[0], dict):
         return {name: _joined([part[name] for part in parts]) for name in parts[0]}
-    return parts[0] and DivergenceStats(*map(torch.cat, zip(*parts, strict=True)))
+    return parts[0] and DivergenceStats(*map(_joined, zip(*parts, strict=True)))
 
 
 class Coefficients(NamedTuple):
@@ -305,9 +303,8 @@ class FusedRowBackend(RowBackend):
 
 def choose_backend(
     name: str, device: torch.device, dtype: torch.dtype = torch.float32
-) -> tuple[RowBackend, str]:
-    """Choose the row backend for logits of `dtype` on `device`; also say in words why it was
-    chosen.
+) -> RowBackend:
+    """Choose the row backend for logits of `dtype` on `device`.
 
     The first choice of the C++ kernels in a process may compile them.
 
@@ -318,16 +315,22 @@ def choose_backend(
         ValueError: no backend has that name, or the named backend cannot serve here.
     """
     check_choice("backend", name, BACKENDS)
-    if name != "auto":
-        refusal = _module(name).refusal(device, dtype, asked_for=True)
-        if refusal is not None:
-            raise ValueError(f"backend: expected one that can serve here, got {name!r}: {refusal}")
-        return _module(name).load(), "asked for"
-    preferred = "cpp" if device.type == "cpu" else "triton"
-    refusal = _module(preferred).refusal(device, dtype, asked_for=False)
-    if refusal is not None:
-        return _module("torch").load(), f"not {preferred}: {refusal}"
-    return _module(preferred).load(), _module(preferred).reason(device)
+    if name == "auto":
+        name = "torch" if why_torch(device, dtype) else _preferred(device)
+    elif refusal := _module(name).refusal(device, dtype, asked_for=True):
+        raise ValueError(f"backend: expected one that can serve here, got {name!r}: {refusal}")
+    backend: RowBackend = _module(name).load()
+    return backend
+
+
+def why_torch(device: torch.device, dtype: torch.dtype = torch.float32) -> str | None:
+    """Say in words why "auto" chooses torch here; None if it does not."""
+    refusal = _module(_preferred(device)).refusal(device, dtype, asked_for=False)
+    return None if refusal is None else f"not {_preferred(device)}: {refusal}"
+
+
+def _preferred(device: torch.device) -> str:
+    return "cpp" if device.type == "cpu" else "triton"
 
 
 def _module(name: str) -> ModuleType:

@@ -85,17 +85,14 @@ class TorchRows(RowBackend):
     def diverge(
         self, chunk: Chunk, stats: RowStats, reference_stats: RowStats
     ) -> tuple[Tensor, Tensor]:
-        unread = stats.logps
-        of_reference = DivergenceStats(
-            unread, unread, reference_stats.max_logit, reference_stats.log_sum
-        )
         value, sum_k = torch.empty_like(stats.logps), torch.empty_like(stats.logps)
+        found = DivergenceStats(value, sum_k, reference_stats.max_logit, reference_stats.log_sum)
+        stats = replace(stats, divergence=found)
         for block in _blocks(len(chunk.logits), _divergence_rows(*chunk.logits.shape)):
-            block_stats = replace(take(stats, block), divergence=take(of_reference, block))
-            terms, k = _divergence_terms(chunk, block, block_stats)
+            terms, k = _divergence_terms(chunk, block, take(stats, block))
             value[block], sum_k[block] = terms.sum(dim=1), k.sum(dim=1)
         # 0, or NaN if a row of either head has NaN or no finite logit
-        odd = _offset(stats, of_reference) * 0.0
+        odd = _offset(stats, found) * 0.0
         return value + odd, sum_k + odd
 
     def grad(self, chunk: Chunk, stats: RowStats, coefficients: Coefficients, out: Tensor) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.engine.plan import Job, Rows
+from grpo_kernels.engine.plan import Job, JobHead, Rows
 from grpo_kernels.engine.slices import plan_slices
 from grpo_kernels.engine.sweep import plan_groups
 from grpo_kernels.engine.workspace import CPU, CUDA, MIB, large_workspace, meta_tensors_of
@@ -98,7 +98,8 @@ def estimate(size: Size) -> list[Need]:
         head = HeadTensors(new(size.rows, size.hidden), new(size.vocab, size.hidden))
         indices = new(n, dtype=torch.int64)
         workspace = size.workspace_bytes or large_workspace(head.weight, wants)
-        job = Job(Rows(indices, indices), head, wants, size.dtype, workspace, CppRows())
+        planned = JobHead(head, size.dtype)
+        job = Job(Rows(indices, indices), planned, wants, workspace, CppRows())
         # What a step needs besides the sums: `scored` for scores, `graded` for gradients by rows,
         # `slices` for gradients by slices of the vocabulary.
         scored, graded = (

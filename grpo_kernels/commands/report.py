@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import choose_backend
+from grpo_kernels.backends import choose_backend, why_torch
 from grpo_kernels.backends.cpp_rows import build
 from grpo_kernels.base import VERSION
 from grpo_kernels.engine.plan import Run
@@ -41,7 +41,7 @@ def collect() -> dict[str, dict[str, str]]:
     """Collect the report as {section: {name: text}}, without importing packages besides torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report has the same information
-        chosen = {str(device): choose_backend("auto", device) for device in _devices()}
+        chosen = {str(device): _chosen_backend(device) for device in _devices()}
     library, kernels = build.load(), "none"
     if not library.refusal:
         kernels = f"{torch.ops.grpo_kernels_cpp.isa('')}, {library.path or library.origin}"
@@ -61,7 +61,7 @@ def collect() -> dict[str, dict[str, str]]:
         },
         "devices": {str(device): _describe(device) for device in _devices()},
         "backend": {
-            **{name: f"{backend.name} ({reason})" for name, (backend, reason) in chosen.items()},
+            **chosen,
             "C++ library": kernels,
         },
         "settings of torch": _settings(),
@@ -82,6 +82,11 @@ def _devices() -> list[torch.device]:
     """The CPU and every CUDA or ROCm device."""
     gpus = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     return [torch.device("cpu"), *gpus]
+
+
+def _chosen_backend(device: torch.device) -> str:
+    name, why = choose_backend("auto", device).name, why_torch(device)
+    return name if why is None else f"{name} ({why})"
 
 
 def version(package: str) -> str:

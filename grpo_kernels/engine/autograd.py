@@ -33,8 +33,7 @@ from grpo_kernels.base.tensors import (
 )
 from grpo_kernels.engine.plan import Job, RowLoss
 from grpo_kernels.engine.slices import sweep_slices
-from grpo_kernels.engine.sweep import FirstPass, first_pass, gradient_work, indices_of, sweep
-from grpo_kernels.engine.topk import TopKTeacher
+from grpo_kernels.engine.sweep import FirstPass, first_pass, indices_of, sweep
 from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import HeadTensors
 from grpo_kernels.tokens import Layout
@@ -161,12 +160,12 @@ class LossWithGradient(torch.autograd.Function):
             stats, coefficients = needed
             coefficients = map_tensors(d_loss.mul, coefficients)
             with job.gather():
-                grads, indices = second_pass(job, stats, coefficients)
+                grads, live_rows = second_pass(job, stats, coefficients)
             factor = None
         else:
-            grads, indices, d_logp = needed
-            factor = d_loss if d_logp is None else d_loss * d_logp[indices, None]
-        gradients = _input_gradients(ctx.shapes_and_dtypes, job, grads, indices, factor)
+            grads, live_rows, d_logp = needed
+            factor = d_loss if d_logp is None else d_loss * d_logp[live_rows, None]
+        gradients = _input_gradients(ctx.shapes_and_dtypes, job, grads, live_rows, factor)
         return *[None] * 4, *gradients
 
 
@@ -206,7 +205,7 @@ class LinearScores(torch.autograd.Function):
     """Log-probabilities, entropies and divergences from a second head, all differentiable.
 
     ``forward(ctx, job, first, *tensors)`` -> logps (N,), entropies (N,) or None,
-    divergences (N,) or None, `RowStats.topk` or None, and the extras. Extras and a student's mass
+    divergences (N,) or None, log-probabilities (N, K) of K more ids or None, and the extras, which
     are not differentiable. If `first` has the gradient for expected coefficients, the backward
     scales it by s. A second pass then adds the gradient of the remainder, upstream - s * expected,
     in the rows where the remainder exceeds rounding (`split_off`).
@@ -217,7 +216,8 @@ class LinearScores(torch.autograd.Function):
         ctx: Any, job: Job, first: FirstPass, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        stats, positions, n = first.stats, job.rows.positions, job.tensors.hidden.shape[0]
+        stats, positions = first.stats, job.rows.positions
+        n = job.head.tensors.hidden.shape[0]
         if job.when == "never":
             save(ctx, job, None, projects=False)
         else:
@@ -226,13 +226,12 @@ class LinearScores(torch.autograd.Function):
         def result(x: Tensor | None) -> Tensor | None:
             return None if x is None else scatter(x, positions, n)
 
-        extras, topk = [result(x) for x in stats.extras.values()], result(stats.topk)
+        extras = [result(x) for x in stats.extras.values()]
         # a fused kernel always computes the entropies
         entropies = result(stats.entropies) if job.entropy else None
         divergences = result(None if stats.divergence is None else stats.divergence.value)
-        is_mass = isinstance(job.rows.topk, TopKTeacher)
-        ctx.mark_non_differentiable(*extras, *([topk] if is_mass else []))
-        return result(stats.logps), entropies, divergences, topk, *extras
+        ctx.mark_non_differentiable(*extras)
+        return result(stats.logps), entropies, divergences, result(stats.topk_logps), *extras
 
     @staticmethod
     def backward(
@@ -240,14 +239,14 @@ class LinearScores(torch.autograd.Function):
         d_logps: Tensor | None,
         d_entropies: Tensor | None,
         d_divergences: Tensor | None,
-        d_topk: Tensor | None,
+        d_topk_logps: Tensor | None,
         *d_extras: None,
     ) -> tuple[Tensor | None, ...]:
         # all ranks that share the weight gather it, even a rank whose rows will not need it
         with ctx.job.gather():
-            upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk)
+            upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk_logps)
             job, first = saved(ctx)
-            found = _gradient(job, first, upstream)
+            found = _scores_gradient(job, first, upstream)
             return None, None, *_input_gradients(ctx.shapes_and_dtypes, job, *found)
 
 
@@ -256,15 +255,9 @@ def run_scores(
 ) -> dict[str, Tensor]:
     """Run one forward; return the results by name, in the shape of the positions."""
     first = first_pass(job, row_loss)
-    logps, entropies, divergence, topk, *extras = LinearScores.apply(job, first, *job.tensors)
-    results = {
-        "logps": logps if has_ids else None,
-        "entropies": entropies,
-        "divergence": divergence,
-        **dict(zip(first.stats.extras, extras, strict=True)),
-    }
-    if job.rows.topk is not None:
-        results[job.rows.topk.result] = topk
+    logps, *others = LinearScores.apply(job, first, *job.head.tensors)
+    names = ("entropies", "divergence", "topk_logps", *first.stats.extras)
+    results = {"logps": logps if has_ids else None, **dict(zip(names, others, strict=True))}
     return {name: x.view(*shape, *x.shape[1:]) for name, x in results.items() if x is not None}
 
 
@@ -273,9 +266,9 @@ def save(ctx: Any, job: Job, needed: Any, *, projects: bool) -> None:
 
     `needed` holds records of tensors; autograd takes a flat list.
     """
-    ctx.shapes_and_dtypes = map_tensors(lambda x: (x.shape, x.dtype), job.tensors)
-    heads = {"tensors": job.tensors, "reference": job.reference} if projects else {}
-    ctx.job = replace(job, tensors=HeadTensors(None, None), reference=None)
+    ctx.shapes_and_dtypes = map_tensors(lambda x: (x.shape, x.dtype), job.head.tensors)
+    heads = (job.head.tensors, job.reference and job.reference.tensors) if projects else ()
+    ctx.job = job.with_tensors(HeadTensors(None, None), None)
     flat: list[Tensor] = []
     place = torch.empty(0)
 
@@ -291,32 +284,31 @@ def saved(ctx: Any) -> tuple[Job, Any]:
     """What `save` saved."""
     flat = iter(ctx.saved_tensors)
     heads, needed = map_tensors(lambda _: next(flat), ctx.needed)
-    return replace(ctx.job, **heads) if heads else ctx.job, needed
+    return ctx.job.with_tensors(*heads) if heads else ctx.job, needed
 
 
-def _gradient(
+def _scores_gradient(
     job: Job, first: FirstPass, upstream: Coefficients
 ) -> tuple[HeadTensors, Tensor, Tensor | None]:
-    """Gradients of the head's tensors, the indices of their rows, and a factor on them.
+    """Gradients of the head's tensors, the rows that they are of, and a factor on them.
 
     `upstream` holds the gradient (N,) of each result.
     """
     rows, stats, stored, live_rows = job.rows, first.stats, first.grads, first.live_rows
-
     upstream = map_tensors(lambda x: x[rows.positions].to(job.accumulator_dtype), upstream)
-    d_result = job.d_result(upstream)
+    d_result = getattr(upstream, job.d_result)
     if d_result is None:
         d_result = stats.logps.new_zeros(len(rows))
-        upstream = job.with_d_result(d_result, upstream)
-    if stored is None or live_rows is None:
+        upstream = upstream._replace(**{job.d_result: d_result})
+    if stored is None or live_rows is None:  # later
         return *second_pass(job, stats, upstream), None
-    if job.when == "unit":
+    if job.when == "unit":  # of the result's coefficient nothing is left, in these rows
         factor = d_result[live_rows, None]
-        remainder = job.with_d_result(d_result.index_fill(0, live_rows, 0.0), upstream)
+        remainder = upstream._replace(**{job.d_result: d_result.index_fill(0, live_rows, 0.0)})
         alone = all(x is None or x is d_result for x in upstream)
         complete = alone and live_rows.shape[0] == len(rows)  # then no check waits for the device
         any_left = not complete and check_remainder(remainder, upstream)[0]
-    else:
+    else:  # now: the expected gradient is stored
         assert first.coefficients is not None
         factor, remainder = split_off(upstream, first.coefficients)
         any_left, far = check_remainder(remainder, upstream)
@@ -325,37 +317,34 @@ def _gradient(
             return *second_pass(job, stats, upstream), None
     if not any_left:
         return stored, live_rows, factor
-    more, indices = second_pass(job, stats, remainder)
-    if job.when == "now" and 2 * len(indices) > len(rows):
+    more, more_rows = second_pass(job, stats, remainder)
+    if job.when == "now" and 2 * len(more_rows) > len(rows):
         warn_once(WRONG_EXPECTATION)
     scaled = map_tensors(lambda x: _scaled(x, factor, x.dtype, job.backend), stored)
-    ratio = ratio_at(upstream, remainder, indices)
-    total = _merge(scaled, live_rows, more, indices, len(rows), ratio)
+    ratio = ratio_at(upstream, remainder, more_rows)
+    total = _merge(scaled, live_rows, more, more_rows, len(rows), ratio)
     return total, torch.arange(len(rows), device=rows.positions.device), None
 
 
 def second_pass(
     job: Job, stats: RowStats, coefficients: Coefficients
 ) -> tuple[HeadTensors, Tensor]:
-    """Compute the gradient of rows with a non-zero coefficient (n,); also return the rows' indices.
+    """Compute the gradient of the rows that have a coefficient other than 0, and return both.
 
     Projects the logits of these rows again. Waits for the device once, to count the rows. At least
     one coefficient is not None.
     """
-    indices, coefficients = _nonzero(coefficients)
-    job = job.at(indices)
+    live_rows, coefficients = _nonzero(coefficients)
+    job = job.at(live_rows)
     if coefficients.d_divergence is None:  # then the gradient does not need the reference
         job = replace(job, reference=None)
-    stats, coefficients = take((stats, coefficients), indices)
+    stats, coefficients = take((stats, coefficients), live_rows)
     if job.order == "slices":
-        return sweep_slices(job, stats, coefficients), indices
+        return sweep_slices(job, stats, coefficients), live_rows
     job = job.converted()
-    stats_of_first = lambda chunk, rows, at, out: (take(stats, at), None)  # noqa: E731
-    coefficients_of = lambda at, _: take(coefficients, at)  # noqa: E731
-    work = gradient_work(job, coefficients_of, stats_of_first)
-    grads = sweep(job, work, with_gradient=True)[1]
+    _, grads = sweep(job, lambda at, _: take(coefficients, at), known=stats)
     assert grads is not None
-    return grads, indices
+    return grads, live_rows
 
 
 def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
@@ -411,10 +400,9 @@ def split_off(upstream: Coefficients, expected: Coefficients) -> tuple[Tensor, C
         return torch.where(finite & ((x - fit).abs() <= rounding), 0.0, x - fit)
 
     def remainder_or_none(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-        if x is None and y is None:
-            return None
-        zeros = torch.zeros_like(ratios[: len(x if x is not None else y)])  # type: ignore[arg-type]
-        return remainder(zeros if x is None else x, zeros if y is None else y)
+        if x is None:
+            return None if y is None else remainder(torch.zeros_like(y), y)
+        return remainder(x, torch.zeros_like(x) if y is None else y)
 
     return s, Coefficients(*(remainder_or_none(x, y) for x, y in pairs))
 
@@ -432,11 +420,11 @@ def check_remainder(remainder: Coefficients, upstream: Coefficients) -> tuple[bo
     return any_left, far
 
 
-def ratio_at(upstream: Coefficients, remainder: Coefficients, indices: Tensor) -> Tensor:
-    """Upstream over remainder, (m,) at `indices`; NaN in rows with several coefficients."""
+def ratio_at(upstream: Coefficients, remainder: Coefficients, rows: Tensor) -> Tensor:
+    """Upstream over remainder, (m,) at `rows`; NaN in rows with several coefficients."""
     both = zip(upstream, remainder, strict=True)
     pairs = [(torch.zeros_like(y) if x is None else x, y) for x, y in both if y is not None]
-    x, y = (torch.stack(column)[:, indices] for column in zip(*pairs, strict=True))  # (k, m)
+    x, y = (torch.stack(column)[:, rows] for column in zip(*pairs, strict=True))  # (k, m)
     is_one = ((x != 0) | (y != 0)).sum(dim=0) == 1
     return torch.where(is_one, x.sum(dim=0) / y.sum(dim=0), torch.nan)
 
@@ -467,13 +455,13 @@ def _scaled(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBa
 
 def _merge(
     stored: HeadTensors,
-    live_rows: Tensor,
+    stored_rows: Tensor,
     more: HeadTensors,
-    indices: Tensor,
+    more_rows: Tensor,
     n: int,
     ratio: Tensor,
 ) -> HeadTensors:
-    """Add the stored gradients (of `live_rows`) and a second pass's gradients (of rows `indices`).
+    """Add the stored gradients (of `stored_rows`) and a second pass's gradients (of `more_rows`).
 
     A row with only one coefficient gets `ratio` (m,) times its gradient from the second pass, and
     nothing from the stored gradient: the sum could be a small difference of large numbers. `ratio`
@@ -484,9 +472,9 @@ def _merge(
     for name, x, y in zip(HeadTensors._fields, stored, more, strict=True):
         if name in OF_ROWS and x is not None and y is not None:
             rows = x.new_zeros(n, x.shape[1])
-            rows[live_rows] = x
-            added = rows[indices] + y
-            rows[indices] = torch.where(ratio.isnan()[:, None], added, y * ratio[:, None])
+            rows[stored_rows] = x
+            added = rows[more_rows] + y
+            rows[more_rows] = torch.where(ratio.isnan()[:, None], added, y * ratio[:, None])
             total.append(rows)
         elif x is None or y is None:
             total.append(y if x is None else x)
@@ -499,12 +487,12 @@ def _input_gradients(
     shapes_and_dtypes: HeadTensors,
     job: Job,
     grads: HeadTensors,
-    indices: Tensor,
+    live_rows: Tensor,
     factor: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients times `factor`, () or (m, 1), each rounded once, in the shapes of the inputs.
 
-    Row i of a gradient belongs to row ``indices[i]`` of the call. With a sharded head, each rank
+    Row i of a gradient belongs to row ``live_rows[i]`` of the call. With a sharded head, each rank
     has the gradients from its own columns, and the rows' gradients are summed over the ranks.
     """
     rows, shard, backend = job.rows, job.shard, job.backend
@@ -512,10 +500,10 @@ def _input_gradients(
     def row_by_row(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if shard is not None:
             # exchange all rows of the call, since every rank has the same number of them
-            summed = shard.sum_(spread(_scaled(x, factor, x.dtype, backend), indices, len(rows)))
+            summed = shard.sum_(spread(_scaled(x, factor, x.dtype, backend), live_rows, len(rows)))
             return spread(summed.to(dtype), rows.positions, shape[0])
-        complete = indices.shape == rows.positions.shape
-        positions = rows.positions if complete else rows.positions[indices]
+        complete = live_rows.shape == rows.positions.shape
+        positions = rows.positions if complete else rows.positions[live_rows]
         return spread(_scaled(x, factor, dtype, backend), positions, shape[0])
 
     returned: list[Tensor | None] = []

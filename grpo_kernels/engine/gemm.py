@@ -84,7 +84,7 @@ class Products:
         """
         d_logp, d_entropy, d_divergence, d_topk = coefficients
         d_logp = torch.zeros_like(stats.logps) if d_logp is None else d_logp
-        coefficients = Coefficients(d_logp, d_entropy, d_divergence, d_topk)
+        coefficients = coefficients._replace(d_logp=d_logp)
         if not self.scales_gradient or d_logp.numel() == 0:
             return coefficients, None
         inv_t = transform.inv_temperature

@@ -34,20 +34,31 @@ from grpo_kernels.base.checks import HIGHEST_LOGP
 from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.base.tensors import scatter, take
 from grpo_kernels.engine.autograd import first_order, run_scores, save, saved
-from grpo_kernels.engine.plan import Job, RowLoss, Run, with_engine
+from grpo_kernels.engine.plan import Job, RowLoss, Rows, Run, with_engine
+from grpo_kernels.engine.sweep import Sums
 from grpo_kernels.head import HeadTensors
 from grpo_kernels.kept_ids import KeptIds
 
 WORKSPACE_BYTES = 64 * 2**20  # the default: a larger workspace is no faster
 # bytes per kept id, besides its row of the head, while sets are counted, sorted and reduced
 ENTRY_BYTES = 64
-# Rows of `KeptSets.order` that are projected together; size of their largest set; length of their
-# longest list, padding included.
-Span = tuple[slice, int, int]
-# A block of r rows: (r, w) int32 ids counted from this rank's first id, each once, where padding
-# repeats the row's first id; (r, w) logits, -inf in the padding; (r,) column of the sampled id, -1
-# if another rank has it.
-_Block = tuple[Tensor, Tensor, Tensor]
+
+
+class Span(NamedTuple):
+    """Rows that are projected together."""
+
+    at: Tensor  # (r,), index of the call's rows
+    width: int  # size of their largest set
+    longest: int  # length of their longest list, padding included
+
+
+class Block(NamedTuple):
+    """The sets of a span's rows on this rank, and their logits."""
+
+    # (r, w) int32, counted from this rank's first id, each once; padding repeats a row's first id
+    kept: Tensor
+    logits: Tensor  # (r, w), -inf in the padding
+    target: Tensor  # (r,) column of the sampled id, -1 if another rank has it
 
 
 class Survey(NamedTuple):
@@ -77,21 +88,13 @@ class KeptSets:
         job: the call, with rows whose ids are counted from this rank's first id.
         kept_ids: all entries, and the bounds of each position's entries; -1 is padding.
         projected: (n,) bool, rows whose set is projected, on any rank.
-        order: (m,) index of the rows with ids on this rank, the largest sets first.
-        spans: slices of `order` to project together.
+        spans: the rows with ids on this rank, the largest sets first.
     """
 
     job: Job
     kept_ids: KeptIds
     projected: Tensor
-    order: Tensor
     spans: list[Span]
-
-    def transform(self, at: Tensor) -> LogitTransform:
-        """The transform of the rows `at` (r,), without bias."""
-        inv_t = self.job.rows.inv_temperature
-        inv_t = inv_t[at] if isinstance(inv_t, Tensor) else inv_t
-        return replace(self.job.transform, inv_temperature=inv_t)
 
 
 def score_kept(
@@ -117,7 +120,7 @@ def score_kept(
     Returns:
         The scores by name, and the metrics of the sets, as (sum, count).
     """
-    budget = WORKSPACE_BYTES if run.workspace_bytes is None else run.workspace_bytes
+    budget = run.workspace_bytes or WORKSPACE_BYTES
     over_sets = replace(job, workspace_bytes=budget, entropy=entropy is True)
     survey = survey_sets(over_sets, kept_ids, ids, on_missing_set, others or {})
     planned, any_without = plan_sets(over_sets, kept_ids, survey)
@@ -127,7 +130,7 @@ def score_kept(
         row_loss = row_loss_at(rows.positions)
         whole_vocab = replace(job, rows=rows, entropy=bool(entropy))
         whole_vocab = with_engine(whole_vocab, run, row_loss)
-    logps, entropies = KeptSetLogprob.apply(planned, *job.tensors)
+    logps, entropies = KeptSetLogprob.apply(planned, *job.head.tensors)
     logps, entropies = logps.view(shape), None if entropies is None else entropies.view(shape)
     if whole_vocab is not None:
         without = scatter(survey.without, job.rows.positions, shape.numel()).view(shape)
@@ -155,7 +158,8 @@ def survey_sets(
         others: other policies' log-probabilities, (...) each, which must be over the same sets.
     """
     rows, sampled = job.rows, ids.detach().reshape(-1)
-    vocab, first, rows_here = job.vocab, job.shard_start, job.tensors.weight.shape[0]
+    vocab, own = job.vocab, job.shard_start
+    next_rank = own + job.head.tensors.weight.shape[0]
     # per position: ids, ids among this rank's rows, ids that do not exist, the sampled id
     counts = kept_ids.offsets.new_zeros(4, sampled.shape[0])
     step = max(1, job.workspace_bytes // ENTRY_BYTES)
@@ -166,7 +170,7 @@ def survey_sets(
         exists = (some >= 0) & (some < vocab)
         flags = (
             exists,
-            exists & (some >= first) & (some < first + rows_here),
+            exists & (some >= own) & (some < next_rank),
             (some < -1) | (some >= vocab),
         )
         for count, flag in zip(counts, (*flags, exists & (some == sampled[owner])), strict=True):
@@ -179,8 +183,8 @@ def survey_sets(
         return Survey(sizes, local, without, invalid)
     if bool(invalid.any()):
         i = int(invalid.nonzero()[0])
-        at = rows.positions[i]
-        raise ValueError(_wrong(kept_ids, ids, at, int(sizes[i]), int(outside[i]), vocab))
+        position, size, wrong = rows.positions[i], int(sizes[i]), int(outside[i])
+        raise ValueError(_wrong(kept_ids, ids, position, size, wrong, vocab))
     alone = rows.positions[(sizes == 1) & ~missing]
     for name, x in others.items():  # 0 where a set is one id, unless they are over other sets
         logps = None if x is None else x.detach().reshape(-1)[alone]
@@ -226,29 +230,24 @@ def plan_sets(job: Job, kept_ids: KeptIds, survey: Survey) -> tuple[KeptSets, bo
     longest = kept_ids.offsets.diff()[rows.positions][order]
     sizes, lists, without = torch.stack([local, longest, survey.without.long()]).tolist()
     count = bisect.bisect_left(sizes, 0, key=operator.neg)
-    row_bytes = (
-        2 * job.accumulator_dtype.itemsize * sum(x.shape[1] for _, x in job.tensors.factors())
-    )
-    budget, head_bytes = job.workspace_bytes, entry_bytes(job)
-    spans = plan_spans(sizes[:count], lists[:count], budget, head_bytes, row_bytes)
+    spans = plan_spans(job, order, sizes[:count], lists[:count])
     own = replace(rows, ids=rows.ids - job.shard_start, invalid=survey.invalid)
-    planned = KeptSets(replace(job, rows=own), kept_ids, projected, order[:count], spans)
-    return planned, any(without)
+    return KeptSets(replace(job, rows=own), kept_ids, projected, spans), any(without)
 
 
-def plan_spans(
-    sizes: list[int], longest: list[int], budget: int, head_bytes: int, row_bytes: int
-) -> list[Span]:
+def plan_spans(job: Job, order: Tensor, sizes: list[int], longest: list[int]) -> list[Span]:
     """Divide rows into spans that fit the budget, with sets at least half as long as the longest.
 
     Padding then costs at most as much as the sets themselves.
 
     Args:
+        order: index of the rows.
         sizes: number of ids in each row's set, decreasing.
         longest: number of entries in each row's list, padding included.
-        head_bytes: bytes of one entry's gathered rows of the head.
-        row_bytes: further bytes of a row.
     """
+    budget, head_bytes = job.workspace_bytes, entry_bytes(job)
+    features = sum(x.shape[1] for _, x in job.head.tensors.factors())
+    row_bytes = 2 * job.accumulator_dtype.itemsize * features
     spans, start = [], 0
     most_left = [*itertools.accumulate(reversed(longest), max)][::-1]  # from each row on
     while start < len(sizes):
@@ -257,7 +256,7 @@ def plan_spans(
         stop = bisect.bisect_right(
             sizes, -width / 2, lo=start, hi=min(len(sizes), start + most), key=operator.neg
         )
-        spans.append((slice(start, stop), width, max(longest[start:stop])))
+        spans.append(Span(order[start:stop], width, max(longest[start:stop])))
         start = stop
     return spans
 
@@ -274,31 +273,29 @@ class KeptSetLogprob(torch.autograd.Function):
         ctx: Any, planned: KeptSets, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        shard = planned.job.shard
-        positions, dtype = planned.job.rows.positions, planned.job.accumulator_dtype
-        zeros = positions.new_zeros(len(positions), dtype=dtype)
+        job = planned.job
+        zeros = job.rows.positions.new_zeros(len(job.rows), dtype=job.accumulator_dtype)
         nothing = torch.full_like(zeros, -torch.inf)  # for rows without an id on this rank
         numbers: dict[str, Any] = {"logps": zeros, "max_logit": nothing, "log_sum": zeros.clone()}
-        if planned.job.entropy:
+        if job.entropy:
             numbers["entropies"] = zeros.clone()
-        blocks: list[_Block] = []
-        with torch.autocast(positions.device.type, enabled=False):
-            factors = _factors(planned)
+        blocks: list[Block] = []
+        with torch.autocast(zeros.device.type, enabled=False):
+            factors = _factors(job, planned.spans)
             for span in planned.spans:
-                at = planned.order[span[0]]
-                kept, target = _in_order(planned, at, span)
-                logits = _logits(factors, planned, at, kept)
-                chunk = Chunk(logits, target.clamp(min=0), planned.transform(at))
-                of_block = planned.job.backend.stats(chunk, entropy=planned.job.entropy)
+                rows = take(job.rows, span.at)
+                block = _projected(factors, planned, rows, span)
+                chunk = Chunk(block.logits, block.target.clamp(min=0), _transform(job, rows))
+                of_block = job.backend.stats(chunk, entropy=job.entropy)
                 for name, x in numbers.items():
-                    x[at] = getattr(of_block, name)
-                if any(planned.job.needs_grad):
-                    blocks.append((kept, logits, target))
+                    x[span.at] = getattr(of_block, name)
+                if any(job.needs_grad):
+                    blocks.append(block)
             stats = RowStats(**numbers)
-            if shard is not None:
-                stats = shard.joined(stats, planned.job.rows.ids, LogitTransform())
-        save(ctx, planned.job, (stats, tuple(blocks)), projects=True)
-        ctx.planned = replace(planned, job=ctx.job)
+            if job.shard is not None:
+                stats = job.shard.joined(stats, job.rows.ids, LogitTransform())
+        save(ctx, job, (stats, tuple(blocks)), projects=True)
+        ctx.spans = planned.spans
         entropies = None if stats.entropies is None else _result(stats.entropies, planned)
         return _result(stats.logps, planned), entropies
 
@@ -306,34 +303,38 @@ class KeptSetLogprob(torch.autograd.Function):
     def backward(
         ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        device = ctx.planned.order.device.type
-        with ctx.job.gather(), torch.autocast(device, enabled=False):
+        device = ctx.job.rows.positions.device
+        with ctx.job.gather(), torch.autocast(device.type, enabled=False):
             job, (stats, blocks) = saved(ctx)
-            planned: KeptSets = replace(ctx.planned, job=job)
-            upstream = [x for x in (d_logps, d_entropies) if x is not None]
-            if not upstream:
-                return None, *(None for _ in job.tensors)
-            sums, factors = _KeptGradientSums(planned), _factors(planned)
-            for (rows, *_), block in zip(planned.spans, blocks, strict=True):
-                at = planned.order[rows]
-                positions = planned.job.rows.positions[at]
-                has_gradient = torch.stack([x[positions] != 0 for x in upstream]).any(dim=0)
-                index = has_gradient.nonzero()[:, 0]
+            positions = job.rows.positions
+            d_logp, d_entropy = (
+                None if x is None else x[positions] for x in (d_logps, d_entropies)
+            )
+            if d_logp is None:
+                if d_entropy is None:
+                    return None, *(None for _ in job.head.tensors)
+                d_logp = torch.zeros_like(d_entropy)
+            upstream = Coefficients(d_logp, d_entropy)
+            sums, factors = _KeptGradientSums(job), _factors(job, ctx.spans)
+            for span, block in zip(ctx.spans, blocks, strict=True):
+                nonzero = [x[span.at] != 0 for x in upstream if x is not None]
+                index = torch.stack(nonzero).any(dim=0).nonzero()[:, 0]
                 if len(index):
-                    at, block = at[index], take(block, index)
-                    d_logits = _d_logits(block, planned, at, stats, d_logps, d_entropies)
-                    sums.add(factors, block[0], d_logits, at)
+                    rows, of_rows, coefficients = take((job.rows, stats, upstream), span.at[index])
+                    kept, logits, target = take(block, index)
+                    chunk = Chunk(logits, target, _transform(job, rows))
+                    job.backend.grad(chunk, of_rows, coefficients, logits)
+                    logits.masked_fill_(_padding(kept), 0.0)  # now d logits
+                    sums.add(factors, kept, logits, rows.positions)
         return None, *sums.gradients()
 
 
-def _factors(planned: KeptSets) -> list[_Gathered]:
+def _factors(job: Job, spans: list[Span]) -> list[_Gathered]:
     """Memory for each factor's gathered rows, for as many entries as the workspace holds."""
-    job = planned.job
-    largest = max(((rows.stop - rows.start) * width for rows, width, _ in planned.spans), default=0)
+    largest = max((len(span.at) * span.width for span in spans), default=0)
     entries = min(max(1, job.workspace_bytes // entry_bytes(job)), largest)
-    pairs = zip(job.tensors.factors(), job.operand_dtypes(), strict=True)
     wide = job.accumulator_dtype
-    return [_Gathered(matrix, dtype, wide, entries) for (_, matrix), dtype in pairs]
+    return [_Gathered(matrix, dtype, wide, entries) for _, matrix, dtype in job.head.factors()]
 
 
 def _result(x: Tensor, planned: KeptSets) -> Tensor:
@@ -341,29 +342,37 @@ def _result(x: Tensor, planned: KeptSets) -> Tensor:
     x = torch.where(planned.projected, x, 0.0)
     if planned.job.rows.invalid is not None:
         x.masked_fill_(planned.job.rows.invalid, torch.nan)
-    return scatter(x, planned.job.rows.positions, planned.job.tensors.hidden.shape[0])
+    return scatter(x, planned.job.rows.positions, planned.job.head.tensors.hidden.shape[0])
 
 
-def _in_order(planned: KeptSets, at: Tensor, span: Span) -> tuple[Tensor, Tensor]:
-    """The ids (r, w) and the target (r,) of a `_Block`.
+def _projected(factors: list[_Gathered], planned: KeptSets, rows: Rows, span: Span) -> Block:
+    """Project the sets of the span's `rows`.
 
     Padding and repetitions become the row's first id, so NaN in a position's hidden state cannot
     reach the gradient of an id outside its set.
     """
-    positions, (_, width, longest) = planned.job.rows.positions[at], span
-    entry = planned.kept_ids.offsets[positions][:, None] + torch.arange(
-        longest, device=positions.device
-    )
-    inside = entry < planned.kept_ids.offsets[positions + 1][:, None]
-    kept = planned.kept_ids.ids[torch.where(inside, entry, 0)].long() - planned.job.shard_start
-    rows_here = planned.job.tensors.weight.shape[0]
-    kept = torch.where(inside & (kept >= 0) & (kept < rows_here), kept, -1).to(torch.int32)
-    kept = kept.sort(dim=1, descending=True).values[:, :width]
+    job, offsets = planned.job, planned.kept_ids.offsets
+    tensors, device = job.head.tensors, rows.positions.device
+    entry = offsets[rows.positions][:, None] + torch.arange(span.longest, device=device)
+    inside = entry < offsets[rows.positions + 1][:, None]
+    kept = planned.kept_ids.ids[torch.where(inside, entry, 0)].long() - job.shard_start
+    here = inside & (kept >= 0) & (kept < tensors.weight.shape[0])
+    kept = torch.where(here, kept, -1).to(torch.int32)
+    kept = kept.sort(dim=1, descending=True).values[:, : span.width]
     padding = kept < 0
     padding[:, 1:] |= kept[:, 1:] == kept[:, :-1]
     kept = torch.where(padding, kept[:, :1], kept)
-    is_target = kept == planned.job.rows.ids[at, None]
-    return kept, torch.where(is_target.any(dim=1), is_target.to(torch.uint8).argmax(dim=1), -1)
+    is_target = kept == rows.ids[:, None]
+    target = torch.where(is_target.any(dim=1), is_target.to(torch.uint8).argmax(dim=1), -1)
+
+    z = tensors.hidden.new_zeros(kept.shape, dtype=job.accumulator_dtype)
+    for factor, (x, _) in zip(factors, tensors.factors(), strict=True):
+        states = factor.operand(x[rows.positions])
+        for columns in factor.pieces(*kept.shape):
+            z[:, columns] += torch.bmm(factor.of(kept[:, columns]), states[:, :, None])[..., 0]
+    bias = None if tensors.bias is None else tensors.bias.detach()[kept].to(z.dtype)
+    job.backend.prepare_(z, replace(_transform(job, rows), bias=bias))
+    return Block(kept, z.masked_fill_(_padding(kept), -torch.inf), target)
 
 
 def _padding(kept: Tensor) -> Tensor:
@@ -372,68 +381,33 @@ def _padding(kept: Tensor) -> Tensor:
     return padding
 
 
-def _logits(factors: list[_Gathered], planned: KeptSets, at: Tensor, kept: Tensor) -> Tensor:
-    """Logits (r, w) of the ids `kept`, -inf in the padding."""
-    tensors = planned.job.tensors
-    positions = planned.job.rows.positions[at]
-    z = tensors.hidden.new_zeros(kept.shape, dtype=planned.job.accumulator_dtype)
-    for factor, (x, _) in zip(factors, tensors.factors(), strict=True):
-        states = factor.operand(x[positions])
-        for columns in factor.pieces(*kept.shape):
-            z[:, columns] += torch.bmm(factor.of(kept[:, columns]), states[:, :, None])[..., 0]
-    bias = None if tensors.bias is None else tensors.bias.detach()[kept].to(z.dtype)
-    planned.job.backend.prepare_(z, replace(planned.transform(at), bias=bias))
-    return z.masked_fill_(_padding(kept), -torch.inf)
-
-
-def _d_logits(
-    block: _Block,
-    planned: KeptSets,
-    at: Tensor,
-    stats: RowStats,
-    d_logps: Tensor | None,
-    d_entropies: Tensor | None,
-) -> Tensor:
-    """d loss / d (raw logits), (r, w), from statistics (n,) and upstream (N,)."""
-    kept, logits, target = block
-    positions, stats = planned.job.rows.positions[at], take(stats, at)
-    dtype = planned.job.accumulator_dtype
-    d_logp, d_entropy = (
-        None if x is None else x[positions].to(dtype) for x in (d_logps, d_entropies)
-    )
-    d_logp = torch.zeros_like(stats.logps) if d_logp is None else d_logp
-    chunk = Chunk(logits, target, planned.transform(at))
-    planned.job.backend.grad(chunk, stats, Coefficients(d_logp, d_entropy), logits)
-    return logits.masked_fill_(_padding(kept), 0.0)
+def _transform(job: Job, rows: Rows) -> LogitTransform:
+    """From raw to scaled logits of `rows`, without bias."""
+    return replace(job.head.transform, inv_temperature=rows.inv_temperature)
 
 
 class _KeptGradientSums:
     """The gradients of the head's tensors, summed over blocks."""
 
-    def __init__(self, planned: KeptSets) -> None:
-        self._planned, tensors = planned, planned.job.tensors
-        dtype = planned.job.accumulator_dtype
-        # with a sharded head, the ranks sum d hidden before it is rounded
-        divided = planned.job.shard is not None
-        self._rows: list[Tensor | None] = []
-        self._matrices: list[Tensor | None] = []
-        pairs = zip(tensors.factors(), planned.job.needs_grad.factors(), strict=False)
-        for (x, matrix), (rows, whole) in pairs:
-            of_rows = dtype if divided else x.dtype
-            self._rows.append(torch.zeros_like(x, dtype=of_rows) if rows else None)
-            self._matrices.append(torch.zeros_like(matrix, dtype=dtype) if whole else None)
-        self._bias = None
-        if tensors.bias is not None and planned.job.needs_grad.bias:
-            self._bias = torch.zeros_like(tensors.bias, dtype=dtype)
+    def __init__(self, job: Job) -> None:
+        self._job, tensors, dtype = job, job.head.tensors, job.accumulator_dtype
+        of_bias = job.needs_grad.bias
+        bias = torch.zeros_like(tensors.bias, dtype=dtype) if of_bias else None
+        self._sums = sums = Sums([], [], bias)
+        pairs = zip(tensors.factors(), job.needs_grad.factors(), strict=True)
+        for (x, matrix), (needs_rows, needs_matrix) in pairs:
+            # with a sharded head, the ranks sum d hidden before it is rounded
+            of_rows = x.dtype if job.shard is None else dtype
+            sums.rows.append(torch.zeros_like(x, dtype=of_rows) if needs_rows else None)
+            sums.matrices.append(torch.zeros_like(matrix, dtype=dtype) if needs_matrix else None)
 
-    def add(self, factors: list[_Gathered], kept: Tensor, d_logits: Tensor, at: Tensor) -> None:
-        """Add the gradient of the rows `at` (r,), from ids (r, w) and d raw logits (r, w)."""
-        positions, features = (
-            self._planned.job.rows.positions[at],
-            (x for x, _ in self._planned.job.tensors.factors()),
-        )
-        targets = zip(factors, features, self._rows, self._matrices, strict=True)
-        for factor, x, rows, matrix in targets:
+    def add(
+        self, factors: list[_Gathered], kept: Tensor, d_logits: Tensor, positions: Tensor
+    ) -> None:
+        """Add the gradient of some rows, from their ids (r, w) and d raw logits (r, w)."""
+        of_factors, sums = self._job.head.tensors.factors(), self._sums
+        targets = zip(factors, of_factors, sums.rows, sums.matrices, strict=True)
+        for factor, (x, _), rows, matrix in targets:
             states = factor.operand(x[positions])
             d_states = torch.zeros_like(states)
             for columns in factor.pieces(*kept.shape):
@@ -444,17 +418,16 @@ class _KeptGradientSums:
                     matrix.index_add_(0, index.reshape(-1), factor.outer(part, states))
             if rows is not None:
                 rows[positions] = d_states.to(rows.dtype)
-        if self._bias is not None:
-            self._bias.index_add_(0, kept.reshape(-1), d_logits.reshape(-1))
+        if sums.bias is not None:
+            sums.bias.index_add_(0, kept.reshape(-1), d_logits.reshape(-1))
 
     def gradients(self) -> HeadTensors:
         """The gradients in the dtypes of the head's tensors, summed over the ranks."""
-        shard = self._planned.job.shard
-        for x in self._rows:
-            if shard is not None and x is not None:
-                shard.sum_(x)
-        sums = HeadTensors.of_factors(self._rows, self._matrices, self._bias)
-        pairs = zip(sums, self._planned.job.tensors, strict=True)
+        if self._job.shard is not None:
+            for x in self._sums.rows:
+                if x is not None:
+                    self._job.shard.sum_(x)
+        pairs = zip(self._sums.tensors(), self._job.head.tensors, strict=True)
         return HeadTensors(
             *(None if x is None or like is None else x.to(like.dtype) for x, like in pairs)
         )
@@ -462,11 +435,10 @@ class _KeptGradientSums:
 
 def entry_bytes(job: Job) -> int:
     """Bytes of one entry's gathered rows."""
-    pairs = zip(job.tensors.factors(), job.operand_dtypes(), strict=True)
     wide = job.accumulator_dtype
     return sum(
         matrix.shape[1] * sum(x.itemsize for x in _stages(matrix.dtype, dtype, wide))
-        for (_, matrix), dtype in pairs
+        for _, matrix, dtype in job.head.factors()
     )
 
 

@@ -74,7 +74,7 @@ from grpo_kernels.head import (
     with_its_group,
 )
 
-_AS_IT_IS, _NONE, _TORCH = LogitTransform(), Coefficients(), TorchRows()
+_AS_IT_IS, _TORCH = LogitTransform(), TorchRows()
 # bytes of the weight to convert at a time; less only if the budget is small
 SLICE_BYTES = 32 * 2**20
 Gather = Callable[[], AbstractContextManager[Any]]
@@ -222,13 +222,27 @@ class Rows:
         return replace(self, ids=self.ids - first, topk=topk) if first else self
 
 
-class SecondHead(NamedTuple):
-    """The head of a reference or a teacher, whose tensors are constants."""
+class JobHead(NamedTuple):
+    """A head of a call, as products and row work read it; a reference's tensors are constants."""
 
     tensors: HeadTensors
     operand_dtype: torch.dtype  # of its products
-    transform: LogitTransform  # without bias and temperature
-    jsd_beta: float  # the divergence from it, see `backends.Chunk`
+    transform: LogitTransform = _AS_IT_IS  # raw to scaled logits, without bias and temperature
+
+    def factors(self) -> list[tuple[Tensor, Tensor, torch.dtype]]:
+        """`HeadTensors.factors`, and the dtype of their operands; an adapter keeps its own."""
+        (first, *adapter), dtype = self.tensors.factors(), self.operand_dtype
+        return [
+            (*first, dtype),
+            *((u, b, torch.promote_types(u.dtype, b.dtype)) for u, b in adapter),
+        ]
+
+    def converted(self) -> JobHead:
+        """Convert the weight to the dtype of 16-bit products."""
+        weight = self.tensors.weight
+        if not needs_conversion(weight, self.operand_dtype):
+            return self
+        return self._replace(tensors=self.tensors._replace(weight=weight.to(self.operand_dtype)))
 
 
 @dataclass(frozen=True)
@@ -237,13 +251,12 @@ class Job:
 
     Attributes:
         rows: n rows; all results are 0 at all other positions.
-        tensors: of the head.
+        head: the head.
         needs_grad: which of the head's tensors need a gradient.
-        operand_dtype: dtype of the products' operands.
         backend: does the row work. Over kept sets that is torch: sets are short, so it costs little
             compared with gathering.
-        transform: from raw to scaled logits, without bias and temperature.
-        reference: the second head; None without one.
+        reference: the head of a reference or a teacher; None without one.
+        jsd_beta: the divergence from it, as in `backends.Chunk`.
         shard: this rank's shard, if the head's rows are divided among ranks.
         engine: one of `ENGINES`. Over kept sets, nothing reads it.
         entropy, extras: further statistics, from the backend.
@@ -251,13 +264,12 @@ class Job:
     """
 
     rows: Rows
-    tensors: HeadTensors
+    head: JobHead
     needs_grad: HeadTensors
-    operand_dtype: torch.dtype
     workspace_bytes: int
     backend: RowBackend = _TORCH
-    transform: LogitTransform = _AS_IT_IS
-    reference: SecondHead | None = None
+    reference: JobHead | None = None
+    jsd_beta: float = 1.0
     memory: Memory = AMPLE
     shard: Shard | None = None
     engine: str = "score"
@@ -281,16 +293,21 @@ class Job:
     @property
     def vocab(self) -> int:
         """The number of ids of all ranks."""
-        return self.tensors.weight.shape[0] if self.shard is None else self.shard.vocab
+        return self.head.tensors.weight.shape[0] if self.shard is None else self.shard.vocab
 
     def at(self, index: Tensor) -> Job:
         """The same call for the rows at `index` (m,) alone."""
         return replace(self, rows=take(self.rows, index))
 
+    def with_tensors(self, of_head: HeadTensors, of_reference: Any) -> Job:
+        """The same call with other tensors of its heads."""
+        reference = self.reference and self.reference._replace(tensors=of_reference)
+        return replace(self, head=self.head._replace(tensors=of_head), reference=reference)
+
     @property
     def accumulator_dtype(self) -> torch.dtype:
         """Dtype of logits, statistics, and gradients before their one rounding."""
-        return accumulator_of(self.operand_dtype)
+        return accumulator_of(self.head.operand_dtype)
 
     def fused_loss(self, row_loss: RowLoss) -> FusedLoss | None:
         """`row_loss` for a kernel that does a whole loss at once; None if none can do it here.
@@ -309,39 +326,26 @@ class Job:
         return row_loss.fused_loss()
 
     @property
-    def result_is_divergence(self) -> bool:
-        """True if a row's result is the divergence, False if it is the log-probability.
+    def d_result(self) -> Literal["d_logp", "d_divergence"]:
+        """Which of a row's `Coefficients` belongs to its result, the one that a call asks for.
 
-        A loss with a reference depends on both, so this says nothing about it.
+        The result is the log-probability, or the divergence in a call that computes one. A loss
+        with a reference depends on both, so this says nothing about it.
         """
-        return self.reference is not None or isinstance(self.rows.topk, TopKTeacher)
+        of_teacher = self.reference is not None or isinstance(self.rows.topk, TopKTeacher)
+        return "d_divergence" if of_teacher else "d_logp"
 
-    def d_result(self, coefficients: Coefficients) -> Tensor | None:
-        """d loss / d result, (n,) or None."""
-        return coefficients.d_divergence if self.result_is_divergence else coefficients.d_logp
+    def products(self, head: JobHead, columns: slice = slice(None)) -> list[Products]:
+        """The products with some columns of `head`, one for each of its factors."""
+        return [self._product(matrix[columns], dtype) for _, matrix, dtype in head.factors()]
 
-    def with_d_result(self, value: Tensor, others: Coefficients = _NONE) -> Coefficients:
-        """`others` with `value` (n,) as d loss / d result."""
-        return others._replace(**{"d_divergence" if self.result_is_divergence else "d_logp": value})
+    def widest_product(self, head: JobHead) -> Products:
+        """The product with the weight of the rank that has the most rows: plans by it agree."""
+        return self._product(_widest_part(head.tensors.weight, self.shard), head.operand_dtype)
 
-    def widest_products(self, weight: Tensor, dtype: torch.dtype | None = None) -> Products:
-        """The products of the rank with the most rows of `weight`: plans by them are the same."""
-        return self.products(_widest_part(weight, self.shard), dtype)
-
-    def products(self, weight: Tensor, dtype: torch.dtype | None = None) -> Products:
-        """The products with `weight`, which may be a part of the head."""
+    def _product(self, matrix: Tensor, dtype: torch.dtype) -> Products:
         slice_bytes = min(SLICE_BYTES, self.workspace_bytes // 8)
-        return Products(weight, dtype or self.operand_dtype, self.accumulator_dtype, slice_bytes)
-
-    def operand_dtypes(self) -> list[torch.dtype]:
-        """The operands' dtype of each factor; an adapter keeps its own dtype."""
-        _, *adapter = self.tensors.factors()
-        return [self.operand_dtype, *(torch.promote_types(u.dtype, b.dtype) for u, b in adapter)]
-
-    def all_products(self, columns: slice = slice(None)) -> list[Products]:
-        """The products of `HeadTensors.factors`, in the order of the factors."""
-        pairs = zip(self.tensors.factors(), self.operand_dtypes(), strict=True)
-        return [self.products(matrix[columns], dtype) for (_, matrix), dtype in pairs]
+        return Products(matrix, dtype, self.accumulator_dtype, slice_bytes)
 
     def converted(self) -> Job:
         """Convert both heads' weights to the dtype of 16-bit products, if memory allows copies.
@@ -350,13 +354,10 @@ class Job:
         """
         if not self.memory.converts:
             return self
-        job, second = self, self.reference
-        if needs_conversion(job.tensors.weight, job.operand_dtype):
-            job = replace(job, tensors=job.tensors.converted(job.operand_dtype))
-        if second and needs_conversion(second.tensors.weight, second.operand_dtype):
-            tensors = second.tensors.converted(second.operand_dtype)
-            job = replace(job, reference=second._replace(tensors=tensors))
-        return job
+        head, reference = self.head.converted(), self.reference and self.reference.converted()
+        if head is self.head and reference is self.reference:
+            return self
+        return replace(self, head=head, reference=reference)
 
 
 @contextmanager
@@ -390,21 +391,22 @@ def dtype_and_memory(
 
     Ask before the call waits for the device; after the wait, the device would idle meanwhile.
     """
-    dtypes = _operand_dtypes(hidden, head, reference)
-    weights = [(head.weight, dtypes[0])]
-    if reference is not None:
-        weights.append((reference.head.weight, dtypes[1]))
+    models = _with_dtypes(hidden, head, reference)
+    weights = [(model.head.weight, dtype) for model, dtype in models]
     memory = free_memory(weights, hidden, needs_grad_of(hidden, head), run.workspace_bytes)
-    return accumulator_of(dtypes[0]), memory
+    return accumulator_of(models[0][1]), memory
 
 
-def _operand_dtypes(
+def _with_dtypes(
     hidden: Tensor, head: Head, reference: StatesAndHead | None
-) -> list[torch.dtype]:
-    dtypes = [operand_dtype_of(hidden, head.weight)]
+) -> list[tuple[StatesAndHead, torch.dtype]]:
+    """The call's models, each with the dtype of its products' operands."""
+    dtype = operand_dtype_of(hidden, head.weight)
+    models = [(StatesAndHead(hidden, head), dtype)]
     if reference is not None:
-        dtypes.append(operand_dtype_of(reference.hidden, reference.head.weight, dtypes[0]))
-    return dtypes
+        of_reference = operand_dtype_of(reference.hidden, reference.head.weight, dtype)
+        models.append((reference, of_reference))
+    return models
 
 
 def plan(
@@ -427,46 +429,42 @@ def plan(
         rows: rows with ids of the whole vocabulary.
         memory: from `dtype_and_memory`.
         ranks: the ranks of a sharded head, which compare their calls here.
-        row_loss: the loss, which decides on the engine. None: over kept sets, without an engine.
-        jsd_beta: as in `SecondHead`.
-        entropy, extras: as in `Job`.
+        row_loss: what the engine is chosen for. None over kept sets: `with_engine` plans the rest.
+        jsd_beta, entropy, extras: as in `Job`.
     """
-    needs_grad = needs_grad_of(hidden, head)
-    dtype, *of_reference = _operand_dtypes(hidden, head, reference)
-    _warn_if_promoted(StatesAndHead(hidden, head), dtype)
-    if reference is not None:
-        _warn_if_promoted(reference, *of_reference)
+    needs_grad, models = needs_grad_of(hidden, head), _with_dtypes(hidden, head, reference)
+    for model, dtype in models:
+        _warn_if_promoted(model, dtype)
     shard = None
     if ranks is not None:
         values = {
             **_compared(hidden, head, reference, rows, run),
             "gradients wanted": [bool(x) for x in needs_grad],
-            "dtype of the products": [dtype, *of_reference],
-            "backend that serves": choose_backend(run.backend, hidden.device, dtype)[0].name,
+            "dtype of the products": [dtype for _, dtype in models],
+            "backend that serves": choose_backend(run.backend, hidden.device, models[0][1]).name,
         }
         shard, memory = ranks.agree(values, head, memory)
         count = shard.sizes[shard.rank]
-        head = first_ids(StatesAndHead(hidden, head), count).head
-        reference = reference and first_ids(reference, count)
+        models = [(first_ids(model, count), dtype) for model, dtype in models]
         if len(shard.sizes) == 1:
             shard = None
     workspace_bytes = run.workspace_bytes
     if workspace_bytes is None:
-        widest, heads = _widest_part(head.weight, shard), 1 if reference is None else 2
-        workspace_bytes = min(large_workspace(widest, needs_grad, heads), memory.workspace)
-    second = None
-    if reference is not None:
-        (states, other, _), (of_second,) = reference, of_reference
-        constants = map_tensors(Tensor.detach, tensors_of(states, other, rows.positions))
-        second = SecondHead(constants, of_second, _transform(other, of_second), jsd_beta)
+        widest = _widest_part(models[0][0].head.weight, shard)
+        large = large_workspace(widest, needs_grad, heads=len(models))
+        workspace_bytes = min(large, memory.workspace)
+    first, *second = [
+        JobHead(tensors_of(states, own, rows.positions), dtype, _transform(own, dtype))
+        for (states, own, _), dtype in models
+    ]
+    constants = [x._replace(tensors=map_tensors(Tensor.detach, x.tensors)) for x in second]
     job = Job(
         rows=rows,
-        tensors=tensors_of(hidden, head, rows.positions),
+        head=first,
         needs_grad=needs_grad,
-        operand_dtype=dtype,
         workspace_bytes=workspace_bytes,
-        transform=_transform(head, dtype),
-        reference=second,
+        reference=constants[0] if constants else None,
+        jsd_beta=jsd_beta,
         memory=memory,
         shard=shard,
         entropy=entropy,
@@ -479,7 +477,7 @@ def plan(
 def with_engine(job: Job, run: Run, row_loss: RowLoss) -> Job:
     """Check the ids of `job`, and choose its backend and the engine for `row_loss`."""
     rows = in_range(job.rows, job.vocab, job.shard_start)
-    backend = choose_backend(run.backend, rows.ids.device, job.operand_dtype)[0]
+    backend = choose_backend(run.backend, rows.ids.device, job.head.operand_dtype)
     engine = choose_engine(run.engine, row_loss, job)
     return replace(job, rows=rows, backend=backend, engine=engine)
 

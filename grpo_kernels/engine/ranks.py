@@ -158,8 +158,8 @@ MOST_VALUES = 96  # most values that ranks compare
 class Ranks:
     """The ranks of a sharded head while they plan a call together."""
 
-    def __init__(self, call: str, group: ProcessGroup, given: Mapping[str, Any]) -> None:
-        self.call, self.group, self.given, self.compared = call, group, given, False
+    def __init__(self, call: str, group: ProcessGroup, arguments: Mapping[str, Any]) -> None:
+        self.call, self.group, self.arguments, self.compared = call, group, arguments, False
 
     def exchange(self, *numbers: int) -> list[list[int]]:
         """Send integers; return the integers of all ranks, position by position."""
@@ -176,7 +176,7 @@ class Ranks:
             ValueError: on all ranks, if one of them refuses its call or the calls differ.
         """
         own = {"rows of weight": head.weight.shape[0], **memory._asdict()}
-        same = {**self.given, **values}
+        same = {**self.arguments, **values}
         if "config" in same:  # a loss is compared by its fields
             same |= vars(same.pop("config"))
         numbers = [_checksum(x) for x in same.values()]

@@ -21,9 +21,8 @@ from grpo_kernels.engine.plan import Job, Rows
 from grpo_kernels.engine.sweep import (
     Index,
     Projection,
-    new_sums,
+    Sums,
     padded_index,
-    row_bias,
     write_gradient,
 )
 from grpo_kernels.engine.workspace import device_of
@@ -40,11 +39,10 @@ def sweep_slices(job: Job, stats: RowStats, coefficients: Coefficients) -> HeadT
     It equals the gradient of `sweep`, but d weight and d lora_b have the dtype of the weight and of
     lora_b, rounded once.
     """
-    rows, tensors, dtype = job.rows, job.tensors, job.accumulator_dtype
-    bias = row_bias(tensors.bias, slice(None), dtype)
-    transform = replace(job.transform, inv_temperature=rows.inv_temperature, bias=bias)
+    rows, tensors, dtype = job.rows, job.head.tensors, job.accumulator_dtype
+    transform = replace(job.head.transform, inv_temperature=rows.inv_temperature)
     # one factor for all rows and slices, since the gradients are summed over both
-    coefficients, fp16_scale = job.products(tensors.weight).with_fp16_scale(
+    coefficients, fp16_scale = job.products(job.head)[0].with_fp16_scale(
         coefficients, stats, transform
     )
     n, vocab = len(rows), tensors.weight.shape[0]
@@ -54,40 +52,37 @@ def sweep_slices(job: Job, stats: RowStats, coefficients: Coefficients) -> HeadT
         for span, count, index in _blocks(rows, rows_at_once)
     ]
     m = blocks[-1][0].stop if blocks else 0
-    d_rows, d_matrices, d_bias = new_sums(job, m, rounds=True)
+    sums = Sums.new(job, m, rounds=True)
 
     def add_block(
         projection: Projection,
         columns: slice,
-        parts: list[Tensor | None],
+        of_slice: Sums,
         block: tuple[slice, int, Rows, RowStats, Coefficients],
     ) -> None:
         span, count, rows, stats, coefficients = block
         operands = projection.operands(rows.positions)
         chunk, rows = projection.project(operands, slice(None), rows)
-        d_logits = chunk.logits if projection.in_place else projection.new_d_logits(len(rows))
+        d_logits = projection.d_logits(len(rows))
         write_gradient(job, chunk, rows, stats, coefficients, d_logits)
         d_logits[count:] = 0.0
-        products = zip(projection.products, operands[0], d_rows, parts, strict=True)
-        for product, x, d_x, part in products:
-            if d_x is not None:
-                product.d_hidden(d_logits, d_x[span], add=columns.start > 0)
-            if part is not None:
-                product.d_weight(d_logits, x, part, add=span.start > 0)
-        if d_bias is not None:
-            d_bias[columns] += d_logits.sum(dim=0, dtype=d_bias.dtype)
+        of_slice.at(span).add(
+            projection.products, operands[0], d_logits,
+            to_rows=columns.start > 0, to_matrices=span.start > 0,
+        )  # fmt: skip
 
     def add_slice(columns: slice) -> None:
         projection = Projection(job, max(len(rows) for _, _, rows, *_ in blocks), columns)
-        targets = [None if x is None else x[columns] for x in d_matrices]
+        targets = [None if x is None else x[columns] for x in sums.matrices]
         # a target in the accumulator's dtype is summed in place; any other is summed in a separate
         # tensor and then rounded
         parts = [
             x if x is None or x.dtype == dtype else torch.empty_like(x, dtype=dtype)
             for x in targets
         ]
+        bias = None if sums.bias is None else sums.bias[columns]
         for block in blocks:
-            add_block(projection, columns, parts, block)
+            add_block(projection, columns, Sums(sums.rows, parts, bias), block)
         for target, part in zip(targets, parts, strict=True):
             if target is None or part is None:
                 continue
@@ -100,11 +95,10 @@ def sweep_slices(job: Job, stats: RowStats, coefficients: Coefficients) -> HeadT
         for first_id in range(0, vocab if blocks else 0, columns_at_once):
             add_slice(slice(first_id, min(first_id + columns_at_once, vocab)))
     if fp16_scale is not None:
-        for total in (*d_rows, d_bias):
+        for total in (*sums.rows, sums.bias):
             if total is not None:
                 total.mul_(1.0 / fp16_scale)
-    d_rows = [None if x is None else x[:n] for x in d_rows]
-    return HeadTensors.of_factors(d_rows, d_matrices, d_bias)
+    return sums.at(slice(n)).tensors()
 
 
 def _blocks(rows: Rows, rows_at_once: int) -> Iterator[tuple[slice, int, Index]]:
@@ -131,11 +125,11 @@ def plan_slices(job: Job) -> tuple[int, int, int]:
     logits and the backend's scratch. The result is at least a tile of rows and `SLICE_MULTIPLE`
     columns.
     """
-    rows, tensors, reference = job.rows, job.tensors, job.reference
+    rows, tensors, reference = job.rows, job.head.tensors, job.reference
     vocab, size = tensors.weight.shape[0], job.accumulator_dtype.itemsize
     budget = job.workspace_bytes
     tile, least = device_of(tensors.weight.device).fewest_rows, min(vocab, SLICE_MULTIPLE)
-    factors = job.all_products()
+    factors = job.products(job.head)
     dtype = factors[0].d_logits_dtype
     logit_bytes = size + (0 if dtype == job.accumulator_dtype else dtype.itemsize)
     row_bytes = 0 if rows.topk is None else rows.topk.row_bytes()
@@ -150,8 +144,8 @@ def plan_slices(job: Job) -> tuple[int, int, int]:
         )
         padding_bytes += tile * x.shape[1] * size  # for d hidden
     if reference is not None:
-        p = job.products(reference.tensors.weight, reference.operand_dtype)
-        states, factors = reference.tensors.hidden, [*factors, p]
+        (p,), states = job.products(reference), reference.tensors.hidden
+        factors = [*factors, p]
         logit_bytes += size
         row_bytes += p.hidden_bytes() + states.shape[1] * _copied_bytes(states, p)
     # weights are converted one at a time

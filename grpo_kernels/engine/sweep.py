@@ -1,13 +1,9 @@
 """The loop over the vocabulary product, one chunk of rows after another.
 
-For each chunk of rows: project, and do the row work. For each group of chunks, whose d logits share
-one product: add up the gradients. Besides the weight and its gradient, only the logits of a chunk
-have a vocabulary dimension. d logits, the gradient in the raw logits, may overwrite them. Two
-functions make the row work of a chunk::
-
-    stats_work     the statistics of each row; by one kernel, loss and d logits too, if the backend
-                   has one and no token depends on others (`Job.fused_loss`)
-    gradient_work  d logits from coefficients and statistics, new ones or a first pass's
+For each chunk of rows: project, and do the row work, that is statistics and d logits, the gradient
+in the raw logits. For each group of chunks, whose d logits share one product: add up the gradients.
+Besides the weight and its gradient, only the logits of a chunk have a vocabulary dimension. d
+logits may overwrite them.
 
 A call makes one or two passes over its rows. The first (`first_pass`) computes each row's
 statistics and, in the engines one_pass and frozen, the gradient on the same logits. The second is
@@ -17,7 +13,7 @@ than 0. Only for ``lean`` is it another loop, by slices of the vocabulary (`slic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -36,16 +32,14 @@ from grpo_kernels.backends import (
 )
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.base.tensors import take
-from grpo_kernels.engine.plan import Job, RowLoss, Rows
+from grpo_kernels.engine.gemm import Products
+from grpo_kernels.engine.plan import Job, JobHead, RowLoss, Rows
 from grpo_kernels.engine.workspace import Group, device_of, divide
 from grpo_kernels.head import HeadTensors
 
 # Index of rows: (m,) int64, or a slice. In this file, `at` is the index of a chunk's rows among the
 # sweep's rows; `padded`, of a group's rows, with padding; `span`, a chunk's slice of its group's.
 Index = Tensor | slice
-# arguments: chunk, its rows, `at`, memory for d logits (m, V), `out`; returns the rows' statistics
-# and the factor () that fp16 d logits carry
-RowWork = Callable[[Chunk, Rows, Index, Tensor | None], tuple[RowStats, Tensor | None]]
 
 
 class FirstPass(NamedTuple):
@@ -70,51 +64,38 @@ def first_pass(job: Job, row_loss: RowLoss) -> FirstPass:
     with torch.no_grad():
         job = job.converted()
         if job.when in ("never", "later"):
-            return FirstPass(sweep(job, stats_work(job))[0])
+            return FirstPass(sweep(job)[0])
         n, live = len(job.rows), row_loss.live
         every = torch.arange(n, device=job.rows.positions.device)
         live_rows = every if live is None else indices_of(live)
         fused_loss = job.fused_loss(row_loss)
-        first = _with_gradient(job, row_loss, fused_loss, live_rows)
-        if live is None or live_rows.shape[0] == n:
-            return first
-        others = indices_of(~live, n - len(live_rows))
-        rest = job.at(others)
-        of_rest, _ = sweep(rest, stats_work(rest, take(fused_loss, others)))
-        parts = [first.stats, of_rest] if len(live_rows) else [of_rest]
-        order = torch.cat([live_rows, others]).argsort()
-        return first._replace(stats=take(RowStats.concatenate(parts), order))
+        all_live = live is None or live_rows.shape[0] == n
+        live_job, of_live = job, fused_loss
+        if not all_live:
+            live_job, of_live = job.at(live_rows), take(fused_loss, live_rows)
+        used: dict[str, Tensor] = {}  # expected coefficients, (n,) each, by name
 
+        def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
+            if job.when == "unit":
+                return Coefficients(**{job.d_result: torch.ones_like(stats.logps)})
+            found = row_loss.coefficients_at(live_rows[at], stats)
+            if row_loss.is_expected:  # a user's function may answer differently later
+                found.put(live_rows[at], used, n)
+            return found
 
-def _with_gradient(
-    job: Job, row_loss: RowLoss, fused_loss: FusedLoss | None, live_rows: Tensor
-) -> FirstPass:
-    """The first pass of the rows `live_rows` (m,), with the statistics (m,) of these alone."""
-    n, live_job = len(job.rows), job
-    if live_rows.shape[0] < n:
-        live_job, fused_loss = job.at(live_rows), take(fused_loss, live_rows)
-    used: dict[str, Tensor] = {}  # expected coefficients, (n,) each, by name
-
-    def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
-        if job.when == "unit":
-            return job.with_d_result(torch.ones_like(stats.logps))
-        found = row_loss.coefficients_at(live_rows[at], stats)
-        if row_loss.is_expected:  # a user's function may answer differently later
-            found.put(live_rows[at], used, n)
-        return found
-
-    work = stats_work(live_job, fused_loss)
-    # fp16 d logits need a factor that depends on all coefficients of a chunk, so a kernel then
-    # computes only statistics and loss
-    if fused_loss is None or job.products(job.tensors.weight).scales_gradient:
-        work = gradient_work(live_job, coefficients_of, work)
-    stats, grads = sweep(live_job, work, with_gradient=True)
-    if not row_loss.is_expected or job.when == "unit":
-        return FirstPass(stats, grads, live_rows)
-    if fused_loss is not None:  # a kernel does not ask for the coefficients
-        coefficients_of(slice(None), stats)
-    zeros = stats.logps.new_zeros(n)
-    return FirstPass(stats, grads, live_rows, job.with_d_result(zeros)._replace(**used))
+        stats, grads = sweep(live_job, coefficients_of, fused_loss=of_live)
+        coefficients = None
+        if row_loss.is_expected and job.when == "now":
+            if fused_loss is not None:  # a kernel does not ask for the coefficients
+                coefficients_of(slice(None), stats)
+            coefficients = Coefficients(**{job.d_result: stats.logps.new_zeros(n), **used})
+        if live is not None and not all_live:
+            others = indices_of(~live, n - len(live_rows))
+            of_others, _ = sweep(job.at(others), fused_loss=take(fused_loss, others))
+            parts = [stats, of_others] if len(live_rows) else [of_others]
+            order = torch.cat([live_rows, others]).argsort()
+            stats = take(RowStats.concatenate(parts), order)
+        return FirstPass(stats, grads, live_rows, coefficients)
 
 
 def indices_of(chosen: Tensor, count: int | None = None) -> Tensor:
@@ -127,46 +108,6 @@ def indices_of(chosen: Tensor, count: int | None = None) -> Tensor:
     if device_of(chosen.device).is_capturing():
         return torch.arange(chosen.shape[0], device=chosen.device)
     return chosen.nonzero()[:, 0]
-
-
-def stats_work(job: Job, fused_loss: FusedLoss | None = None) -> RowWork:
-    """Row work: the statistics; with a `FusedLoss` also loss and d logits, all by one kernel.
-
-    Without memory for d logits, that kernel leaves them out.
-    """
-    if fused_loss is None:
-        return lambda chunk, rows, at, out: (statistics(job, chunk, rows), None)
-    backend = cast(FusedRowBackend, job.backend)
-
-    def work(
-        chunk: Chunk, rows: Rows, at: Index, out: Tensor | None
-    ) -> tuple[RowStats, Tensor | None]:
-        if rows.invalid is not None:  # -1 makes the row's results NaN
-            chunk = replace(chunk, ids=chunk.ids.masked_fill(rows.invalid, -1))
-        return backend.fused(chunk, take(fused_loss, at), out), None
-
-    return work
-
-
-def gradient_work(
-    job: Job,
-    coefficients_of: Callable[[Index, RowStats], Coefficients],
-    statistics_by: RowWork,
-) -> RowWork:
-    """Row work: d logits from the statistics of `statistics_by` and the rows' coefficients."""
-    products = job.products(job.tensors.weight)
-
-    def work(
-        chunk: Chunk, rows: Rows, at: Index, out: Tensor | None
-    ) -> tuple[RowStats, Tensor | None]:
-        stats, _ = statistics_by(chunk, rows, at, None)
-        assert out is not None
-        coefficients = coefficients_of(at, stats)
-        scaled, fp16_scale = products.with_fp16_scale(coefficients, stats, chunk.transform)
-        write_gradient(job, chunk, rows, stats, scaled, out)
-        return stats, fp16_scale
-
-    return work
 
 
 def statistics(job: Job, chunk: Chunk, rows: Rows) -> RowStats:
@@ -203,24 +144,37 @@ def write_gradient(
         return
     d_z, total = rows.topk.slopes(stats, coefficients)
     nowhere = replace(chunk, ids=torch.full_like(chunk.ids, -1))
-    alone = replace(stats, divergence=None)  # the backend sees no second head
-    job.backend.grad(nowhere, alone, Coefficients(total, coefficients.d_entropy), out)
+    job.backend.grad(nowhere, stats, Coefficients(total, coefficients.d_entropy), out)
     rows.topk.write(d_z, chunk, out)
 
 
 def sweep(
-    job: Job, work: RowWork, *, with_gradient: bool = False
+    job: Job,
+    coefficients_of: Callable[[Index, RowStats], Coefficients] | None = None,
+    *,
+    known: RowStats | None = None,
+    fused_loss: FusedLoss | None = None,
 ) -> tuple[RowStats, HeadTensors | None]:
-    """Call `work` with the logits of all rows, a chunk at a time.
+    """Project all rows, a chunk at a time, and do the row work on the logits.
 
     Returns the rows' statistics and, if wanted, the gradients that `job` needs, in the
     accumulator's dtype; gradients of rows cover only the job's rows.
+
+    Args:
+        coefficients_of: function from the index `at` of rows and their statistics to their
+            coefficients; None: no gradient is wanted.
+        known: the rows' statistics, if an earlier pass computed them.
+        fused_loss: a loss that one kernel computes with statistics and d logits
+            (`Job.fused_loss`); nothing asks for the coefficients unless these are in fp16.
     """
-    rows, hidden, parts = job.rows, job.tensors.hidden, []
-    groups = plan_groups(job, with_gradient=with_gradient)
+    rows, hidden, parts = job.rows, job.head.tensors.hidden, []
+    groups = plan_groups(job, with_gradient=coefficients_of is not None)
     with torch.autocast(hidden.device.type, enabled=False), torch.no_grad():
         projection = Projection(job, max((group.chunk_rows for group in groups), default=0))
-        sums = _GradientSums(job, projection, groups) if with_gradient else None
+        sums = None if coefficients_of is None else _GroupSums(job, projection, groups)
+        # fp16 d logits need a factor that depends on all coefficients of a chunk, so a kernel then
+        # computes only statistics and loss
+        by_kernel = fused_loss is not None and not projection.products[0].scales_gradient
         for group in groups:
             padded = padded_index(group.start, group.n, group.padded_rows, hidden.device)
             operands = projection.operands(_positions(rows, padded, hidden.shape[0]))
@@ -229,7 +183,18 @@ def sweep(
                 at = _part(padded, span)
                 chunk, of_chunk = projection.project(operands, span, take(rows, at))
                 out = None if sums is None else sums.d_logits(span)
-                stats, fp16_scale = work(chunk, of_chunk, at, out)
+                if known is not None:
+                    stats = take(known, at)
+                elif fused_loss is not None:
+                    to = out if by_kernel else None
+                    stats = _fused(job, chunk, of_chunk, take(fused_loss, at), to)
+                else:
+                    stats = statistics(job, chunk, of_chunk)
+                if not by_kernel and coefficients_of is not None and out is not None:
+                    coefficients, fp16_scale = projection.products[0].with_fp16_scale(
+                        coefficients_of(at, stats), stats, chunk.transform
+                    )
+                    write_gradient(job, chunk, of_chunk, stats, coefficients, out)
                 # of rows before the padding; none if all are padding
                 parts.append(take(stats, slice(max(0, group.n - span.start))))
             if sums is not None:
@@ -238,9 +203,18 @@ def sweep(
         return stats, None if sums is None else sums.gradients()
 
 
+def _fused(
+    job: Job, chunk: Chunk, rows: Rows, fused_loss: FusedLoss, out: Tensor | None
+) -> RowStats:
+    """Compute statistics and loss, and write d logits to `out` if given, by one kernel."""
+    if rows.invalid is not None:  # -1 makes the row's results NaN
+        chunk = replace(chunk, ids=chunk.ids.masked_fill(rows.invalid, -1))
+    return cast(FusedRowBackend, job.backend).fused(chunk, fused_loss, out)
+
+
 def _no_stats(job: Job) -> RowStats:
     """The statistics of no rows."""
-    none = job.tensors.hidden.new_empty(0, dtype=job.accumulator_dtype)
+    none = job.head.tensors.hidden.new_empty(0, dtype=job.accumulator_dtype)
     extras = {x: none.to(statistic_dtype(x, none.dtype)) for x in job.extras}
     divergence = None if job.reference is None else DivergenceStats(*[none] * 4)
     stats = RowStats(none, none, none, none if job.entropy else None, extras, {}, divergence)
@@ -255,20 +229,19 @@ def plan_groups(job: Job, *, with_gradient: bool) -> list[Group]:
 
     A chunk needs logits; a group needs operands, and d logits if these have another dtype.
     """
-    weight, reference = job.tensors.weight, job.reference
-    products = job.widest_products(weight)
-    vocab, device = products.weight.shape[0], device_of(weight.device)
+    product, reference = job.widest_product(job.head), job.reference
+    vocab, device = product.weight.shape[0], device_of(product.weight.device)
     width = device.row_width(vocab)
     row_bytes = width * job.accumulator_dtype.itemsize
-    separate = with_gradient and products.d_logits_dtype != job.accumulator_dtype
-    chunk_row_bytes, slice_bytes = row_bytes, products.slice_bytes
+    separate = with_gradient and product.d_logits_dtype != job.accumulator_dtype
+    chunk_row_bytes, slice_bytes = row_bytes, product.slice_bytes
     if job.rows.topk is not None:
         chunk_row_bytes += job.rows.topk.row_bytes()
     if reference is not None:
-        other = job.widest_products(reference.tensors.weight, reference.operand_dtype)
+        other = job.widest_product(reference)
         chunk_row_bytes = 2 * row_bytes + other.hidden_bytes()
         slice_bytes = max(slice_bytes, other.slice_bytes)
-    d_logits = width * products.d_logits_dtype.itemsize if separate else 0
+    d_logits = width * product.d_logits_dtype.itemsize if separate else 0
 
     def scratch_bytes(m: int) -> int:  # products and row work never run at the same time
         scratch = job.backend.scratch_rows(m, vocab, reference=reference is not None) * row_bytes
@@ -279,8 +252,8 @@ def plan_groups(job: Job, *, with_gradient: bool) -> list[Group]:
         job.workspace_bytes,
         device,
         chunk_row_bytes=chunk_row_bytes,
-        group_row_bytes=products.hidden_bytes() + d_logits,
-        grouped=separate and job.needs_grad.weight and not products.scales_gradient,
+        group_row_bytes=product.hidden_bytes() + d_logits,
+        grouped=separate and job.needs_grad.weight and not product.scales_gradient,
         scratch_bytes=scratch_bytes,
     )
 
@@ -305,46 +278,51 @@ def _positions(rows: Rows, padded: Index, n: int) -> Index:
     return padded if isinstance(padded, slice) and len(rows) == n else rows.positions[padded]
 
 
-class Projection:
-    """The products that compute logits, chunk after chunk.
+class _HeadLogits:
+    """The products of one head's logits, and memory for a chunk's, which the next overwrites."""
 
-    Attributes:
-        products: one for each pair of `HeadTensors.factors`, on these columns.
-        logits: memory for the logits of a chunk, which the next one overwrites.
-    """
+    def __init__(self, job: Job, head: JobHead, chunk_rows: int, columns: slice) -> None:
+        dtype, bias = job.accumulator_dtype, head.tensors.bias
+        self.products, self._transform = job.products(head, columns), head.transform
+        self._bias = None if bias is None else bias[columns].detach().to(dtype).contiguous()
+        self.memory = self.new_rows(chunk_rows, dtype)
+
+    def new_rows(self, n: int, dtype: torch.dtype) -> Tensor:
+        """Memory for rows of logits or of d logits."""
+        weight = self.products[0].weight
+        columns = weight.shape[0]
+        width = device_of(weight.device).row_width(columns)
+        return weight.new_empty(n, width, dtype=dtype)[:, :columns]
+
+    def chunk(self, operands: Iterable[Tensor], rows: Rows) -> Chunk:
+        """The raw logits of `rows`, from an operand of each product."""
+        logits = self.memory[: len(rows)]
+        for i, (product, x) in enumerate(zip(self.products, operands, strict=True)):
+            product.logits(x, logits, add=i > 0)
+        transform = replace(self._transform, inv_temperature=rows.inv_temperature, bias=self._bias)
+        return Chunk(logits, rows.ids, transform)
+
+
+class Projection:
+    """The products that compute logits, chunk after chunk; `products` are the head's."""
 
     def __init__(self, job: Job, chunk_rows: int, columns: slice = slice(None)) -> None:
-        self._job, self._first = job, columns.start or 0
-        self._hidden = [x for x, _ in job.tensors.factors()]
-        self.products = job.all_products(columns)
-        self._bias = row_bias(job.tensors.bias, columns, job.accumulator_dtype)
-        self.logits = self._new(chunk_rows, job.accumulator_dtype)
-        if job.reference is not None:
-            tensors, operand_dtype, *_ = job.reference
-            self._reference_products = job.products(tensors.weight[columns], operand_dtype)
-            self._reference_bias = row_bias(tensors.bias, columns, job.accumulator_dtype)
-            self._reference_logits = self._new(chunk_rows, job.accumulator_dtype)
+        self._job, self._first_column = job, columns.start or 0
+        self._head = _HeadLogits(job, job.head, chunk_rows, columns)
+        self._reference = job.reference and _HeadLogits(job, job.reference, chunk_rows, columns)
+        self.products = self._head.products
 
-    @property
-    def in_place(self) -> bool:
-        """True if d logits overwrite the logits."""
-        return self.products[0].d_logits_dtype == self._job.accumulator_dtype
+    def d_logits(self, n: int) -> Tensor:
+        """Memory for `n` rows of d logits: that of the logits, if both have one dtype."""
+        dtype, of_logits = self.products[0].d_logits_dtype, self._head.memory
+        return of_logits[:n] if dtype == of_logits.dtype else self._head.new_rows(n, dtype)
 
     def operands(self, positions: Index) -> tuple[list[Tensor], Any]:
         """Operands of m positions, (m, K) per product; the reference's hidden states, (m, H')."""
-        selected = [x[positions] for x in self._hidden]
-        second = self._job.reference
-        of_reference = None if second is None else second.tensors.hidden[positions]
-        pairs = zip(self.products, selected, strict=True)
-        return [product.operand(x) for product, x in pairs], of_reference
-
-    def new_d_logits(self, rows: int) -> Tensor:
-        return self._new(rows, self.products[0].d_logits_dtype)
-
-    def _new(self, rows: int, dtype: torch.dtype) -> Tensor:
-        like, columns = self._hidden[0], self.products[0].weight.shape[0]
-        width = device_of(like.device).row_width(columns)
-        return like.new_empty(rows, width, dtype=dtype)[:, :columns]
+        pairs = zip(self.products, self._job.head.tensors.factors(), strict=True)
+        of_head = [product.operand(x[positions]) for product, (x, _) in pairs]
+        reference = self._job.reference
+        return of_head, None if reference is None else reference.tensors.hidden[positions]
 
     def project(
         self, operands: tuple[list[Tensor], Any], span: slice, rows: Rows
@@ -356,66 +334,84 @@ class Projection:
             span: the chunk's slice of them.
             rows: the chunk's rows.
         """
-        (hidden, of_reference), logits, job = operands, self.logits[: len(rows)], self._job
-        for i, (product, x) in enumerate(zip(self.products, hidden, strict=True)):
-            product.logits(x[span], logits, add=i > 0)
-        rows = rows.counted_from(self._first)  # ids counted from the first column
-        inv_t, second = rows.inv_temperature, job.reference
-        transform = replace(job.transform, inv_temperature=inv_t, bias=self._bias)
+        (of_head, of_reference), backend = operands, self._job.backend
+        rows = rows.counted_from(self._first_column)
+        chunk = self._head.chunk((x[span] for x in of_head), rows)
         if rows.topk is not None:
-            rows = replace(rows, topk=rows.topk.gathered(logits, transform))
-        job.backend.prepare_(logits, transform)
-        chunk = Chunk(logits, rows.ids, transform)
-        if second is None:
+            rows = replace(rows, topk=rows.topk.gathered(chunk.logits, chunk.transform))
+        backend.prepare_(chunk.logits, chunk.transform)
+        if self._reference is None:
             return chunk, rows
-        product, logits = self._reference_products, self._reference_logits[: len(rows)]
-        product.logits(product.operand(of_reference[span]), logits)
-        transform = replace(second.transform, inv_temperature=inv_t, bias=self._reference_bias)
-        job.backend.prepare_(logits, transform)
-        reference = Chunk(logits, rows.ids, transform)
-        return replace(chunk, reference=reference, jsd_beta=second.jsd_beta), rows
+        operand = self._reference.products[0].operand(of_reference[span])
+        reference = self._reference.chunk([operand], rows)
+        backend.prepare_(reference.logits, reference.transform)
+        return replace(chunk, reference=reference, jsd_beta=self._job.jsd_beta), rows
 
 
-def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor | None:
-    """The bias of some columns in the form that row backends read."""
-    return None if bias is None else bias[columns].detach().to(dtype).contiguous()
+class Sums(NamedTuple):
+    """Gradients of a head's tensors, while they are summed."""
+
+    rows: list[Tensor | None]  # per factor (n, K)
+    matrices: list[Tensor | None]  # per factor (V, K)
+    bias: Tensor | None  # (V,)
+
+    @staticmethod
+    def new(job: Job, n: int, *, rounds: bool = False) -> Sums:
+        """Memory for the gradients that `job` needs, of `n` rows.
+
+        The first product overwrites that of the factors, unless there are no rows. With `rounds`,
+        the matrices have their own dtype instead of the accumulator's.
+        """
+        tensors, like, dtype = job.head.tensors, job.head.tensors.hidden, job.accumulator_dtype
+        new = like.new_empty if n else like.new_zeros
+        of_bias = job.needs_grad.bias
+        bias = like.new_zeros(tensors.weight.shape[0], dtype=dtype) if of_bias else None
+        sums = Sums([], [], bias)
+        pairs = zip(tensors.factors(), job.needs_grad.factors(), strict=True)
+        for (x, matrix), (needs_rows, needs_matrix) in pairs:
+            sums.rows.append(new(n, x.shape[1], dtype=dtype) if needs_rows else None)
+            own = matrix.dtype if rounds else dtype
+            sums.matrices.append(new(matrix.shape, dtype=own) if needs_matrix else None)
+        return sums
+
+    def at(self, span: slice) -> Sums:
+        """The same sums, but only of the rows at `span`."""
+        return self._replace(rows=[None if x is None else x[span] for x in self.rows])
+
+    def add(
+        self,
+        products: list[Products],
+        operands: list[Tensor],
+        d_logits: Tensor,
+        *,
+        to_rows: bool = False,
+        to_matrices: bool,
+    ) -> None:
+        """Add the gradients from `d_logits` (n, V), or write those that are not added to."""
+        pairs = zip(products, operands, self.rows, self.matrices, strict=True)
+        for product, x, d_x, d_matrix in pairs:
+            if d_x is not None:
+                product.d_hidden(d_logits, d_x, add=to_rows)
+            if d_matrix is not None:
+                product.d_weight(d_logits, x, d_matrix, add=to_matrices)
+        if self.bias is not None:
+            self.bias.add_(d_logits.sum(dim=0, dtype=self.bias.dtype))
+
+    def tensors(self) -> HeadTensors:
+        (hidden, *lora_u), (weight, *lora_b) = self.rows, self.matrices
+        return HeadTensors(hidden, weight, self.bias, *lora_u, *lora_b)
 
 
-def new_sums(
-    job: Job, rows: int, *, rounds: bool = False
-) -> tuple[list[Tensor | None], list[Tensor | None], Tensor | None]:
-    """Memory for the gradients that `job` needs: per factor (rows, K) and (V, K), and (V,).
-
-    The first product overwrites that of the factors, unless there are no rows. With `rounds`, the
-    matrices have their own dtype instead of the accumulator's.
-    """
-    tensors, like, dtype = job.tensors, job.tensors.hidden, job.accumulator_dtype
-    new = like.new_empty if rows else like.new_zeros
-    d_rows: list[Tensor | None] = []
-    d_matrices: list[Tensor | None] = []
-    pairs = zip(tensors.factors(), job.needs_grad.factors(), strict=True)
-    for (x, matrix), (needs_rows, needs_matrix) in pairs:
-        d_rows.append(new(rows, x.shape[1], dtype=dtype) if needs_rows else None)
-        own = matrix.dtype if rounds else dtype
-        d_matrices.append(new(matrix.shape, dtype=own) if needs_matrix else None)
-    of_bias = job.needs_grad.bias
-    bias = like.new_zeros(tensors.weight.shape[0], dtype=dtype) if of_bias else None
-    return d_rows, d_matrices, bias
-
-
-class _GradientSums:
-    """The gradients of the head's tensors, summed over the groups; memory for d logits."""
+class _GroupSums:
+    """The sums over the groups of a sweep, and memory for d logits."""
 
     def __init__(self, job: Job, projection: Projection, groups: list[Group]) -> None:
         self._job, self._projection = job, projection
         self._group_rows = max((group.padded_rows for group in groups), default=0)
         self._padded = max((group.start + group.padded_rows for group in groups), default=0)
-        # of a group; they overwrite the logits if both have one dtype
-        self._d_logits = projection.logits if projection.in_place else None
-        # per factor: (n, K) plus padding, which the next group overwrites
-        self._d_rows: list[Tensor | None] = []
-        self._d_matrices: list[Tensor | None] = []  # (V, K)
-        self._bias: Tensor | None = None  # (V,)
+        self._d_logits: Tensor | None = None  # of a group
+        # n rows plus padding, which the next group overwrites
+        self._made: Sums | None = None
         # () factor that matrices and bias carry, but the rows do not
         self._fp16_scale: Tensor | None = None
 
@@ -425,46 +421,38 @@ class _GradientSums:
         A group is one chunk if they overwrite the logits or carry a scale (`plan_groups`).
         """
         if self._d_logits is None:  # the device already computes the first product
-            self._d_logits = self._projection.new_d_logits(self._group_rows)
+            self._d_logits = self._projection.d_logits(self._group_rows)
         return self._d_logits[span]
 
-    def _allocate(self) -> None:
-        # called only when the first group's d logits are being computed
-        self._d_rows, self._d_matrices, self._bias = new_sums(self._job, self._padded)
+    @property
+    def _sums(self) -> Sums:
+        if self._made is None:  # the device already computes the first group's d logits
+            self._made = Sums.new(self._job, self._padded)
+        return self._made
 
     def add(self, group: Group, operands: list[Tensor], fp16_scale: Tensor | None) -> None:
         """Add a group's gradient, from its operands (m, K) and its d logits.
 
         The d logits carry the factor `fp16_scale` ().
         """
-        if not self._d_rows:
-            self._allocate()
+        sums = self._sums.at(slice(group.start, group.start + group.padded_rows))
         d_logits = self.d_logits(slice(group.padded_rows))
         if group.n < group.padded_rows:
             d_logits[group.n :] = 0.0
         if fp16_scale is not None and self._fp16_scale is not None:
             self._rescale(fp16_scale / self._fp16_scale)
         self._fp16_scale = fp16_scale
-        sums = zip(self._projection.products, operands, self._d_rows, self._d_matrices, strict=True)
-        for product, x, d_rows, d_matrix in sums:
-            if d_rows is not None:
-                product.d_hidden(d_logits, d_rows[group.start : group.start + group.padded_rows])
-                if fp16_scale is not None:
-                    d_rows[group.start : group.stop].div_(fp16_scale)
-            if d_matrix is not None:
-                product.d_weight(d_logits, x, d_matrix, add=group.start > 0)
-        if self._bias is not None:
-            self._bias.add_(d_logits.sum(dim=0, dtype=self._bias.dtype))
+        sums.add(self._projection.products, operands, d_logits, to_matrices=group.start > 0)
+        for x in sums.rows:
+            if x is not None and fp16_scale is not None:
+                x[: group.n].div_(fp16_scale)
 
     def gradients(self) -> HeadTensors:
-        if not self._d_rows:
-            self._allocate()
         if self._fp16_scale is not None:
             self._rescale(1.0 / self._fp16_scale)
-        rows = [None if x is None else x[: len(self._job.rows)] for x in self._d_rows]
-        return HeadTensors.of_factors(rows, self._d_matrices, self._bias)
+        return self._sums.at(slice(len(self._job.rows))).tensors()
 
     def _rescale(self, factor: Tensor) -> None:
-        for x in (*self._d_matrices, self._bias):
+        for x in (*self._sums.matrices, self._sums.bias):
             if x is not None:
                 self._job.backend.scale(x, factor, x)

@@ -29,7 +29,7 @@ never negative. All work on (n, K) numbers is in double precision.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -113,13 +113,7 @@ class TopKLogps(TopK):
             gave, in the caller's order, with repetitions; and of the row's own id.
     """
 
-    result: ClassVar[str] = "topk_logps"  # what `RowStats.topk` is called in `Scores`
     index_in_ids: Tensor
-
-    @property
-    def given(self) -> int:
-        """K', the number of ids that the caller gave for each row."""
-        return self.index_in_ids.shape[1] - 1
 
     @staticmethod
     def of(given: Tensor, own: Tensor, name: str = "topk_ids") -> tuple[TopKLogps, Tensor]:
@@ -140,14 +134,14 @@ class TopKLogps(TopK):
         index_in_ids = self.index_in_ids[:, :-1].long()
         logps = self._logps(stats, shard).gather(1, index_in_ids).to(stats.logps.dtype)
         logps = torch.where(stats.logps.isnan()[:, None], torch.nan, logps)
-        return replace(stats, topk=logps)
+        return replace(stats, topk_logps=logps)
 
     def slopes(self, stats: RowStats, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
         """d loss / d z (n, K) of the ids, and G (n,)."""
         d_logp, d_entropy, _, d_topk = coefficients
         assert d_logp is not None
         if d_topk is None:
-            d_topk = d_logp.new_zeros(len(d_logp), self.given)
+            d_topk = d_logp.new_zeros(len(d_logp), self.index_in_ids.shape[1] - 1)
         arrives = torch.cat([d_topk, d_logp[:, None]], dim=1).double()
         g = torch.zeros_like(arrives).scatter_add_(1, self.index_in_ids.long(), arrives)
         g = g.masked_fill_(self.padding, 0.0)
@@ -174,7 +168,6 @@ class TopKTeacher(TopK):
         loss_max_clamp: bound that |D| is clamped to; D has no gradient there. None: no bound.
     """
 
-    result: ClassVar[str] = "student_mass"
     logps: Tensor
     reverse: bool
     least_tail: float | None = None
@@ -195,7 +188,7 @@ class TopKTeacher(TopK):
         return TopKTeacher(ids, padding, logps, **measure, name="teacher_ids")
 
     def completed(self, stats: RowStats, shard: Shard | None) -> RowStats:
-        """Add to the student's `stats` the divergence, and sum_k p_k as `topk`."""
+        """Add to the student's `stats` the divergence, and student_mass = sum_k p_k."""
         dtype, logq = stats.logps.dtype, self.logps
         logp = self._logps(stats, shard)
         if self.least_tail is None:
@@ -208,9 +201,9 @@ class TopKTeacher(TopK):
             bound = self.loss_max_clamp
             sum_k = torch.where(value.abs() >= bound, 0.0, sum_k)
             value = value.clamp(min=-bound, max=bound)
-        value, sum_k, mass = value.to(dtype), sum_k.to(dtype), logp.exp().sum(dim=1).to(dtype)
-        none = torch.zeros_like(value)  # the teacher's logits have no statistics
-        return replace(stats, divergence=DivergenceStats(value, sum_k, none, none), topk=mass)
+        divergence = DivergenceStats(value.to(dtype), sum_k.to(dtype))
+        mass = logp.exp().sum(dim=1).to(dtype)
+        return replace(stats, divergence=divergence, extras={"student_mass": mass})
 
     def slopes(self, stats: RowStats, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
         """d loss / d z (n, K) of the ids, and what G is in the gradient of a log-probability.

@@ -230,7 +230,7 @@ class Group(NamedTuple):
 def divide(
     n: int,
     workspace_bytes: int,
-    device: Device = CPU,
+    device: Device,
     *,
     chunk_row_bytes: int,
     group_row_bytes: int,

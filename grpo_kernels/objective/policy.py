@@ -209,7 +209,7 @@ class PolicyLoss:
 
         Only valid if tokens are not coupled.
         """
-        logps, topk_logps = stats.logps, stats.topk
+        logps, topk_logps = stats.logps, stats.topk_logps
         if self.on_policy and not self.lacks_sampling_ratio:
             d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one[1][index])
             if self.config.estimates_kl:
@@ -283,8 +283,8 @@ class PolicyLoss:
             entropy_mask = _entropy_mask(config, entropies)
             divergences = None if stats.divergence is None else stats.divergence.value
             per_token, d_logp, read = self._per_token(logps, entropy_mask, divergences)
-            if stats.topk is not None:
-                centering, d_topk = self._centering(stats.topk, logps, entropy_mask)
+            if stats.topk_logps is not None:
+                centering, d_topk = self._centering(stats.topk_logps, logps, entropy_mask)
                 per_token = per_token + centering
             loss = (self.token_weights * per_token).sum()
         loss_without_entropy, d_entropy = loss, None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowBackend, choose_backend
+from grpo_kernels.backends import RowBackend, choose_backend, why_torch
 from grpo_kernels.backends.torch_rows import TorchRows
 from tests.support.divergence_suite import DivergenceSuite
 from tests.support.row_cases import same
@@ -18,18 +18,14 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_a_backend_is_chosen_or_says_why_not(dtype: torch.dtype) -> None:
-    def chosen(name: str, device: torch.device) -> tuple[str, str]:
-        backend, reason = choose_backend(name, device, dtype)
-        return backend.name, reason
+    def chosen(name: str, device: torch.device) -> str:
+        return choose_backend(name, device, dtype).name
 
-    name, reason = chosen("auto", CPU)
-    assert (name, reason.partition(";")[0]) == ("cpp", "CPU tensors")
+    assert (chosen("auto", CPU), why_torch(CPU, dtype)) == ("cpp", None)
     for name in ("torch", "cpp"):
-        assert chosen(name, CPU) == (name, "asked for")
-    assert chosen("torch", META) == ("torch", "asked for")
-    backend, reason = chosen("auto", META)
-    assert backend == "torch"
-    assert reason.startswith(
+        assert chosen(name, CPU) == name
+    assert chosen("torch", META) == chosen("auto", META) == "torch"
+    assert why_torch(META, dtype).startswith(
         "not triton: its kernels compute in float32"
         if dtype == torch.float64
         else "not triton: it serves GPUs, and these are meta tensors"
@@ -50,7 +46,7 @@ SPECIAL = [0.0, -0.0, INF, -INF, NAN, 1e-45, 1e-40, 6e-8, 65519.9, 65520.0, 3e38
 def backend(request: pytest.FixtureRequest) -> RowBackend:
     if request.param == "triton":
         pytest.importorskip("triton")
-    return choose_backend(request.param, CPU)[0]
+    return choose_backend(request.param, CPU)
 
 
 def numbers(*shape: int) -> Tensor:

@@ -44,7 +44,7 @@ def test_row_kernels_beyond_2_to_the_31_logits(device: torch.device, kernel: str
     """Rows on both sides of the element 2^31 have the bits that they have in a small tensor."""
     n, v = (14_200, 151_936) if device.type == "cuda" else (9, 70)
     needs(device, 30)
-    backend, few = choose_backend("triton", device)[0], min(64, n)
+    backend, few = choose_backend("triton", device), min(64, n)
     g = torch.Generator(device).manual_seed(0)
     some = torch.randn(few, v, generator=g, device=device) * 3
     some_ids = torch.randint(v, (few,), generator=g, device=device)
@@ -128,7 +128,7 @@ def test_scaling_beyond_2_to_the_31_numbers(gpu: torch.device) -> None:
     n = 2**31 + 5000
     x = torch.arange(n, dtype=torch.float32, device=gpu)
     out = torch.zeros(n, dtype=torch.bfloat16, device=gpu)
-    choose_backend("triton", gpu)[0].scale(x, torch.tensor(0.5, device=gpu), out)
+    choose_backend("triton", gpu).scale(x, torch.tensor(0.5, device=gpu), out)
     for part in (slice(0, 5000), slice(2**31 - 5000, n)):
         assert same_bits(out[part], (x[part] * 0.5).bfloat16())
 

@@ -59,7 +59,7 @@ def compared(
 ) -> Iterator[Compared]:
     """What a kernel makes of rows of two heads, whose logits are rounded to `dtype`."""
     torch.manual_seed(vocab)
-    kernels = choose_backend("triton", device)[0]
+    kernels = choose_backend("triton", device)
     is_odd = vocab % 16 != 0  # then with all that a head may have
     raw, other = 3.0 * torch.randn(2, ROWS, vocab, device=device)
     a, b, c = torch.randn(3, ROWS, device=device)
@@ -153,7 +153,7 @@ def test_engine(device: torch.device, engine: str, vocab: int, as_in_use: None) 
 
 def test_bandwidth(gpu: torch.device, record_property: Any, as_in_use: None) -> None:
     """GB/s at which `stats` reads fp32 logits that are not in the cache."""
-    kernels, logits = choose_backend("triton", gpu)[0], torch.randn(1024, VOCABS[-1], device=gpu)
+    kernels, logits = choose_backend("triton", gpu), torch.randn(1024, VOCABS[-1], device=gpu)
     chunk = Chunk(logits, torch.zeros(len(logits), dtype=torch.int64, device=gpu), PLAIN)
     clock = Clock(gpu, flush=True, queued=True)
     ms = [clock.time(lambda: kernels.stats(chunk, entropy=True)) for _ in range(25)]

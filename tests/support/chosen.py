@@ -10,7 +10,7 @@ import pytest
 
 from grpo_kernels import backends
 
-Choose = Callable[..., tuple[Any, str]]
+Choose = Callable[..., Any]
 
 
 def choose_by(monkeypatch: pytest.MonkeyPatch, make: Callable[[Choose], Choose]) -> None:

@@ -186,7 +186,7 @@ def taped(
         return {f"{name}_bytes": {"all": {"current": x}} for name, x in sizes.items()}
 
     with pytest.MonkeyPatch.context() as patch, pretend_gpu.pretended(patch, tape=tape):
-        choose_by(patch, lambda _: lambda *_: (NotedRows(tape), "noted"))
+        choose_by(patch, lambda _: lambda *_: NotedRows(tape))
         patch.setattr(torch.cuda, "mem_get_info", driver)
         patch.setattr(torch.cuda, "memory_stats_as_nested_dict", allocator)
         with pretend_gpu.autocast(autocast):

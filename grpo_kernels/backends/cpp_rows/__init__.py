@@ -45,13 +45,6 @@ def refusal(device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str
     return library.refusal
 
 
-def reason(device: torch.device) -> str:
-    """Say where the library comes from."""
-    from grpo_kernels.backends.cpp_rows import build
-
-    return f"CPU tensors; library {build.load().origin}"
-
-
 def load() -> RowBackend:
     """Make the backend; call `build.load` first."""
     return CppRows()

@@ -35,11 +35,6 @@ def refusal(device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str
     return trouble
 
 
-def reason(device: torch.device) -> str:
-    """Say what the choice is based on."""
-    return f"{device.type} tensors and Triton is installed"
-
-
 def load() -> RowBackend:
     """Make the backend; this imports Triton."""
     from grpo_kernels.backends.triton_rows.rows import TritonRows

@@ -1,8 +1,7 @@
 """Where a kernel is launched: the device, its tile, and why Triton may be unable to launch.
 
 The table of tiles, `tuned.json`, is filled in beforehand (`benchmarks/tune.py`). Nothing is timed
-at
-run time: the fastest tile would change from one run to the next, and so would the bits of the
+at run time: the fastest tile would change from one run to the next, and so would the bits of the
 results, which must not change. For the same reason a tile depends only on the vocabulary and the
 family of the device, never on the number of rows. The first entry of a family that fits is used.
 ``"measured"`` says whether an entry was timed, and on which device.

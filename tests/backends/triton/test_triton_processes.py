@@ -150,18 +150,18 @@ def counted(self):
 nvidia.CudaUtils.__init__ = counted
 """
 AFTER = """
-from grpo_kernels.backends import choose_backend
+from grpo_kernels.backends import choose_backend, why_torch
 device = torch.device("cuda")
 with warnings.catch_warnings(record=True, action="default") as caught:
     for _ in range(3):
-        backend, why = choose_backend("auto", device)
-    print(backend.name, "|", why)
+        backend = choose_backend("auto", device)
+    print(backend.name, "|", why_torch(device))
     print(len(caught), "|", *(str(x.message) for x in caught))
 try:
-    print(choose_backend("triton", device)[0].name)
+    print(choose_backend("triton", device).name)
 except ValueError as error:
     print(error)
-print(choose_backend("torch", device)[0].name, choose_backend("auto", device, torch.float64)[1])
+print(choose_backend("torch", device).name, why_torch(device, torch.float64))
 print(len(started))
 """
 NO_DRIVER_LIBRARY = "nvidia.library_dirs = lambda: []\n"  # of which this machine need not have any
@@ -206,7 +206,7 @@ def test_where_it_starts_it_serves(tmp_path: Path) -> None:
     change = "from types import SimpleNamespace; import triton\n"
     change += "triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: None))\n"
     auto, warned, named, _, _ = run(tmp_path, change)
-    assert auto == "triton | cuda tensors and Triton is installed"
+    assert auto == "triton | None"
     assert warned == "0 |"
     assert named == "triton"
 
