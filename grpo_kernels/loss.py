@@ -35,14 +35,22 @@ This listing leaves out logit scale, soft-cap and rounding (`LogitTransform`), t
 backend runs it (backends/torch_rows.py). For most losses the C++ (csrc/ops.cpp) and Triton
 (backends/triton_rows) backends have a kernel, `fused`, that does the five lines from z to d_logits
 at once and also returns w * l of its rows (on-policy, without the part that is known beforehand);
-`Job.fused_loss` says when. Without such a kernel, the loss is evaluated for a and b of each chunk,
-and once more at the end for its value. Rows that certainly get no gradient (`RowLoss.live`), such
-as rows with A = 0 without a KL term and an entropy bonus, run through a separate loop without
+`Job.loss_to_fuse` says when. Without such a kernel, the loss is evaluated for a and b of each
+chunk, and once more at the end for its value. Rows that certainly get no gradient (`RowLoss.live`),
+such as rows with A = 0 without a KL term and an entropy bonus, run through a separate loop without
 gradients.
 
 Other engines compute the gradient later, or without a and b. A loss takes two passes if a token's a
 and b depend on other tokens (`PolicyLoss.row_by_row`): ratios per sequence, such as GSPO's, with
-old log-probabilities, and masks that compare tokens, such as the top-entropy mask.
+old log-probabilities, and masks that compare tokens, such as the top-entropy mask. With GSPO::
+
+    for each chunk of rows: logits, then logps and entropies              engine/sweep.py
+    R    = mean over the sequence of logps - old                          objective/losses.py
+    a, b = d loss / d logps, through R of the sequence                    objective/policy.py
+    statistics, a and b are saved                                         engine/autograd.py
+
+    backward: a and b times d_loss; for each chunk of the rows where one  engine/autograd.py
+    is not 0: logits again, then dz to d_weight as above                  engine/sweep.py
 
 ======== =============================== ============================= =========================
 engine   in the loop                     after it, in `grpo_loss`      in the backward
@@ -313,12 +321,12 @@ def grpo_loss(
         evaluation = row_loss.evaluate(first.stats)
         if isinstance(row_loss, CustomLoss):
             row_loss.check_chunks(evaluation.coefficients)
-        # tokens whose gradient is computed, now or later
-        count: int | Tensor = 0 if first.live_rows is None else len(first.live_rows)
+        # tokens whose gradient is computed: in the loop above, or in the backward
+        gradient_count: int | Tensor = 0 if first.live_rows is None else len(first.live_rows)
         if job.when == "later":
-            count = evaluation.has_gradient.sum()
-        metrics = loss_metrics(row_loss, logps, entropies, evaluation, count)
-    # a backward reads the coefficients only if `first` does not have their gradient
+            gradient_count = evaluation.has_gradient.sum()
+        metrics = loss_metrics(row_loss, logps, entropies, evaluation, gradient_count)
+    # one_pass: `first` has the gradient; two_pass: the backward computes it from the coefficients
     loss = LossWithGradient.apply(
         job, evaluation.loss, first, evaluation.coefficients, *job.head.tensors
     )

@@ -189,7 +189,7 @@ class FusedLoss:
 
     No token's loss depends on another token. Tensors are (n,), in the accumulator's dtype. With R =
     logp - old (0 on-policy), w the weight, gate the sampling ratio times the masks, and
-    ``surrogate`` and ``kl`` from `formulas`::
+    ``surrogate`` and ``kl_estimator`` from `formulas`::
 
         loss_t    = w * gate * surrogate(R, A) + beta * w * kl [* exp(R)]
         d_logp_t  = d loss_t / d logp_t
@@ -205,9 +205,9 @@ class FusedLoss:
 
     weights: Tensor
     # one of `formulas.ESTIMATORS`, or "full" with a second head; None without a KL term
-    kl: str | None = None
+    kl_estimator: str | None = None
     corrects_kl: bool = False  # the estimate is multiplied by exp(R)
-    ref: Tensor | None = None  # only if `kl` is an estimator
+    ref: Tensor | None = None  # only for an estimate
     beta: float = 0.0
     d_entropy: float = 0.0  # d loss / d entropy
     # on-policy
@@ -223,7 +223,7 @@ class FusedLoss:
     @property
     def terms(self) -> tuple[str, ...]:
         """The `LOSS_TERMS` that this loss has."""
-        return LOSS_TERMS if self.kl is not None else LOSS_TERMS[:-1]
+        return LOSS_TERMS if self.kl_estimator is not None else LOSS_TERMS[:-1]
 
 
 class RowBackend(ABC):
@@ -294,9 +294,9 @@ class FusedRowBackend(RowBackend):
         """Compute each row's statistics and loss and, if `out` is given, write the gradient to it.
 
         The call does the work of `stats`, fills `RowStats.loss_terms`, and then does the work of
-        `grad`. For a chunk with a reference, `FusedLoss.kl` is ``"full"``: the call computes the
-        divergence too. An id outside [0, V) is invalid: the row's log-probability, loss and d_logp
-        are NaN.
+        `grad`. For a chunk with a reference, `FusedLoss.kl_estimator` is ``"full"``: the call
+        computes the divergence too. An id outside [0, V) is invalid: the row's log-probability,
+        loss and d_logp are NaN.
         """
         ...
 

@@ -149,7 +149,7 @@ class LossWithGradient(torch.autograd.Function):
         if job.when == "later":
             save(ctx, job, (first.stats.for_gradient(), coefficients), projects=True)
         else:
-            d_logp = coefficients.d_logp if job.when == "unit" else None
+            d_logp = coefficients.d_logp if job.when == "now_unscaled" else None
             save(ctx, job, (first.grads, first.live_rows, d_logp), projects=False)
         return loss.clone()  # the copy joins the graph, `loss` must not
 
@@ -302,7 +302,7 @@ def _scores_gradient(
         upstream = upstream._replace(**{job.d_result: d_result})
     if stored is None or live_rows is None:  # later
         return *second_pass(job, stats, upstream), None
-    if job.when == "unit":  # of the result's coefficient nothing is left, in these rows
+    if job.when == "now_unscaled":  # of the result's coefficient nothing is left, in these rows
         factor = d_result[live_rows, None]
         remainder = upstream._replace(**{job.d_result: d_result.index_fill(0, live_rows, 0.0)})
         alone = all(x is None or x is d_result for x in upstream)

@@ -78,14 +78,15 @@ _AS_IT_IS, _TORCH = LogitTransform(), TorchRows()
 # bytes of the weight to convert at a time; less only if the budget is small
 SLICE_BYTES = 32 * 2**20
 Gather = Callable[[], AbstractContextManager[Any]]
-# When the gradient is computed. "unit": now, but for the coefficient 1 in each row, and scaled by
-# the row's coefficient as soon as that is known.
-When = Literal["never", "unit", "now", "later"]
+# When the gradient is computed: in the forward ("now"), in the backward ("later"), or in the
+# forward for the coefficient 1 in each row ("now_unscaled"), to be scaled once that of the row is
+# known.
+When = Literal["never", "now_unscaled", "now", "later"]
 # name -> when, and in which order. The first engine that serves is the cheapest; frozen precedes
 # one_pass since it needs no coefficients.
 ENGINES: dict[str, tuple[When, Literal["rows", "slices"]]] = {
     "score": ("never", "rows"),
-    "frozen": ("unit", "rows"),
+    "frozen": ("now_unscaled", "rows"),
     "one_pass": ("now", "rows"),
     "two_pass": ("later", "rows"),
     "lean": ("later", "slices"),  # slices of the vocabulary, to save memory
@@ -309,12 +310,13 @@ class Job:
         """Dtype of logits, statistics, and gradients before their one rounding."""
         return accumulator_of(self.head.operand_dtype)
 
-    def fused_loss(self, row_loss: RowLoss) -> FusedLoss | None:
+    def loss_to_fuse(self, row_loss: RowLoss) -> FusedLoss | None:
         """`row_loss` for a kernel that does a whole loss at once; None if none can do it here.
 
-        Only one_pass asks for it. torch has no such kernel, and Triton has none with a reference.
-        The ranks of a sharded head must combine statistics before the loss is known. An empty batch
-        needs no kernel.
+        All conditions stand here and in `row_loss`: it must be the loss of each row alone, and a
+        built-in one. Only one_pass asks for it. torch has no such kernel, and Triton has none with
+        a reference. The ranks of a sharded head must combine statistics before the loss is known.
+        An empty batch needs no kernel.
         """
         backend = self.backend
         if self.when != "now" or len(self.rows) == 0 or not isinstance(backend, FusedRowBackend):

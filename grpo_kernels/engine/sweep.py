@@ -68,7 +68,7 @@ def first_pass(job: Job, row_loss: RowLoss) -> FirstPass:
         n, live = len(job.rows), row_loss.live
         every = torch.arange(n, device=job.rows.positions.device)
         live_rows = every if live is None else indices_of(live)
-        fused_loss = job.fused_loss(row_loss)
+        fused_loss = job.loss_to_fuse(row_loss)
         all_live = live is None or live_rows.shape[0] == n
         live_job, of_live = job, fused_loss
         if not all_live:
@@ -76,7 +76,7 @@ def first_pass(job: Job, row_loss: RowLoss) -> FirstPass:
         used: dict[str, Tensor] = {}  # expected coefficients, (n,) each, by name
 
         def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
-            if job.when == "unit":
+            if job.when == "now_unscaled":
                 return Coefficients(**{job.d_result: torch.ones_like(stats.logps)})
             found = row_loss.coefficients_at(live_rows[at], stats)
             if row_loss.is_expected:  # a user's function may answer differently later
@@ -165,7 +165,7 @@ def sweep(
             coefficients; None: no gradient is wanted.
         known: the rows' statistics, if an earlier pass computed them.
         fused_loss: a loss that one kernel computes with statistics and d logits
-            (`Job.fused_loss`); nothing asks for the coefficients unless these are in fp16.
+            (`Job.loss_to_fuse`); nothing asks for the coefficients unless these are in fp16.
     """
     rows, hidden, parts = job.rows, job.head.tensors.hidden, []
     groups = plan_groups(job, with_gradient=coefficients_of is not None)

@@ -113,7 +113,7 @@ class ExpectedGradient:
             return None
         weights, d_logp = known.d_divergence, known.d_logp
         d_policy = torch.zeros_like(weights) if d_logp is None else d_logp
-        return FusedLoss(weights, kl="full", beta=1.0, d_policy=d_policy)
+        return FusedLoss(weights, kl_estimator="full", beta=1.0, d_policy=d_policy)
 
 
 def divergence_weights(

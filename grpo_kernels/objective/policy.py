@@ -258,7 +258,7 @@ class PolicyLoss:
             }
         return FusedLoss(
             self.token_weights,
-            kl=config.kl_estimator if config.beta != 0.0 else None,
+            kl_estimator=config.kl_estimator if config.beta != 0.0 else None,
             corrects_kl=config.corrects_kl,
             ref=tokens.ref_per_token_logps if config.estimates_kl else None,
             beta=float(config.beta),

@@ -68,7 +68,7 @@ def make_loss(logps: Tensor, kind: int) -> FusedLoss:
         surrogate=None if on_policy else surrogate,
         is_linear=surrogate == "linear",
         constants=constants,
-        kl=kl,
+        kl_estimator=kl,
         corrects_kl=kind % 3 == 0,
         advantages=None if on_policy else slopes,
         d_policy=slopes if on_policy else None,
@@ -134,7 +134,9 @@ def statistics(kernels: RowBackend, chunk: Chunk, extras: tuple[str, ...] = EXTR
 
 def full_loss(logps: Tensor, kind: int) -> FusedLoss:
     """Loss number `kind` with the divergence as its KL."""
-    return replace(make_loss(logps, kind), kl="full", ref=None, corrects_kl=False, beta=0.7)
+    return replace(
+        make_loss(logps, kind), kl_estimator="full", ref=None, corrects_kl=False, beta=0.7
+    )
 
 
 def instruction_sets() -> Iterator[str]:

@@ -63,7 +63,7 @@ def check_kernels(
     assert set(fused.loss_terms) == set(loss.terms)
     terms = loss_terms(loss, fused.logps, fused.loss_terms["log_ratio"])
     for term, (of_loss, size) in terms.items():
-        of_term = f"{name}: {loss.surrogate} {loss.kl} {term}"
+        of_term = f"{name}: {loss.surrogate} {loss.kl_estimator} {term}"
         check(of_term, fused.loss_terms[term], of_loss, 8 * U * size)
     d, bound = gradient(at, ids, fused.loss_terms["d_logp"], torch.full_like(a, loss.d_entropy))
     check(f"{name}: d raw, fused", out, d, bound + rounding(d, dtype))

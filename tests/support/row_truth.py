@@ -123,9 +123,9 @@ def loss_terms(
         if loss.surrogate == "sapo":
             ratio = ratio * (1 + ratio)
     size = slopes.abs() * (1 + logps.abs()) * (1 + ratio) * (1 if loss.old is None else weights)
-    if loss.kl is None or loss.ref is None:
+    if loss.kl_estimator is None or loss.ref is None:
         return {"loss": (policy, size), "d_logp": (a, size)}
-    kl, d_kl, d_corrected = ESTIMATORS[loss.kl](logps, loss.ref.double())
+    kl, d_kl, d_corrected = ESTIMATORS[loss.kl_estimator](logps, loss.ref.double())
     gap = loss.ref - logps
     kl_size = (gap.abs() + gap.expm1().abs()) * (1 + gap.abs()) * (1 + log_ratio.exp())
     if loss.corrects_kl:

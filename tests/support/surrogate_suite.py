@@ -106,8 +106,9 @@ class SurrogateSuite:
         raw, nothing = torch.stack([torch.zeros_like(logps), other], 1), torch.zeros_like(logps)
         chunk = Chunk(raw, torch.zeros_like(logps, dtype=torch.int64), PLAIN)
         loss = FusedLoss(
-            surrogate=None, constants=(), kl=None, corrects_kl=False, weights=nothing + 1.0,
-            advantages=None, d_policy=None, old=None, ref=None, gate=None, d_entropy=0.0, beta=0.0,
+            surrogate=None, constants=(), kl_estimator=None, corrects_kl=False, beta=0.0,
+            weights=nothing + 1.0, advantages=None, d_policy=None, old=None, ref=None, gate=None,
+            d_entropy=0.0,
         )  # fmt: skip
         slopes = "d_policy" if changes.get("old") is None else "advantages"
         return self.kernels.fused(chunk, replace(loss, **{slopes: nothing} | changes), None)

@@ -103,14 +103,14 @@ class CppRows(FusedRowBackend):
             name: new() for name in ("logps", "max_logit", "log_sum", "entropies")
         }
         terms = {name: new() for name in loss.terms}
-        full = loss.kl == "full"  # the divergence from the reference
+        full = loss.kl_estimator == "full"  # the divergence from the reference
         diverged = DivergenceStats(terms["kl"], new(), new(), new()) if full else None
         torch.ops.grpo_kernels_cpp.fused(
             *_rows(chunk),
             *_reference(chunk),
             loss.advantages, loss.d_policy, loss.weights, loss.old, loss.ref, loss.gate,
             loss.surrogate or "none", loss.constants, loss.is_linear,
-            "none" if full or loss.kl is None else loss.kl,
+            "none" if full or loss.kl_estimator is None else loss.kl_estimator,
             loss.corrects_kl, loss.beta, loss.d_entropy,
             **found,
             **dict.fromkeys(LOSS_TERMS) | terms,

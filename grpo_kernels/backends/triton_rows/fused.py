@@ -56,7 +56,7 @@ def launch_fused(
         old_ptr=loss.old, ref_ptr=loss.ref, gate_ptr=loss.gate,
         constants=loss.constants, beta=loss.beta, d_entropy=loss.d_entropy,
         SURROGATE=SURROGATES[loss.surrogate], IS_LINEAR=loss.is_linear,
-        ESTIMATOR=ESTIMATORS[loss.kl], CORRECTS_KL=loss.corrects_kl,
+        ESTIMATOR=ESTIMATORS[loss.kl_estimator], CORRECTS_KL=loss.corrects_kl,
         HAS_ENTROPY_GRADIENT=loss.d_entropy != 0.0,
         # results
         **{f"{name}_ptr": x for name, x in results.items()},
@@ -111,16 +111,16 @@ def fused_kernel(
             loss += times_or_zero(logp, d_logp)
     else:
         log_ratio = logp - tl.load(old_ptr + rows)
-        loss, d_log_ratio, d_logp = SURROGATE(
+        loss, d_log_ratio, d_at_fixed_ratio = SURROGATE(
             log_ratio, tl.load(advantages_ptr + rows), logp, *constants
         )
         if gate_ptr is not None:
             gate = tl.load(gate_ptr + rows)
             loss = times_or_zero(loss, gate)
             d_log_ratio = times_or_zero(d_log_ratio, gate)
-            d_logp = times_or_zero(d_logp, gate)
+            d_at_fixed_ratio = times_or_zero(d_at_fixed_ratio, gate)
         loss = weight * loss
-        d_logp = weight * d_log_ratio + weight * d_logp
+        d_logp = weight * d_log_ratio + weight * d_at_fixed_ratio
     if ref_ptr is not None:
         kl, d_kl, d_corrected = ESTIMATOR(logp, tl.load(ref_ptr + rows))
         if CORRECTS_KL:

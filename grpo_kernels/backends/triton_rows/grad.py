@@ -226,32 +226,35 @@ def write_tile(
         y0, y1, y2, y3, _id0, _id1, _id2, _id3 = load_tile(
             of_reference[0], start, end, REFERENCE_ROUNDED_TO, BLOCK_V // 4
         )
-    rows = (source, m, level, tilt, out_ptrs, end, is_row)
+    common = (source, m, level, tilt, out_ptrs, end, is_row)
     write_quarter(
-        x0, y0, columns0, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
+        x0, y0, columns0, common, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
         of_reference, DIVERGENCE, REFERENCE_HAS_SOFTCAP,
     )  # fmt: skip
     write_quarter(
-        x1, y1, columns1, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
+        x1, y1, columns1, common, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
         of_reference, DIVERGENCE, REFERENCE_HAS_SOFTCAP,
     )  # fmt: skip
     write_quarter(
-        x2, y2, columns2, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
+        x2, y2, columns2, common, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
         of_reference, DIVERGENCE, REFERENCE_HAS_SOFTCAP,
     )  # fmt: skip
     write_quarter(
-        x3, y3, columns3, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
+        x3, y3, columns3, common, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
         of_reference, DIVERGENCE, REFERENCE_HAS_SOFTCAP,
     )  # fmt: skip
 
 
 @triton.jit
 def write_quarter(
-    x, y, columns, rows, HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    x, y, columns, common, HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     of_reference, DIVERGENCE: tl.constexpr, REFERENCE_HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Write d loss / dx of x (R, W), up to column `end`; y is the reference's x."""
-    source, m, level, tilt, out_ptrs, end, is_row = rows
+    """Write d loss / dx of x (R, W), up to column `end`; y is the reference's x.
+
+    `common` is what the quarters of a tile share.
+    """
+    source, m, level, tilt, out_ptrs, end, is_row = common
     shifted = scaled(x, source, HAS_SOFTCAP) - m
     d = level
     if HAS_ENTROPY_GRADIENT:
