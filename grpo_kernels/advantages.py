@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from grpo_kernels.base import AdvantageScale, AdvantageStd, RewardAggregation
 from grpo_kernels.base.checks import (
     check_choice,
     check_number,
@@ -29,7 +30,6 @@ from grpo_kernels.base.checks import (
     read_mask,
     warn_once,
 )
-from grpo_kernels.base.choices import AdvantageScale, AdvantageStd, RewardAggregation, choices
 from grpo_kernels.base.distributed import all_reduce, check_group, gather_stacked, gather_uneven
 from grpo_kernels.base.tensors import counted_first, discounted_sums, last_counted, widen
 
@@ -103,8 +103,8 @@ def group_advantages(
     ("normalize_then_sum").
     """
     hint = "; True is 'group', False 'none'" if isinstance(scale_rewards, bool) else ""
-    check_choice("scale_rewards", scale_rewards, choices(AdvantageScale), hint)
-    allowed = choices(RewardAggregation)
+    check_choice("scale_rewards", scale_rewards, get_args(AdvantageScale), hint)
+    allowed = get_args(RewardAggregation)
     check_choice("multi_objective_aggregation", multi_objective_aggregation, allowed)
     correction = _correction(std, "scale_rewards='none'")
     check_number("eps", eps, lowest=0, inclusive=True)
@@ -708,7 +708,7 @@ def _correction(std: str, off: str = "") -> int:
     `off` names the argument that turns the division off, for the error.
     """
     hint = f"; {off} turns the division off" if off and not std else ""
-    check_choice("std", std, choices(AdvantageStd), hint)
+    check_choice("std", std, get_args(AdvantageStd), hint)
     return 1 if std == "sample" else 0
 
 

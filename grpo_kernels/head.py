@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
+from grpo_kernels.base import LogitsDtype
 from grpo_kernels.base.checks import (
     check_choice,
     check_number,
@@ -25,7 +26,6 @@ from grpo_kernels.base.checks import (
     listed,
     warn_of_graph,
 )
-from grpo_kernels.base.choices import LogitsDtype, choices
 from grpo_kernels.base.distributed import check_group
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _repr(x: Any) -> str:
     return f"{type(x).__name__}({listed((o.name, v) for o, v in values if v is not o.default)})"
 
 
-_LOGITS_DTYPES = choices(LogitsDtype)
+_LOGITS_DTYPES = get_args(LogitsDtype)
 
 
 @hints_names

@@ -10,11 +10,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.base import OnMissingSet
 from grpo_kernels.base.checks import (
     check_choice,
     check_shape,
@@ -22,10 +23,8 @@ from grpo_kernels.base.checks import (
     check_tensor,
     hints_names,
 )
-from grpo_kernels.base.choices import OnMissingSet, choices
 
 _INT32 = torch.iinfo(torch.int32)
-_ON_MISSING_SET = choices(OnMissingSet)
 
 
 @hints_names
@@ -194,7 +193,7 @@ def read_kept_ids(kept_ids: Any, ids: Tensor, on_missing_set: Any) -> KeptIds:
     """
     if kept_ids is None:
         raise ValueError(f"on_missing_set: expected kept_ids with {on_missing_set!r}, got none")
-    check_choice("on_missing_set", on_missing_set, _ON_MISSING_SET)
+    check_choice("on_missing_set", on_missing_set, get_args(OnMissingSet))
     if not isinstance(kept_ids, KeptIds):
         if isinstance(kept_ids, list):
             raise TypeError("kept_ids: expected a tensor, got list; pass KeptIds.from_rows(...)")

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from grpo_kernels.base import BackendName, EngineName, ImportanceSamplingLevel, LossTypeName
 from grpo_kernels.base.checks import check_ids, check_mask, check_tensor
-from grpo_kernels.base.choices import BackendName, EngineName, ImportanceSamplingLevel, LossTypeName
 from grpo_kernels.base.distributed import all_reduce
 from grpo_kernels.base.tensors import sequence_means
 from grpo_kernels.engine.plan import Run

@@ -81,6 +81,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from grpo_kernels.base import OnMissingSet
 from grpo_kernels.base.checks import (
     check_entropies,
     check_finite,
@@ -95,7 +96,6 @@ from grpo_kernels.base.checks import (
     warn_of_graph,
     warn_once,
 )
-from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.base.tensors import accumulator_of
 from grpo_kernels.engine.autograd import LossFromLogps, LossWithGradient, for_reading
 from grpo_kernels.engine.kept import score_kept

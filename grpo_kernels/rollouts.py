@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.base import CorrectionLevel, CorrectionMode
 from grpo_kernels.base.checks import (
     check_choice,
     check_number,
@@ -20,7 +21,6 @@ from grpo_kernels.base.checks import (
     only_public,
     read_sampled,
 )
-from grpo_kernels.base.choices import CorrectionLevel, CorrectionMode, choices
 from grpo_kernels.base.distributed import all_reduce, check_group
 from grpo_kernels.base.tensors import (
     bounded,
@@ -163,11 +163,11 @@ def correct(
     (MIS, rejection); verl's ``rollout_corr_helper``.
     """
     check_group(process_group)
-    check_choice("mode", mode, choices(CorrectionMode))
+    check_choice("mode", mode, get_args(CorrectionMode))
     if not isinstance(batch_normalize, bool):
         raise TypeError(f"batch_normalize: expected True or False, got {batch_normalize!r}")
     if level is not None:
-        check_choice("level", level, choices(CorrectionLevel))
+        check_choice("level", level, get_args(CorrectionLevel))
     elif batch_normalize or clip_min is not None or mode != "truncate" or clip_max not in (2, None):
         why = "since clip_max, clip_min, mode or batch_normalize ask for weights"
         raise ValueError(f"level: expected a name, {why}, got None")

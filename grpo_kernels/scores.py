@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends import Coefficients
+from grpo_kernels.base import EXTRAS, DivergenceName, Extra, OnMissingSet, TopKDivergenceName
 from grpo_kernels.base.checks import (
     check_choice,
     check_ids,
@@ -35,14 +36,6 @@ from grpo_kernels.base.checks import (
     outside_graphs,
     warn_of_graph,
     warn_once,
-)
-from grpo_kernels.base.choices import (
-    EXTRAS,
-    DivergenceName,
-    Extra,
-    OnMissingSet,
-    TopKDivergenceName,
-    choices,
 )
 from grpo_kernels.engine.autograd import run_scores
 from grpo_kernels.engine.kept import score_kept
@@ -448,7 +441,7 @@ def _over_common_ids(head: Head, teacher: StatesAndHead) -> tuple[Head, StatesAn
 
 def _beta_of(divergence: Any, beta: Any) -> float:
     """The divergence as a beta: 0 forward KL, 1 reverse KL (`backends.Chunk`)."""
-    check_choice("divergence", divergence, choices(DivergenceName))
+    check_choice("divergence", divergence, get_args(DivergenceName))
     if divergence != "jsd":
         if beta is not None:
             raise ValueError(
@@ -469,7 +462,7 @@ def _measure_of(
     Args:
         dtypes: of the result and of the teacher's log-probabilities.
     """
-    check_choice("divergence", divergence, choices(TopKDivergenceName))
+    check_choice("divergence", divergence, get_args(TopKDivergenceName))
     reverse = divergence == "reverse_kl"
     if tail is not None and not isinstance(tail, bool):
         raise TypeError(f"tail: expected a bool or None, got {tail!r}")

@@ -12,7 +12,7 @@ run time, as in ``cast(BackendName, arguments.backend)``; `LossConfig` and the c
 value.
 """
 
-from grpo_kernels.base.choices import (
+from grpo_kernels.base import (
     AdvantageScale,
     AdvantageStd,
     BackendName,

@@ -20,7 +20,7 @@ from benchmarks.aot.kernels import BF16, FP16, FP32, META, H, Loss, V, row_runs
 from benchmarks.aot.launches import Launch, caught
 from grpo_kernels.backends.triton_rows.device import ROW_KERNELS, RowConfig, family, row_configs
 from grpo_kernels.backends.triton_rows.grad import launch_scale
-from grpo_kernels.base.choices import EXTRAS
+from grpo_kernels.base import EXTRAS
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 FALLBACK = "sm_120"  # of the family "default": only what is quick

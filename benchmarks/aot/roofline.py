@@ -21,7 +21,7 @@ from benchmarks.aot.kernels import Loss, V
 from benchmarks.aot.matrix import Case
 from benchmarks.aot.sass import LOADS, count, moved
 from grpo_kernels.backends.triton_rows.device import row_config
-from grpo_kernels.base.choices import EXTRAS
+from grpo_kernels.base import EXTRAS
 
 ARCH = "sm_90"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "dev" / "roofline.md"

@@ -28,22 +28,22 @@ import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.base import BackendName
 from grpo_kernels.base.checks import check_choice, warn_once
-from grpo_kernels.base.choices import BackendName, choices
 
-BACKENDS = choices(BackendName)  # valid values of `backend=`
+BACKENDS = get_args(BackendName)  # valid values of `backend=`
 # per-token results of a fused kernel, besides the statistics
 LOSS_TERMS = ("loss", "d_logp", "log_ratio", "kl")
 ROUNDED_ROWS = 16  # rows at a time when torch rounds logits
 
 
 def statistic_dtype(name: str, accumulator: torch.dtype) -> torch.dtype:
-    """Dtype of a statistic of `RowStats`, or of `choices.EXTRAS`."""
+    """Dtype of a statistic of `RowStats`, or of `EXTRAS`."""
     return torch.bool if name == "is_top1" else accumulator
 
 

@@ -21,7 +21,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,8 @@ from torch.utils.checkpoint import _StopRecomputationError
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from grpo_kernels.base import BatchLayout
 from grpo_kernels.base.checks import warn_once
-from grpo_kernels.base.choices import BatchLayout, choices
 from grpo_kernels.base.distributed import most_of_ranks
 from grpo_kernels.base.modes import draws_random
 from grpo_kernels.body import paths
@@ -48,7 +48,7 @@ from grpo_kernels.body.trial import Exactness, described, joins_sequences
 from grpo_kernels.module import rank_groups
 from grpo_kernels.patching import forward_name, replaced
 
-MODES: tuple[Any, ...] = choices(BatchLayout)
+MODES: tuple[Any, ...] = get_args(BatchLayout)
 FSDP1 = "_fsdp_wrapped_module"  # name of the child of a FullyShardedDataParallel
 # Names under which wrappers hold the model: torch.compile, Lightning's Fabric, FSDP1, DDP, PEFT
 _WRAPPED = (

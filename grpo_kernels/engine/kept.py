@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import Chunk, Coefficients, LogitTransform, RowStats
+from grpo_kernels.base import OnMissingSet
 from grpo_kernels.base.checks import HIGHEST_LOGP
-from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.base.tensors import scatter, take
 from grpo_kernels.engine.autograd import first_order, run_scores, save, saved
 from grpo_kernels.engine.plan import Job, RowLoss, Rows, Run, with_engine

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -44,13 +44,13 @@ from grpo_kernels.backends import (
     choose_backend,
 )
 from grpo_kernels.backends.torch_rows import TorchRows
+from grpo_kernels.base import BackendName, EngineName
 from grpo_kernels.base.checks import (
     check_choice,
     check_counted_ids,
     hints_names,
     warn_once,
 )
-from grpo_kernels.base.choices import BackendName, EngineName, choices
 from grpo_kernels.base.tensors import accumulator_of, map_tensors, take
 from grpo_kernels.engine.gemm import Products
 from grpo_kernels.engine.ranks import Ranks, Shard
@@ -91,7 +91,7 @@ ENGINES: dict[str, tuple[When, Literal["rows", "slices"]]] = {
     "two_pass": ("later", "rows"),
     "lean": ("later", "slices"),  # slices of the vocabulary, to save memory
 }
-ENGINE_NAMES = choices(EngineName)  # valid values of `engine=`: "auto" and these
+ENGINE_NAMES = get_args(EngineName)  # valid values of `engine=`: "auto" and these
 
 
 @hints_names

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_origin,
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from grpo_kernels.base import ImportanceSamplingLevel, KLEstimator, LossTypeName, SamplingMode
 from grpo_kernels.base.checks import (
     INSTEAD,
     check_choice,
@@ -28,12 +29,6 @@ from grpo_kernels.base.checks import (
     did_you_mean,
     hints_names,
     warn_once,
-)
-from grpo_kernels.base.choices import (
-    ImportanceSamplingLevel,
-    KLEstimator,
-    LossTypeName,
-    SamplingMode,
 )
 from grpo_kernels.objective.losses import LOSSES, LossType
 from grpo_kernels.tokens import Tokens

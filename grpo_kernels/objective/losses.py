@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.formulas import LINEAR, phi
-from grpo_kernels.base.choices import LossTypeName
+from grpo_kernels.base import LossTypeName
 from grpo_kernels.tokens import Layout, Tokens
 
 if TYPE_CHECKING:

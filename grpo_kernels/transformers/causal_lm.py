@@ -13,13 +13,14 @@ import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from inspect import signature
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.utils import ModelOutput, TransformersKwargs
 
+from grpo_kernels.base import BatchLayout, DivergenceName, LogitsDtype, OnMissingSet, ZeroAdvantage
 from grpo_kernels.base.checks import (
     check_choice,
     check_not_swapped,
@@ -29,14 +30,6 @@ from grpo_kernels.base.checks import (
     did_you_mean,
     hints_names,
     warn_once,
-)
-from grpo_kernels.base.choices import (
-    BatchLayout,
-    DivergenceName,
-    LogitsDtype,
-    OnMissingSet,
-    ZeroAdvantage,
-    choices,
 )
 from grpo_kernels.base.modes import draws_random
 from grpo_kernels.body.layout import takes
@@ -142,7 +135,7 @@ def causal_lm_loss(
     check_tensor("advantages", advantages)
     for name in _INSTEAD.keys() & inputs:
         raise ValueError(f"{name}: expected none here, got one: {_INSTEAD[name]}")
-    check_choice("zero_advantage", zero_advantage, choices(ZeroAdvantage))
+    check_choice("zero_advantage", zero_advantage, get_args(ZeroAdvantage))
     if router_aux_loss_coef is not None:
         check_number("router_aux_loss_coef", router_aux_loss_coef)
     loss_inputs = {name: inputs.pop(name) for name in _LOSS_INPUTS & inputs.keys()}
@@ -453,7 +446,7 @@ class Batch:
                 f"completion_mask: expected shape (B, T) with B = {sequences} and 0 < T <= "
                 f"{length}, got {shape}"
             )
-        check_choice("layout", self.layout, choices(BatchLayout))
+        check_choice("layout", self.layout, get_args(BatchLayout))
         if "labels" in inputs:
             raise ValueError(
                 "labels: expected none, since there are no logits to compare with; got labels"

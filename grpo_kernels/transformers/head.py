@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from grpo_kernels.base.choices import BatchLayout
+from grpo_kernels.base import BatchLayout
 from grpo_kernels.base.distributed import most_of_ranks
 from grpo_kernels.base.modes import evaluating, guest, identity
 from grpo_kernels.body.trunk import TrunkCall, live_trunk, ordinary_id, trunk_of, unwrapped

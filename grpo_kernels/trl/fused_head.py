@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import trl.trainer.distillation_trainer as trl_distillation
@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
+from grpo_kernels import base
 from grpo_kernels import module as modules
-from grpo_kernels.base import choices
 from grpo_kernels.base.checks import check_choice, warn_once
 from grpo_kernels.engine.plan import Run, check_run
 from grpo_kernels.head import Head
@@ -40,7 +40,7 @@ from grpo_kernels.trl.distillation import divergence_loss
 from grpo_kernels.trl.sampled_sets import SampledSets, over_sets
 
 # the extras that TRL's record has fields for
-_EXTRAS: Any = tuple(x.name for x in fields(FusedCausalLMOutput) if x.name in choices.EXTRAS)
+_EXTRAS: Any = tuple(x.name for x in fields(FusedCausalLMOutput) if x.name in base.EXTRAS)
 IGNORED = -100  # label of positions that are not scored
 _HEADS = "_grpo_kernels_heads"  # attribute of a model that holds its `FusedHead`s
 _TUNED = "BaseTunerLayer"  # PEFT's class; TRL's module imports it if PEFT is installed
@@ -54,18 +54,18 @@ class HeadOptions:
     """Options of a model's fused forwards, and the counters of their rows."""
 
     run: Run = field(default_factory=Run)
-    layout: choices.BatchLayout = "tree"
-    logits_dtype: choices.LogitsDtype = "float32"
+    layout: base.BatchLayout = "tree"
+    logits_dtype: base.LogitsDtype = "float32"
     # as in `linear_logps`, for rows that have sets
-    on_missing_set: choices.OnMissingSet | None = None
+    on_missing_set: base.OnMissingSet | None = None
     shares: Shares = field(default_factory=Shares)
 
     def __post_init__(self) -> None:  # each line raises if the value is unknown
         Head(None, logits_dtype=self.logits_dtype)
-        check_choice("layout", self.layout, choices.choices(choices.BatchLayout))
+        check_choice("layout", self.layout, get_args(base.BatchLayout))
         check_run(self.run)
         if self.on_missing_set is not None:
-            modes, hint = choices.choices(choices.OnMissingSet), "; None: the whole vocabulary"
+            modes, hint = get_args(base.OnMissingSet), "; None: the whole vocabulary"
             check_choice("on_missing_set", self.on_missing_set, modes, hint)
 
 
@@ -291,10 +291,10 @@ _in_force: tuple[dict[str, Any], Shares] | None = None
 
 def patch_trl(
     *,
-    layout: choices.BatchLayout = "tree",
-    logits_dtype: choices.LogitsDtype = "float32",
-    engine: choices.EngineName = "auto",
-    backend: choices.BackendName = "auto",
+    layout: base.BatchLayout = "tree",
+    logits_dtype: base.LogitsDtype = "float32",
+    engine: base.EngineName = "auto",
+    backend: base.BackendName = "auto",
     workspace_bytes: int | None = None,
 ) -> Patch:
     """Use the fused head in TRL's trainers: GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO, distillation.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.choices import OnMissingSet
+from grpo_kernels.base import OnMissingSet
 from grpo_kernels.kept_ids import KeptIds, joined_ids
 from grpo_kernels.results import Scores
 from grpo_kernels.scores import linear_logps

@@ -56,7 +56,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import trl.trainer.grpo_trainer as trl_grpo
@@ -66,8 +66,8 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
+from grpo_kernels import base
 from grpo_kernels import module as modules
-from grpo_kernels.base import choices
 from grpo_kernels.base.checks import check_choice, did_you_mean, warn_once
 from grpo_kernels.base.modes import random_rates
 from grpo_kernels.base.tensors import scored_difference
@@ -155,13 +155,13 @@ class FusedLossMixin(LogsShares):
         *args: Any,
         fused_sampling_correction: bool | Literal["auto"] = "auto",
         kl_estimator: Literal["k3", "full"] = "k3",
-        zero_advantage: choices.ZeroAdvantage = "score",
-        layout: choices.BatchLayout = "tree",
+        zero_advantage: base.ZeroAdvantage = "score",
+        layout: base.BatchLayout = "tree",
         regroup: bool | Literal["auto"] = "auto",
         tokens_per_forward: int | None = None,
-        on_missing_set: choices.OnMissingSet | None = None,
-        engine: choices.EngineName = "auto",
-        backend: choices.BackendName = "auto",
+        on_missing_set: base.OnMissingSet | None = None,
+        engine: base.EngineName = "auto",
+        backend: base.BackendName = "auto",
         workspace_bytes: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -169,7 +169,7 @@ class FusedLossMixin(LogsShares):
         run = Run(engine, backend, workspace_bytes)
         options = HeadOptions(run, layout, on_missing_set=on_missing_set)
         self._shares, self._figures = options.shares, {True: [], False: []}
-        check_choice("zero_advantage", zero_advantage, choices.choices(choices.ZeroAdvantage))
+        check_choice("zero_advantage", zero_advantage, get_args(base.ZeroAdvantage))
         check_choice("kl_estimator", kl_estimator, ("k3", "full"), "; 'k3' is TRL's own")
         for name, value in (
             ("regroup", regroup),

@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from grpo_kernels.base import BatchLayout
 from grpo_kernels.base.checks import check_choice, warn_once
-from grpo_kernels.base.choices import BatchLayout, choices
 from grpo_kernels.base.distributed import most_of_ranks
 from grpo_kernels.patching import divided, during, function_of, numbered
 from grpo_kernels.verl.rows import (
@@ -57,7 +57,7 @@ OPTIONS = "actor_rollout_ref.model.fused_kernel_options"
 # option -> allowed values; the first is the default
 VALUES = {
     "zero_advantage": ("train", "score"),
-    "layout": choices(BatchLayout),
+    "layout": get_args(BatchLayout),
     "old_log_probs": ("auto", "score"),
 }
 TOP_K = "forward_kl_topk"  # verl's loss_mode of a distillation

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grpo_kernels.base.choices import BatchLayout
+from grpo_kernels.base import BatchLayout
 from grpo_kernels.objective.expected import Expectation
 from grpo_kernels.scores import linear_logps
 

@@ -29,7 +29,7 @@ from grpo_kernels.backends import (
     statistic_dtype,
     warn_of_torch,
 )
-from grpo_kernels.base.choices import EXTRAS
+from grpo_kernels.base import EXTRAS
 from grpo_kernels.base.tensors import accumulator_of
 
 

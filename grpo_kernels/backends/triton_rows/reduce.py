@@ -46,7 +46,7 @@ from grpo_kernels.backends.triton_rows.transform import (
     row_pointers,
     scaled,
 )
-from grpo_kernels.base.choices import EXTRAS
+from grpo_kernels.base import EXTRAS
 
 LOWEST = tl.constexpr(-1e4)  # e^LOWEST is 0, and 0 * LOWEST is 0 (0 * -inf is NaN)
 
