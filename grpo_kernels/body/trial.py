@@ -17,12 +17,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.base.choices import BatchLayout, choices
+from grpo_kernels.base import BatchLayout
 from grpo_kernels.base.modes import evaluating, facts_of, guest, random_state
 from grpo_kernels.body import paths
 from grpo_kernels.body.layout import (
@@ -85,7 +85,7 @@ class Exactness:
             del known[next(iter(known))]
         if _new_in_a_row[trunk] > _IN_A_ROW:
             reason = "facts that its results depend on change in each call"
-            self._verdicts = dict.fromkeys(choices(BatchLayout), Verdict(reason=reason))
+            self._verdicts = dict.fromkeys(get_args(BatchLayout), Verdict(reason=reason))
 
     def known(self, mode: str) -> Way | str | None:
         """How layout `mode` is exact for this batch, or why it is not; None if not tried yet."""
