@@ -277,7 +277,7 @@ class TestCppSurrogates(SurrogateSuite):
 
 def test_a_formula_that_the_header_lacks_is_no_other_one() -> None:
     """As after a change of formulas.py without ``python csrc/generate.py``."""
-    for changes in ({"surrogate": "novel"}, {"kl": "k9"}):
+    for changes in ({"surrogate": "novel"}, {"kl_estimator": "k9"}):
         with pytest.raises(RuntimeError, match=r"formulas\.h: expected it to have '(novel|k9)'"):
             TestCppSurrogates().fused(torch.zeros(3), **changes)
 
