@@ -35,7 +35,8 @@ class Loss(NamedTuple):
         constants = {x.surrogate: x.constants(LossConfig()) for x in losses.LOSSES.values()}
         return FusedLoss(
             surrogate=None if on_policy else self.surrogate,
-            constants=constants.get(self.surrogate, ()), kl=self.kl, corrects_kl=self.corrects_kl,
+            constants=constants.get(self.surrogate, ()), kl_estimator=self.kl,
+            corrects_kl=self.corrects_kl,
             is_linear=self.surrogate == "linear",
             advantages=None if on_policy else numbers(),
             d_policy=numbers() if on_policy else None, weights=numbers(),

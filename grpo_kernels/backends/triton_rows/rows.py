@@ -57,9 +57,7 @@ class TritonRows(FusedRowBackend):
             launch_scale(x, factor, out)
 
     def fused(self, chunk: Chunk, fused_loss: FusedLoss, out: Tensor | None) -> RowStats:
-        """See `FusedRowBackend.fused`. `fused_kernel` does a few rows: their statistics (reduce),
-        the loss and its derivatives (formulas, by mathfn), then the gradient, tile by tile (grad).
-        """
+        # reduce.py: the statistics; formulas.py, by mathfn.py: the loss; grad.py: the gradient
         config = self._config("fused", chunk)
         with on(chunk.logits.device):
             return launch_fused(chunk, fused_loss, out, config)

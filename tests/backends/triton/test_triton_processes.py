@@ -69,7 +69,7 @@ def launch_all(n: int, at: int, swept: float) -> None:
     ones = torch.ones(n + at)[at:]
     transform = LogitTransform(scale=1 + swept, softcap=30 + swept, inv_temperature=1 / (1 + swept))
     loss = FusedLoss(
-        surrogate="clipped", kl="k3", corrects_kl=True, advantages=ones, d_policy=None,
+        surrogate="clipped", kl_estimator="k3", corrects_kl=True, advantages=ones, d_policy=None,
         weights=ones, old=ones, ref=ones, gate=ones, beta=swept, d_entropy=0.1 + swept,
         constants=(1 - swept, 1 + swept, math.inf if swept else 2.0),
     )  # fmt: skip
