@@ -15,17 +15,11 @@ template <class T>
 struct LossConstants {
   Surrogate surrogate;
   Estimator estimator;
+  bool on_policy, has_gate, has_reference;
   bool is_linear;  // on-policy: the policy term is d_policy * logp, not left out
   bool corrects_kl;
   T beta, d_entropy;
   T constants[kMostConstants];  // the surrogate's own
-
-  template <class To>
-  LossConstants<To> to() const {
-    LossConstants<To> made{surrogate, estimator, is_linear, corrects_kl, To(beta), To(d_entropy), {}};
-    for (int64_t i = 0; i < kMostConstants; ++i) made.constants[i] = To(constants[i]);
-    return made;
-  }
 };
 
 // The inputs of one token. On-policy, `d_policy` is the derivative of the policy term, weight and gate included; else 0.
@@ -33,7 +27,6 @@ struct LossConstants {
 template <class T>
 struct Token {
   T advantage, d_policy, weight, gate, old, ref, divergence;
-  bool on_policy, has_gate, has_reference;
 };
 
 template <class T>
@@ -44,14 +37,14 @@ struct TokenTerms {
 
 template <class T>
 TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T logp) {
-  const T log_ratio = token.on_policy ? T(0) : logp - token.old;
+  const T log_ratio = c.on_policy ? T(0) : logp - token.old;
   TokenTerms<T> terms{T(0), token.d_policy, log_ratio, T(0), T(0)};
-  if (token.on_policy) {
+  if (c.on_policy) {
     terms.loss = logp - logp;  // NaN without a finite log-probability: nothing else makes it NaN
     if (c.is_linear) terms.loss += times_or_zero(logp, token.d_policy);
   } else {
     Surrogated<T> s = surrogate(c.surrogate, log_ratio, token.advantage, logp, c.constants);
-    if (token.has_gate) {
+    if (c.has_gate) {
       s = {times_or_zero(s.loss, token.gate), times_or_zero(s.d_log_ratio, token.gate),
            times_or_zero(s.d_logp_at_fixed_ratio, token.gate)};
     }
@@ -69,7 +62,7 @@ TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T lo
     const T factor = c.beta * token.weight;
     terms.loss += factor * terms.kl, terms.d_logp += factor * d_kl;
   }
-  if (token.has_reference) {
+  if (c.has_reference) {
     terms.kl = token.divergence, terms.d_divergence = c.beta * token.weight;
     terms.loss += terms.d_divergence * terms.kl;
   }

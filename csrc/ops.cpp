@@ -2,6 +2,7 @@
 // are written to tensors that the caller made; grpo_kernels/backends/cpp_rows calls them.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -34,6 +35,8 @@
 
 namespace grpo_kernels {
 namespace {
+
+// Each kernel below is that of the instruction set in use: dispatch.cpp chooses it, rows.inl and divergence.inl have it.
 
 // Write the statistics of row i. An id outside of the vocabulary gets a log-probability of NaN.
 template <class T>
@@ -109,7 +112,7 @@ void with_chunk(const Tensor& logits, const Tensor& ids, const Transform& transf
   f(Chunk<float>(logits, ids, transform, reference));
 }
 
-// `extras` are the statistics of grpo_kernels.base.choices.EXTRAS, in that order; those that are not wanted are absent.
+// `extras` are the statistics of grpo_kernels.base.EXTRAS, in that order; those that are not wanted are absent.
 void stats(ROWS_IN, const Tensor& logps, const Tensor& max_logit, const Tensor& log_sum, const MaybeTensor& entropies,
            std::vector<MaybeTensor> extras) {
   STD_TORCH_CHECK(extras.size() == 3, "extras: expected 3, got ", extras.size());
@@ -173,8 +176,7 @@ int64_t place_of(const std::string& name, const char* const (&names)[n]) {
   return 0;
 }
 
-// A row at a time: its statistics (Kernels::reduce: dispatch.cpp chooses, rows.inl has it), its divergence
-// (divergence.inl), the loss and its derivatives (fused_loss.h), the gradient (rows.inl).
+// A row at a time: its statistics, its divergence, the loss and its derivatives (fused_loss.h), the gradient.
 void fused(ROWS_IN, REFERENCE_IN, const MaybeTensor& advantages, const MaybeTensor& d_policy, const Tensor& weights,
            const MaybeTensor& old, const MaybeTensor& ref, const MaybeTensor& gate, std::string surrogate_name,
            std::vector<double> constants, bool is_linear, std::string estimator_name, bool corrects_kl, double beta, double d_entropy,
@@ -185,9 +187,6 @@ void fused(ROWS_IN, REFERENCE_IN, const MaybeTensor& advantages, const MaybeTens
   const int64_t surrogate = place_of(surrogate_name, kSurrogates), estimator = place_of(estimator_name, kEstimators);
   STD_TORCH_CHECK(static_cast<int64_t>(constants.size()) == kConstants[surrogate], "constants: expected ",
                   kConstants[surrogate], " for this surrogate");
-  LossConstants<double> given{static_cast<Surrogate>(surrogate), static_cast<Estimator>(estimator), is_linear, corrects_kl,
-                              beta, d_entropy, {}};
-  std::copy(constants.begin(), constants.end(), given.constants);
   with_chunk(ROWS_GIVEN, REFERENCE_GIVEN, [&](const auto& chunk) {
     using T = typename std::decay_t<decltype(chunk)>::Scalar;
     const int64_t n = chunk.n;
@@ -198,13 +197,15 @@ void fused(ROWS_IN, REFERENCE_IN, const MaybeTensor& advantages, const MaybeTens
     const DivergenceColumns<T> divergence(n, kl, sum_k, reference_max_logit, reference_log_sum);
     T *losses = column<T>(loss, n, "loss"), *d_logps = column<T>(d_logp, n, "d_logp");
     T *log_ratios = column<T>(log_ratio, n, "log_ratio"), *kls = divergence.value;
-    const LossConstants<T> c = given.template to<T>();
-    const bool estimates = c.estimator != Estimator::none, has_reference = chunk.reference.has_value();
+    const bool on_policy = !old.has_value(), has_reference = chunk.reference.has_value();
+    LossConstants<T> c{static_cast<Surrogate>(surrogate), static_cast<Estimator>(estimator), on_policy, gate_of != nullptr,
+                       has_reference, is_linear, corrects_kl, static_cast<T>(beta), static_cast<T>(d_entropy), {}};
+    std::transform(constants.begin(), constants.end(), c.constants, [](double x) { return static_cast<T>(x); });
+    const bool estimates = c.estimator != Estimator::none;
     STD_TORCH_CHECK(!(estimates && has_reference), "estimator: expected none with a reference");
     STD_TORCH_CHECK(ref.has_value() == estimates && kl.has_value() == (estimates || has_reference),
                     "ref, kl: expected with an estimator, without one neither, but kl with a reference");
     divergence.check(has_reference);
-    const bool on_policy = !old.has_value();
     STD_TORCH_CHECK(d_policy.has_value() == on_policy && advantages.has_value() != on_policy,
                     "old, advantages: expected together, and without them d_policy");
     STD_TORCH_CHECK((c.surrogate == Surrogate::none) == on_policy, "surrogate: expected with old, none without");
@@ -221,7 +222,7 @@ void fused(ROWS_IN, REFERENCE_IN, const MaybeTensor& advantages, const MaybeTens
       }
       const Token<T> token{on_policy ? T(0) : advantage_of[i], on_policy ? d_policy_of[i] : T(0), weight_of[i],
                            gate_of ? gate_of[i] : T(1), old_of ? old_of[i] : T(0), ref_of ? ref_of[i] : T(0),
-                           has_reference ? kls[i] : T(0), on_policy, gate_of != nullptr, has_reference};
+                           has_reference ? kls[i] : T(0)};
       const TokenTerms<T> terms = token_terms(c, token, stats.logps[i]);
       losses[i] = terms.loss, d_logps[i] = terms.d_logp, log_ratios[i] = terms.log_ratio;
       if (kls != nullptr) kls[i] = terms.kl;

@@ -56,7 +56,7 @@ def launch_stats(
 ) -> RowStats:
     """Compute the statistics of the rows of `chunk`."""
     # the interpreter ignores arguments that a kernel lacks, and the result would be arbitrary
-    if absent := [x for x in extras if f"{x}_ptr" not in stats_kernel.arg_names]:
+    if absent := [x for x in EXTRAS if f"{x}_ptr" not in stats_kernel.arg_names]:
         raise ValueError(f"extras: expected statistics of stats_kernel, got {', '.join(absent)}")
     n, new = len(chunk.logits), chunk.logits.new_empty
     logps, max_logit, log_sum = new(n), new(n), new(n)
