@@ -103,6 +103,12 @@ class MiniBatch:
                 "layout is 'padded'; results are the same"
             )
             self.layout = "padded"
+        if "responses" in data.keys() and not data["responses"].is_nested:  # noqa: SIM118
+            warn_once(
+                "responses: expected nested tensors, got padded ones, as verl's deprecated trainer "
+                "sends them; it gets the head, but scores the old policy before each update, and "
+                "scatters the responses to a prompt over ranks; set trainer.use_v1=True"
+            )
         self.live: list[bool] | None = None  # sequences that may have a gradient; None: all
         if options["zero_advantage"] == "score" and not forward_only:
             self.live = _live_sequences(data, loss_function)
