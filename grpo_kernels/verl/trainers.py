@@ -20,7 +20,7 @@ import functools
 import importlib
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -36,7 +36,7 @@ REQUEST = "grpo_kernels_old_log_probs"
 DEFER, UPDATE, COLLECT = "defer", "update", "collect"  # a batch's requests, in this order
 ROW = "grpo_kernels_row"  # field of a micro-batch: its sequences' indices in the worker's batch
 # Attribute of a worker: scores by sequence, each None until computed; None if it does not defer.
-# Attribute of a trainer: True from a batch's first request to its last.
+# Attribute of a trainer between a batch's scoring and update: True if the workers deferred.
 KEPT, DEFERRED = "_grpo_kernels_kept", "_grpo_kernels_deferred"
 
 SCORES = ("log_probs", "entropy")  # what verl's scoring returns
@@ -164,23 +164,20 @@ def trainer_changes(module: ModuleType) -> Changes:
 
     @functools.wraps(score)
     def _compute_old_log_prob(self: Any, batch: Any, metrics: Any) -> Any:
-        vars(self)[DEFERRED] = False
-        if not _can_defer(self, trainer, len(batch)):
-            return score(self, batch, metrics)
-        with asked(batch, DEFER):
+        can_defer = _can_defer(self, trainer, len(batch))
+        with asked(batch, DEFER) if can_defer else nullcontext():
             found = score(self, batch, metrics)
-        vars(self)[DEFERRED] = math.isnan(metrics["actor/entropy"])
+        vars(self)[DEFERRED] = can_defer and math.isnan(metrics["actor/entropy"])
         return found
 
     @functools.wraps(update)
     def _update_actor(self: Any, batch: Any, metrics: Any) -> Any:
-        if not vars(self).get(DEFERRED, False):
+        if not vars(self).pop(DEFERRED, False):
             return update(self, batch, metrics)
         with asked(batch, UPDATE):
             found = update(self, batch, metrics)
         with asked(batch, COLLECT):
             score(self, batch, metrics)
-        vars(self)[DEFERRED] = False
         correction = self.config.algorithm.get("rollout_correction", None)
         fields = ["response_mask", "rollout_log_probs", OLD]
         data = module.tq.kv_batch_get(
