@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from grpo_kernels.base import BatchLayout
 from grpo_kernels.base.checks import check_choice, warn_once
 from grpo_kernels.base.distributed import most_of_ranks
-from grpo_kernels.patching import divided, during, function_of, numbered
+from grpo_kernels.patching import divided, during, found_in, function_of, numbered
 from grpo_kernels.verl.rows import (
     HeadTask,
     Places,
@@ -63,14 +63,6 @@ VALUES = {
 TOP_K = "forward_kl_topk"  # verl's loss_mode of a distillation
 
 Changes = Iterator[tuple[Any, str, Any]]  # (object, attribute, replacement)
-
-
-def found_in(module: ModuleType, name: str) -> Any:
-    """Get attribute `name` of one of verl's modules; LookupError if there is none."""
-    found = getattr(module, name, None)
-    if found is None:
-        raise LookupError(f"{module.__name__} has no {name}")
-    return found
 
 
 def options_of(given: Mapping[Any, Any]) -> dict[str, Any]:

@@ -28,8 +28,8 @@ import torch
 
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.modes import random_rates
-from grpo_kernels.patching import function_of, replaced
-from grpo_kernels.verl.engine import BACKEND, MARK, OPTIONS, Changes, Prompts, found_in, options_of
+from grpo_kernels.patching import found_in, function_of, replaced
+from grpo_kernels.verl.engine import BACKEND, MARK, OPTIONS, Changes, Prompts, options_of
 from grpo_kernels.verl.rows import actor_config, by_sequence, flag, joined, may_move
 
 REQUEST = "grpo_kernels_old_log_probs"
