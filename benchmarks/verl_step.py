@@ -93,8 +93,8 @@ def model(size: Size, shape: Shape, options: dict[str, str]) -> Any:
 
 
 def mini_batch(there: Tensor, ids: Tensor, prompt: int, fields: dict[str, Tensor]) -> Any:
-    """Padded sequences, whose first `prompt` columns are the prompts, as verl sends them to a
-    worker; `there` where a token is."""
+    """Padded sequences, whose first `prompt` columns are the prompts, as verl's trainer before v1
+    sends them to a worker; `there` where a token is."""
     from tensordict import TensorDict
 
     ids = ids * there
@@ -103,6 +103,22 @@ def mini_batch(there: Tensor, ids: Tensor, prompt: int, fields: dict[str, Tensor
     common |= {"prompts": ids[:, :prompt], "responses": ids[:, prompt:]}
     data = TensorDict(common | fields, batch_size=[len(ids)])
     return verl("workers.utils.padding").left_right_2_no_padding(data)
+
+
+def jagged(x: Tensor, there: Tensor) -> Tensor:
+    """The cells of `x` (B, L) that are `there`, a row per sequence."""
+    rows = [row[at] for row, at in zip(x, there.bool(), strict=True)]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def unpadded(data: Any) -> Any:
+    """A `mini_batch` as verl's trainer sends it to a worker."""
+    there, prompt = data["attention_mask"], data["prompts"].shape[1]
+    made = data.exclude("attention_mask", "max_response_len", "max_seq_len", "indices")
+    for name, x in [*made.items()]:
+        if not x.is_nested:
+            made[name] = jagged(x, there[:, :prompt] if name == "prompts" else there[:, prompt:])
+    return made
 
 
 def batch(size: Size, shape: Shape, micro: int, *, packed: bool) -> Any:
@@ -116,7 +132,7 @@ def batch(size: Size, shape: Shape, micro: int, *, packed: bool) -> Any:
         "response_mask": torch.ones_like(answers),
         "advantages": advantages.expand(-1, shape.completion).contiguous(),
     }
-    data = mini_batch(torch.ones_like(ids), ids, shape.prompt, fields)
+    data = unpadded(mini_batch(torch.ones_like(ids), ids, shape.prompt, fields))
     verl("utils.tensordict_utils").assign_non_tensor(
         data, use_remove_padding=packed, use_dynamic_bsz=False, micro_batch_size_per_gpu=micro,
         use_fused_kernels=True, global_batch_size=shape.group, temperature=1.0,

@@ -192,9 +192,8 @@ def process_advantages(
     step_ends: Tensor | Sequence[Sequence[int]],  # (B, S)
     num_generations: int | None = None,
     *,
+    completion_mask: Tensor,  # (B, T)
     group_ids: Tensor | Sequence[int] | None = None,  # (B,)
-    completion_mask: Tensor | None = None,  # (B, T)
-    length: int | None = None,  # T
     std: AdvantageStd = "sample",
     eps: float = 1e-4,
     process_group: ProcessGroup | None = None,
@@ -218,7 +217,6 @@ def process_advantages(
             the last step end at the last counted token, since later tokens get 0.
         num_generations, group_ids, std, eps, process_group: as in `group_advantages`.
         completion_mask: (B, T); masked positions get 0.
-        length: the length T; pass either `length` or `completion_mask`.
 
     Returns:
         (B, T) advantages on the mask's device, 0 after the last step. The result is exactly 0 for a
@@ -233,15 +231,9 @@ def process_advantages(
     correction = _correction(std)
     check_number("eps", eps, lowest=0, inclusive=True)
     table, ends = _step_table(step_rewards, step_ends)
-    batch_size = len(table)
-    hint = "pass the mask as completion_mask="
-    _check_one_of("completion_mask, length", completion_mask, length, hint)
-    if length is not None:
-        _check_int("length", length, 0)
-        completion_mask = table.new_ones(batch_size, length, dtype=torch.bool)
     mask = _bool_mask(completion_mask)
-    check_tensor("completion_mask", mask, ("(B, T)", (batch_size, mask.shape[1])))
     columns = mask.shape[1]
+    check_tensor("completion_mask", mask, ("(B, T)", (len(table), columns)))
     x = table.to(widen(mask[:0]).dtype).to(mask.device)  # the device may lack the table's dtype
     ends = ends.to(mask.device, torch.int64)
     scored = ~x.isnan()
@@ -474,13 +466,22 @@ def _groups(
 ) -> _Groups:
     check_group(process_group)
     rows, device = len(table), table.device
-    hint = "pass num_generations=, the completions per prompt"
-    _check_one_of("num_generations, group_ids", num_generations, group_ids, hint)
+    if (num_generations is None) == (group_ids is None):
+        neither = "neither; pass num_generations=, the completions per prompt"
+        raise ValueError(
+            "num_generations, group_ids: expected exactly one of the two, got "
+            f"{neither if group_ids is None else 'both'}"
+        )
     if num_generations is not None:
-        are_ids = isinstance(num_generations, Tensor | list | tuple)
-        hint = "; pass group ids as group_ids=" if are_ids else ""
-        why = " completions per prompt, since a group of one has advantage 0 and nothing trains"
-        _check_int("num_generations", num_generations, fewest, why if fewest > 1 else "", hint)
+        if isinstance(num_generations, bool) or not isinstance(num_generations, Integral):
+            are_ids = isinstance(num_generations, Tensor | list | tuple)
+            hint = "; pass group ids as group_ids=" if are_ids else ""
+            got = type(num_generations).__name__
+            raise TypeError(f"num_generations: expected an int, got {got}{hint}")
+        if num_generations < fewest:
+            why = " completions per prompt, since a group of one has advantage 0 and nothing trains"
+            expected = f"expected at least {fewest}{why if fewest > 1 else ''}"
+            raise ValueError(f"num_generations: {expected}, got {num_generations}")
     sizes, start = [rows], 0
     if process_group is not None:
         sizes = gather_stacked(torch.tensor(rows, device=device), process_group).tolist()
@@ -686,20 +687,6 @@ def _require_all(ok: Tensor, x: Tensor, name: str, expected: str, if_negative: s
         first = tuple(bad[0].tolist())
         got, hint = x[first].item(), if_negative if x[first] < 0 else ""
         raise ValueError(f"{name}: expected {expected}, got {got} at {first}{hint}")
-
-
-def _check_one_of(names: str, first: Any, second: Any, hint: str) -> None:
-    """Require one of two arguments and None for the other; `hint` if both are None."""
-    if (first is None) == (second is None):
-        got = f"neither; {hint}" if first is None else "both"
-        raise ValueError(f"{names}: expected exactly one of the two, got {got}")
-
-
-def _check_int(name: str, value: Any, lowest: int, why: str = "", hint: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}{hint}")
-    if value < lowest:
-        raise ValueError(f"{name}: expected at least {lowest}{why}, got {value}")
 
 
 def _correction(std: str, off: str = "") -> int:

@@ -117,12 +117,18 @@ def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
+def found_in(owner: Any, name: str) -> Any:
+    """Get attribute `name` of a module or class; LookupError if there is none."""
+    found = getattr(owner, name, None)
+    if found is None:
+        raise LookupError(f"{owner.__name__} has no {name}")
+    return found
+
+
 def function_of(owner: Any, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
     """Get function `name` of a module or class; LookupError unless it has these parameters."""
-    function = getattr(owner, name, None)
-    if not callable(function):
-        raise LookupError(f"{owner.__name__} has no function {name}")
-    names, expected = parameter_names(function), tuple(parameters)
+    function: Callable[..., Any] = found_in(owner, name)
+    names, expected = parameter_names(function) if callable(function) else (), tuple(parameters)
     if names != expected:
         raise LookupError(
             f"{owner.__name__}.{name}: expected the parameters {expected}, got {names}"

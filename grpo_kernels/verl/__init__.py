@@ -9,7 +9,7 @@ plug-in (entry point group ``verl.plugins``), also in Ray's workers. If entry po
 
 verl's modules (0.9.1) are patched when they are imported. `forward` provides the models' forward in
 the FSDP engines, and `engine` tells that forward what a micro-batch needs from the head; `megatron`
-does both for Megatron's engine. `trainers` keeps verl's trainers from scoring what an update
+does both for Megatron's engine. `trainers` keeps verl's trainers (v1) from scoring what an update
 computes anyway, and brings the responses to one prompt to one rank. If a module differs from verl
 0.9.1, it is left unpatched, with a warning.
 """
@@ -37,8 +37,7 @@ PATCHERS: dict[str, Callable[[ModuleType], engine.Changes]] = {
     "verl.workers.engine.megatron.transformer_impl": megatron.engine_changes,
     "verl.workers.engine.fsdp.transformer_impl": engine.changes,
     "verl.workers.engine_workers": trainers.worker_changes,
-    "verl.trainer.ppo.ray_trainer": trainers.ray_changes,
-    "verl.trainer.ppo.v1.trainer_base": trainers.v1_changes,
+    "verl.trainer.ppo.v1.trainer_base": trainers.trainer_changes,
 }
 
 

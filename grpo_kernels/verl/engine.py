@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from grpo_kernels.base import BatchLayout
 from grpo_kernels.base.checks import check_choice, warn_once
 from grpo_kernels.base.distributed import most_of_ranks
-from grpo_kernels.patching import divided, during, function_of, numbered
+from grpo_kernels.patching import divided, during, found_in, function_of, numbered
 from grpo_kernels.verl.rows import (
     HeadTask,
     Places,
@@ -65,14 +65,6 @@ TOP_K = "forward_kl_topk"  # verl's loss_mode of a distillation
 Changes = Iterator[tuple[Any, str, Any]]  # (object, attribute, replacement)
 
 
-def found_in(module: ModuleType, name: str) -> Any:
-    """Get attribute `name` of one of verl's modules; LookupError if there is none."""
-    found = getattr(module, name, None)
-    if found is None:
-        raise LookupError(f"{module.__name__} has no {name}")
-    return found
-
-
 def options_of(given: Mapping[Any, Any]) -> dict[str, Any]:
     """Read all options from verl's ``fused_kernel_options``, with defaults filled in."""
     unknown = set(given) - {"impl_backend", *VALUES}
@@ -103,6 +95,12 @@ class MiniBatch:
                 "layout is 'padded'; results are the same"
             )
             self.layout = "padded"
+        if "responses" in data.keys() and not data["responses"].is_nested:  # noqa: SIM118
+            warn_once(
+                "responses: expected nested tensors, got padded ones, as verl's deprecated trainer "
+                "sends them; it gets the head, but scores the old policy before each update, and "
+                "scatters the responses to a prompt over ranks; set trainer.use_v1=True"
+            )
         self.live: list[bool] | None = None  # sequences that may have a gradient; None: all
         if options["zero_advantage"] == "score" and not forward_only:
             self.live = _live_sequences(data, loss_function)

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.module import check_module
-from grpo_kernels.patching import Patches, function_of
+from grpo_kernels.patching import Patches, found_in, function_of
 from grpo_kernels.scores import topk_divergence
-from grpo_kernels.verl.engine import BACKEND, MARK, OPTIONS, Changes, found_in
+from grpo_kernels.verl.engine import BACKEND, MARK, OPTIONS, Changes
 from grpo_kernels.verl.rows import HeadTask, score_rows
 
 # Model type -> verl's module below verl.models.transformers, and its function that runs everything

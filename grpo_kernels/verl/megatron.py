@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels.head import Head
-from grpo_kernels.patching import during, function_of
-from grpo_kernels.verl.engine import BACKEND, OPTIONS, Changes, found_in, options_of
+from grpo_kernels.patching import during, found_in, function_of
+from grpo_kernels.verl.engine import BACKEND, OPTIONS, Changes, options_of
 from grpo_kernels.verl.rows import HeadTask, Reorder, flag, head_task, score_rows
 
 SCORE = "_grpo_kernels_score"  # attribute of a head's weight that holds the function to call

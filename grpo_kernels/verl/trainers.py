@@ -1,4 +1,4 @@
-"""verl's trainers: skip the scoring of the old policy, and bring prompts to one rank.
+"""verl's trainers (v1): skip the scoring of the old policy, and bring prompts to one rank.
 
 verl scores a batch with the policy before it trains on the batch, for the ratio in its loss and for
 its logs. If the batch is a single optimizer step, that step's forward computes the same
@@ -19,8 +19,8 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -28,20 +28,21 @@ import torch
 
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.modes import random_rates
-from grpo_kernels.patching import function_of, replaced
-from grpo_kernels.verl.engine import BACKEND, MARK, OPTIONS, Changes, Prompts, found_in, options_of
+from grpo_kernels.patching import found_in, function_of, replaced
+from grpo_kernels.verl.engine import BACKEND, MARK, OPTIONS, Changes, Prompts, options_of
 from grpo_kernels.verl.rows import actor_config, by_sequence, flag, joined, may_move
 
 REQUEST = "grpo_kernels_old_log_probs"
 DEFER, UPDATE, COLLECT = "defer", "update", "collect"  # a batch's requests, in this order
 ROW = "grpo_kernels_row"  # field of a micro-batch: its sequences' indices in the worker's batch
 # Attribute of a worker: scores by sequence, each None until computed; None if it does not defer.
-# Attribute of a trainer: True from a batch's first request to its last.
+# Attribute of a trainer between a batch's scoring and update: True if the workers deferred.
 KEPT, DEFERRED = "_grpo_kernels_kept", "_grpo_kernels_deferred"
 
 SCORES = ("log_probs", "entropy")  # what verl's scoring returns
-OLD, ENTROPY = "old_log_probs", "actor/entropy"
-SCORE_METHOD, UPDATE_METHOD = "_compute_old_log_prob", "_update_actor"  # methods of a trainer
+OLD = "old_log_probs"
+# methods of a trainer; an override may read old log-probabilities before the update
+METHODS = ("_step_once", "_compute_advantage", "_compute_old_log_prob", "_update_actor")
 READ_OLD = ("optimal_token_baseline", "tir_optimal_token_baseline")  # advantage estimators
 
 
@@ -85,8 +86,7 @@ def worker_changes(module: ModuleType) -> Changes:
         """Kept scores, in the form that verl's scoring returns."""
         if not self.engine.is_mp_src_rank_with_outputs():
             return None
-        metrics = {"metrics": {"mfu": 0.0}}  # nothing was computed
-        return tensordict_utils.get_tensordict(joined(kept), metrics).cpu()
+        return tensordict_utils.get_tensordict(joined(kept)).cpu()
 
     @functools.wraps(infer)
     def infer_batch(self: Any, data: Any) -> Any:
@@ -141,112 +141,81 @@ def _reason_of_worker(worker: Any) -> str | None:
     return None
 
 
-def ray_changes(module: ModuleType) -> Changes:
-    """Yield the replacements for verl.trainer.ppo.ray_trainer (``trainer.use_v1=False``)."""
-    trainer, agg_loss = found_in(module, "RayPPOTrainer"), found_in(module, "agg_loss")
-
-    def is_deferred(found: Any, metrics: Any) -> bool:
-        return bool(found[0].batch[OLD].isnan().any())
-
-    def log(self: Any, batch: Any, found: Any, metrics: Any) -> None:
-        actor = self.config.actor_rollout_ref.actor
-        batch.batch[OLD] = found[0].batch[OLD]
-        metrics[ENTROPY] = agg_loss(
-            loss_mat=found[0].batch["entropys"],
-            loss_mask=batch.batch["response_mask"],
-            loss_agg_mode=actor.loss_agg_mode,
-            loss_scale_factor=actor.loss_scale_factor,
-        ).item()
-        if "rollout_log_probs" in batch.batch.keys():  # noqa: SIM118
-            debug = importlib.import_module("verl.utils.debug.metrics")
-            metrics.update(debug.calculate_debug_metrics(batch))
-            metrics.update(_rollout_metrics(self, batch))
-
-    parameters = dict.fromkeys((SCORE_METHOD, UPDATE_METHOD), ("self", "batch"))
-    yield from _scoring_changes(trainer, {"fit": ("self",), **parameters}, is_deferred, log)
-    yield from _balance_changes(module, trainer)
-
-
-def v1_changes(module: ModuleType) -> Changes:
+def trainer_changes(module: ModuleType) -> Changes:
     """Yield the replacements for verl.trainer.ppo.v1.trainer_base."""
-    trainer = found_in(module, "PPOTrainer")
-
-    def is_deferred(found: Any, metrics: Any) -> bool:
-        return math.isnan(metrics[ENTROPY])
-
-    def log(self: Any, batch: Any, found: Any, metrics: Any) -> None:
-        fields = ["response_mask", "rollout_log_probs", OLD]
-        data = module.tq.kv_batch_get(
-            keys=batch.keys, partition_id=batch.partition_id, select_fields=fields
-        )
-        if "rollout_log_probs" in data.keys():  # noqa: SIM118
-            data = module.DataProto(batch=data.to_padded_tensor())
-            metrics.update(_rollout_metrics(self, data))
-
-    step = ("self", "metrics", "timing_raw", "sample_batch_size")
-    names = ("_compute_advantage", SCORE_METHOD, UPDATE_METHOD)
-    parameters = {"_step_once": step, **dict.fromkeys(names, ("self", "batch", "metrics"))}
-    yield from _scoring_changes(trainer, parameters, is_deferred, log)
-    yield from _balance_changes(module, trainer)
-
-
-def _scoring_changes(
-    trainer: Any,
-    parameters: dict[str, tuple[str, ...]],  # method that must be verl's -> names of parameters
-    is_deferred: Callable[[Any, Any], bool],  # (result of verl's scoring, metrics) -> deferred
-    log: Callable[[Any, Any, Any, Any], None],  # adds to metrics what verl logs after scoring
-) -> Changes:
-    verls = {name: function_of(trainer, name, x) for name, x in parameters.items()}
-    score, update = verls[SCORE_METHOD], verls[UPDATE_METHOD]
+    trainer, of_step = found_in(module, "PPOTrainer"), ("self", "batch", "metrics")
+    function_of(trainer, "_step_once", ("self", "metrics", "timing_raw", "sample_batch_size"))
+    function_of(trainer, "_compute_advantage", of_step)
+    score = function_of(trainer, "_compute_old_log_prob", of_step)
+    update = function_of(trainer, "_update_actor", of_step)
+    of_balance = (*of_step, "logging_prefix", "keep_minibatch")
+    balance = function_of(trainer, "_balance_batch", of_balance)
+    correct = found_in(module, "compute_rollout_correction_and_add_to_batch")
+    log_seqlen_unbalance = found_in(module, "log_seqlen_unbalance")
 
     @contextmanager
     def asked(batch: Any, request: str) -> Iterator[None]:
         """Send the `request` to workers that get `batch` inside the context."""
-        # the newer trainer's batch has extra_info, the older one's meta_info
-        sent = batch.extra_info if hasattr(batch, "extra_info") else batch.meta_info
-        sent[REQUEST] = request
+        batch.extra_info[REQUEST] = request
         try:
             yield
         finally:
-            del sent[REQUEST]
+            del batch.extra_info[REQUEST]
 
     @functools.wraps(score)
-    def _compute_old_log_prob(self: Any, batch: Any, metrics: Any = None) -> Any:
-        rest = () if metrics is None else (metrics,)  # the older trainer passes none
-        vars(self)[DEFERRED] = False
-        if not _can_defer(self, trainer, [*verls], len(batch)):
-            return score(self, batch, *rest)
-        with asked(batch, DEFER):
-            found = score(self, batch, *rest)
-        vars(self)[DEFERRED] = is_deferred(found, metrics)
+    def _compute_old_log_prob(self: Any, batch: Any, metrics: Any) -> Any:
+        can_defer = _can_defer(self, trainer, len(batch))
+        with asked(batch, DEFER) if can_defer else nullcontext():
+            found = score(self, batch, metrics)
+        vars(self)[DEFERRED] = can_defer and math.isnan(metrics["actor/entropy"])
         return found
 
     @functools.wraps(update)
-    def _update_actor(self: Any, batch: Any, metrics: Any = None) -> Any:
-        rest = () if metrics is None else (metrics,)
-        if not vars(self).get(DEFERRED, False):
-            return update(self, batch, *rest)
+    def _update_actor(self: Any, batch: Any, metrics: Any) -> Any:
+        if not vars(self).pop(DEFERRED, False):
+            return update(self, batch, metrics)
         with asked(batch, UPDATE):
-            output = update(self, batch, *rest)
+            found = update(self, batch, metrics)
         with asked(batch, COLLECT):
-            found = score(self, batch, *rest)
-        vars(self)[DEFERRED] = False
-        log(self, batch, found, output.meta_info["metrics"] if metrics is None else metrics)
-        return output
+            score(self, batch, metrics)
+        correction = self.config.algorithm.get("rollout_correction", None)
+        fields = ["response_mask", "rollout_log_probs", OLD]
+        data = module.tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=fields
+        )
+        if correction is not None and "rollout_log_probs" in data.keys():  # noqa: SIM118
+            padded = module.DataProto(batch=data.to_padded_tensor())
+            metrics.update(correct(padded, correction)[1])  # verl logs them under rollout_corr/
+        return found
 
-    yield trainer, SCORE_METHOD, _compute_old_log_prob
-    yield trainer, UPDATE_METHOD, _update_actor
+    @functools.wraps(balance)
+    def _balance_batch(
+        self: Any,
+        batch: Any,
+        metrics: Any,
+        logging_prefix: str = "global_seqlen",
+        keep_minibatch: bool = False,
+    ) -> Any:
+        batch = balance(self, batch, metrics, logging_prefix, keep_minibatch)
+        if not _shares_prompts(self):
+            return batch
+        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        step = _sequences_of_step(self)
+        if ranks == 1 or step % ranks or len(batch) % step:
+            return batch
+        names = [key.rsplit("_", 2)[0] for key in batch.keys]  # {uid}_{session}_{output}
+        lengths, shared = ([tag[x] for tag in batch.tags] for x in ("seq_len", "prompt_len"))
+        responses = [n - own for n, own in zip(lengths, shared, strict=True)]
+        prompts = Prompts([*zip(names, shared, strict=True)], responses)
+        parts = _exchanged(prompts, ranks, step)
+        batch.reorder([i for part in parts for i in part])
+        logged = log_seqlen_unbalance(lengths, parts, logging_prefix)
+        metrics.update({name: x for name, x in logged.items() if "balanced_" in name})
+        return batch
 
-
-def _rollout_metrics(trainer: Any, batch: Any) -> dict[str, Any]:
-    """Metrics that verl logs for a `batch` under rollout_corr/."""
-    config = trainer.config.algorithm.get("rollout_correction", None)
-    if config is None:
-        return {}
-    helper = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
-    metrics: dict[str, Any]
-    _, metrics = helper.compute_rollout_correction_and_add_to_batch(batch, config)
-    return metrics
+    yield trainer, "_compute_old_log_prob", _compute_old_log_prob
+    yield trainer, "_update_actor", _update_actor
+    yield trainer, "_balance_batch", _balance_batch
 
 
 def _options(trainer: Any) -> dict[str, Any] | None:
@@ -268,7 +237,13 @@ def _distils(config: Any) -> bool:
     return bool((config.get("distillation", None) or {}).get("enabled", False))
 
 
-def _can_defer(trainer: Any, cls: type, own: Sequence[str], size: int) -> bool:
+def _sequences_of_step(trainer: Any) -> int:
+    """Number of sequences of the actor's mini-batch, an optimizer step."""
+    config = trainer.config.actor_rollout_ref
+    return int(config.actor.ppo_mini_batch_size * config.rollout.n)
+
+
+def _can_defer(trainer: Any, cls: type, size: int) -> bool:
     """True if the update may score the batch of `size` sequences; print the reason if not."""
     options, config = _options(trainer), trainer.config
     if options is None or options["old_log_probs"] == "score":
@@ -276,9 +251,9 @@ def _can_defer(trainer: Any, cls: type, own: Sequence[str], size: int) -> bool:
     correction = config.algorithm.get("rollout_correction", None) or {}
     if correction.get("bypass_mode", False) or config.trainer.critic_warmup > trainer.global_steps:
         return False
-    others = [name for name in own if getattr(type(trainer), name) is not getattr(cls, name)]
+    others = [x for x in METHODS if getattr(type(trainer), x) is not getattr(cls, x)]
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    step = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    step = _sequences_of_step(trainer)
     # These cases read old log-probabilities before the update, or in more than one step.
     reasons = {
         f"{type(trainer).__name__}.{', '.join(others)}": others,
@@ -303,50 +278,6 @@ def _can_defer(trainer: Any, cls: type, own: Sequence[str], size: int) -> bool:
 @functools.cache
 def _say(reason: str) -> None:  # cached, so it prints once per reason, to stdout like verl
     print(f"{BACKEND}: verl scores the old policy before each update ({reason})")
-
-
-def _balance_changes(module: ModuleType, trainer: Any) -> Changes:
-    parameters = ("self", "batch", "metrics", "logging_prefix", "keep_minibatch")
-    theirs = function_of(trainer, "_balance_batch", parameters)
-    log_seqlen_unbalance = found_in(module, "log_seqlen_unbalance")
-
-    @functools.wraps(theirs)
-    def _balance_batch(
-        self: Any,
-        batch: Any,
-        metrics: Any,
-        logging_prefix: str = "global_seqlen",
-        keep_minibatch: bool = False,
-    ) -> Any:
-        found = theirs(self, batch, metrics, logging_prefix, keep_minibatch)
-        balanced = batch if found is None else found  # the older trainer changes `batch` in place
-        if not _shares_prompts(self):
-            return found
-        group = self.actor_rollout_wg
-        is_v1 = hasattr(balanced, "tags")
-        if is_v1:  # keys are {uid}_{session}_{output}
-            names = [key.rsplit("_", 2)[0] for key in balanced.keys]
-            lengths, shared = ([tag[x] for tag in balanced.tags] for x in ("seq_len", "prompt_len"))
-            ranks = max(group._dispatch_info["actor"]) + 1
-        else:
-            names = balanced.non_tensor_batch["uid"].tolist()
-            mask, width = balanced.batch["attention_mask"], balanced.batch["prompts"].shape[1]
-            lengths, shared = (x.sum(-1).tolist() for x in (mask, mask[:, :width]))
-            ranks = self._get_dp_size(group, "actor")
-        actor = self.config.actor_rollout_ref
-        step = actor.actor.ppo_mini_batch_size * actor.rollout.n
-        if ranks == 1 or step % ranks or len(names) % step:
-            return found
-        responses = [n - own for n, own in zip(lengths, shared, strict=True)]
-        prompts = Prompts([*zip(names, shared, strict=True)], responses)
-        parts = _exchanged(prompts, ranks, step)
-        order = [i for part in parts for i in part]
-        balanced.reorder(order if is_v1 else torch.tensor(order))
-        logged = log_seqlen_unbalance(lengths, parts, logging_prefix)
-        metrics.update({name: x for name, x in logged.items() if "balanced_" in name})
-        return found
-
-    yield trainer, "_balance_batch", _balance_batch
 
 
 def _shares_prompts(trainer: Any) -> bool:

@@ -202,22 +202,22 @@ def test_process_advantages_against_loops(std):
 
 
 def test_process_lists_are_padded_tensors():
-    lists = adv.process_advantages(
-        [[0.5, None, 1.0], [0.25], []], [[0, 1, 3], [2], []], 3, length=4
-    )
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    steps = [[0.5, None, 1.0], [0.25], []], [[0, 1, 3], [2], []]
+    lists = adv.process_advantages(*steps, 3, completion_mask=mask)
     rewards = torch.tensor([[0.5, NAN, 1.0], [0.25, NAN, NAN], [NAN] * 3])
     ends = torch.tensor([[0, 1, 3], [2, -1, -1], [-1] * 3])
-    mask = torch.ones(3, 4, dtype=torch.bool)
     assert torch.equal(lists, adv.process_advantages(rewards, ends, 3, completion_mask=mask))
     assert lists[1, 2] < 0
     for kind in (torch.tensor, np.array):  # as a reward model returns them
         rows = [kind([0.5, NAN, 1.0]), kind([0.25]), kind([])]
         step_ends = [kind([0, 1, 3]), kind([2]), []]
-        assert torch.equal(lists, adv.process_advantages(rows, step_ends, 3, length=4))
+        assert torch.equal(lists, adv.process_advantages(rows, step_ends, 3, completion_mask=mask))
     whole = np.array([[0.1, 0.9], [0.5, 0.2]]), np.array([[1, 3], [0, 2]])
-    want = adv.process_advantages(*(x.tolist() for x in whole), 2, length=4)
-    assert torch.equal(adv.process_advantages(*whole, 2, length=4), want)
-    assert adv.process_advantages([[], [], []], [[], [], []], 3, length=0).shape == (3, 0)
+    want = adv.process_advantages(*(x.tolist() for x in whole), 2, completion_mask=mask[:2])
+    assert torch.equal(adv.process_advantages(*whole, 2, completion_mask=mask[:2]), want)
+    none = [[], [], []]
+    assert adv.process_advantages(none, none, 3, completion_mask=mask[:, :0]).shape == (3, 0)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64])
@@ -226,11 +226,12 @@ def test_process_steps_that_cancel_give_exactly_0(dtype):
     rewards, ends = [[0.1, 0.9], [0.5, None]], [[3, 7], [5, 0]]
     if dtype is not None:
         rewards, ends = torch.tensor([[0.1, 0.9], [0.5, NAN]], dtype=dtype), torch.tensor(ends)
-    found = adv.process_advantages(rewards, ends, 2, length=8)
+    found = adv.process_advantages(rewards, ends, 2, completion_mask=torch.ones(2, 8))
     assert found.dtype == (dtype or torch.float32)
     assert found[0, :4].tolist() == [0.0] * 4 and found[1].tolist() == [0.0] * 8
     assert found[0, 4:].tolist() == pytest.approx([0.99975] * 4)
-    at_mean = adv.process_advantages([[0.3, 0.7, 0.2], [0.4]], [[0, 1, 4], [5]], 2, length=6)
+    steps = [[0.3, 0.7, 0.2], [0.4]], [[0, 1, 4], [5]]
+    at_mean = adv.process_advantages(*steps, 2, completion_mask=torch.ones(2, 6))
     assert at_mean[1].tolist() == [0.0] * 6
 
 
@@ -546,8 +547,7 @@ OF_ONE: list[tuple[type[Exception], str, dict[str, Any], str]] = [
       for ids in (["a", "a", "b"], np.array(["a", "a", "b"], dtype=object))),
     (ValueError, STEPS, {"step_rewards": [[1.0], [1.0, 2.0]], "step_ends": [[0], [0]]},
      r"step_ends: .*\[1, 2\] by row, got \[1, 1\]"),
-    (ValueError, STEPS, {"completion_mask": None}, "completion_mask, length: .* got neither"),
-    (ValueError, STEPS, {"length": 3}, "completion_mask, length: .* got both"),
+    (TypeError, STEPS, {"completion_mask": None}, "completion_mask: expected a tensor, got None"),
     (ValueError, "gae", {"rewards": M[:, :2]}, r"rewards: .* \(4, 3\), got \(4, 2\)"),
     *((ValueError, name, {"rewards": R[:3]}, r"rewards: .*= \(4,.*\), got \(3,\)")
       for name in ("gae", "reinforce_plus_plus")),

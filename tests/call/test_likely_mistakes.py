@@ -265,7 +265,10 @@ GUESSES: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "scores: ..., got (2,); ..., pass scores[:, None].expand_as(completion_ids)"),
     (lambda: objectives.m2po_mask(LOGPS, -LOGPS, torch.ones(2, 5)), ValueError,
      "sampling_per_token_logps: expected log-probabilities"),
-    (lambda: advantages.process_advantages([["x"]], [[1]], 1, length=2), TypeError,  # type: ignore
+    (lambda: advantages.process_advantages([[1.0]], [[1]], 1), TypeError,  # type: ignore
+     "completion_mask: expected by process_advantages, got none"),
+    (lambda: advantages.process_advantages(
+        [["x"]], [[1]], 1, completion_mask=torch.ones(1, 2)), TypeError,  # type: ignore
      "step_rewards: expected numbers or None in the lists, got str"),
     (lambda: LossConfig().kl_coef, HINT, "... 'kl_coef'; did you mean beta?"),
     (lambda: presets.DAPO.replace(beta=0.1), HINT, "... dataclasses.replace(config, ...)"),

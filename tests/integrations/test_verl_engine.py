@@ -73,9 +73,9 @@ def tokens_of(data: Any) -> int:
 def tree_tokens(data: Any, *parts: list[int]) -> int:
     """Distinct tokens of micro-batches, without the responses' last ones."""
     found = 0
-    sequences, lengths = data["input_ids"].unbind(), data["attention_mask"][:, verl_peer.PROMPT :]
+    sequences, lengths = data["input_ids"].unbind(), data["responses"].offsets().diff()
     for part in parts or [[*range(len(data))]]:
-        own = {i: int(lengths[i].sum()) for i in part}
+        own = {i: int(lengths[i]) for i in part}
         prompts = {tuple(sequences[i].tolist()[: len(sequences[i]) - own[i]]) for i in part}
         found += sum(map(len, prompts)) + sum(n - 1 for n in own.values())
     return found
@@ -83,15 +83,18 @@ def tree_tokens(data: Any, *parts: list[int]) -> int:
 
 def share(data: Any) -> float:
     """The share of the counted tokens that have an advantage and a weight."""
-    counted = data["response_mask"] != 0
-    live = counted & (data["advantages"] != 0)
-    if "rollout_is_weights" in data.keys():  # noqa: SIM118
-        live &= data["rollout_is_weights"] != 0
-    return float(live.sum() / counted.sum())
+    live = data["response_mask"].values() != 0
+    for name in {"advantages", "rollout_is_weights"} & set(data.keys()):
+        live &= data[name].values() != 0
+    return int(live.sum()) / counted(data)
+
+
+def counted(data: Any) -> int:
+    return int(data["response_mask"].values().sum())
 
 
 def nvh(step: Any, data: Any) -> float:
-    return step.products.head / (int(data["response_mask"].sum()) * VOCAB * HIDDEN)
+    return step.products.head / (counted(data) * VOCAB * HIDDEN)
 
 
 def both(data, loss, options=OURS, tried=True, **flags):
@@ -119,7 +122,6 @@ class Scene:
     flags: dict[str, Any] = field(default_factory=dict)
     products: str = "2 + 4s"
     batch: dict[str, Any] = field(default_factory=dict)
-    jagged: bool = False  # responses without padding
 
 
 def mode(name: str, **options: Any) -> dict[str, Any]:
@@ -152,14 +154,14 @@ SCENES = {
     },
     "bypass, rollout_rs": Scene(mode("bypass_mode", correction=OF_SEQUENCES), {}, "2 + 6s"),
     # responses of a prompt come together: in micro-batches, dynamic ones
-    "micro-batches, jagged": Scene(flags=MICRO, jagged=True),
+    "micro-batches": Scene(flags=MICRO),
     "micro-batches, kl": Scene({"use_kl_loss": True, "kl_loss_coef": 0.01}, MICRO, "6"),
     "dynamic, bypass": Scene(mode("bypass_mode", correction=BYPASS), DYNAMIC),
     "dynamic, gspo": Scene(GSPO, DYNAMIC, "2 + 6s"),
     "dynamic, entropy": Scene({"entropy_coeff": 0.01, **SEQ_MEAN}, ENTROPY | DYNAMIC, "6"),
     # padded inputs of the model, and rows
     "padded inputs": Scene(flags=PADDED),
-    "padded inputs, micro-batches, jagged": Scene(flags=PADDED | MICRO, jagged=True),
+    "padded inputs, micro-batches": Scene(flags=PADDED | MICRO),
     "padded inputs, dynamic": Scene(flags=PADDED | DYNAMIC),
     "padded rows": Scene(flags={"prepare": wide}),
 }
@@ -170,10 +172,9 @@ def test_what_counts_is_computed(name: str) -> None:
     """verl's own way takes 6 products of all tokens, prompts too, and of padding."""
     scene = SCENES[name]
     data = batch(**scene.batch)
-    given = verl_peer.nested(data) if scene.jagged else data
-    unfused, ours = both(given, ppo_loss(config(**scene.config)), **scene.flags)
+    unfused, ours = both(data, ppo_loss(config(**scene.config)), **scene.flags)
     theirs, s = nvh(unfused, data), share(data)
-    tokens = tokens_of(data) / int(data["response_mask"].sum())
+    tokens = tokens_of(data) / counted(data)
     assert theirs > 6 * tokens if "padded" in name else theirs == pytest.approx(6 * tokens)
     done, exact = nvh(ours, data), {"6": 6, "2 + 4s": 2 + 4 * s}
     if scene.products in exact:
@@ -182,6 +183,18 @@ def test_what_counts_is_computed(name: str) -> None:
         assert 2 + 4 * s < done <= 2 + 6 * s + 1e-9
     is_divided = {*MICRO, *DYNAMIC} & {*scene.flags}
     assert ours.products.tokens == tree_tokens(data, *(PROMPTS if is_divided else ()))
+
+
+@pytest.mark.usefixtures("forget_warnings")
+@pytest.mark.parametrize(("options", "loss"), [(OURS, GSPO), (SCORE, {})], ids=str)
+def test_the_trainer_before_v1(options: dict[str, str], loss: dict[str, Any]) -> None:
+    """Its batches are padded. It gets our head, and a tree within a rank."""
+    data, padded = batch(), batch(padded=True)
+    with pytest.warns(UserWarning, match=r"set trainer\.use_v1=True"):
+        ours = both(padded, ppo_loss(config(**loss)), options, **MICRO)[1]
+    assert nvh(ours, data) < 2 + 6 * share(data) + 1e-9
+    if options == OURS:
+        assert ours.products.tokens == tree_tokens(data, *PROMPTS)
 
 
 def test_lora_and_layers_that_are_recomputed() -> None:
@@ -206,7 +219,7 @@ def test_compute_log_prob(flags: dict[str, Any]) -> None:
     unfused, ours = run(None, data, None, **flags), run(OURS, data, None, tried=True, **flags)
     assert nvh(ours, data) == pytest.approx(2, abs=0.2)  # fewer than 16 rows are padded to 16
     assert ours.products.tokens < 0.9 * unfused.products.tokens
-    mask = data["response_mask"] != 0
+    mask = torch.nested.to_padded_tensor(data["response_mask"], 0) != 0
     padded = verl_module("workers.utils.padding").no_padding_2_padding
     for name, x in ours.model_output.items():
         got, want = padded(x, data), padded(unfused.model_output[name], data)
@@ -235,7 +248,7 @@ def test_what_another_may_read_is_computed() -> None:
         loss, metrics = theirs(model_output=model_output, data=data, dp_group=dp_group)
         return loss + 0.1 * model_output["log_probs"].values().mean(), metrics
 
-    tokens = tokens_of(data) / int(data["response_mask"].sum())
+    tokens = tokens_of(data) / counted(data)
     assert nvh(both(data, functools.partial(prompts_too))[1], data) == pytest.approx(8 * tokens)
     got, want = (
         step.model_output["log_probs"].values()
@@ -416,9 +429,7 @@ def test_within_verls_engine(rewards: bool, least: int, most: int) -> None:
     assert gap(ours, unfused) < 5e-6
     for mass in ("distillation/student_mass", "distillation/teacher_mass"):
         assert ours.metrics[mass] == pytest.approx(unfused.metrics[mass])
-    counted = int(data["response_mask"].sum())
-    done = ours.products.head / (VOCAB * HIDDEN * counted)
-    assert least <= done <= most
+    assert least <= nvh(ours, data) <= most
 
 
 @pytest.mark.parametrize(
@@ -520,7 +531,7 @@ def on_ulysses(rank: int, ranks: int, options: dict[str, Any], nvh: float) -> No
     assert gap(got, want) < 1e-6
     operations = torch.tensor(got.products.head)
     dist.all_reduce(operations)
-    done = int(operations) / (int(data["response_mask"].sum()) * VOCAB * HIDDEN)
+    done = int(operations) / (counted(data) * VOCAB * HIDDEN)
     assert nvh <= done < nvh + 0.15  # on each rank, fewer than 16 rows are padded to 16
 
 

@@ -1,11 +1,10 @@
-"""verl's trainers, `fit` of the one, `_step_once` of the other, on CPUs: they leave the scoring of
-the old policy to the update, against themselves with ``old_log_probs=score``; responses of a prompt
-come to one rank, in the optimizer steps of verl.
+"""verl's trainer on CPUs: `fit` leaves the scoring of the old policy to the update, against itself
+with ``old_log_probs=score``; responses of a prompt come to one rank, in verl's optimizer steps.
 
-They run over verl's own workers and its FSDP engine (`verl_peer`). Stand-ins: the sampler, which
+It runs over verl's own workers and its FSDP engine (`verl_peer`). Stand-ins: the sampler, which
 repeats the same responses; Ray, whose part `Workers` plays on the ranks of a group, each of which
-runs the trainer; the store of the newer trainer; packages that verl's trainers import for servers,
-data and that store. All are made without their constructors."""
+runs the trainer; the store; packages that verl's trainer imports for servers, data and that store.
+All are made without their constructors."""
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,7 +31,7 @@ pytest.importorskip("verl")
 pytest.importorskip("ray")
 from omegaconf import OmegaConf
 
-from benchmarks.verl_step import Products
+from benchmarks.verl_step import Products, jagged
 from grpo_kernels.verl import patch_verl, trainers, unpatch_verl
 from tests.support import verl_peer
 from tests.support.ranks import run_ranks
@@ -168,121 +166,9 @@ def worker(options: dict[str, str], settings: Any, strategy: str | None, model: 
     return made
 
 
-class Workers:
-    """The worker group: each rank takes its part of a batch, and gets what all return."""
-
-    def __init__(self, actor: Any) -> None:
-        worker_class = module_of_trainers("workers.engine_workers").ActorRolloutRefWorker
-        self.own = worker_class.__new__(worker_class)
-        self.own.actor, self.own.enable_routing_replay, self.own.profiler = actor, False, None
-
-    def compute_log_prob(self, data: Any) -> Any:
-        return self._on_all("compute_log_prob", data)
-
-    def update_actor(self, data: Any) -> Any:
-        return self._on_all("update_actor", data)
-
-    def _on_all(self, name: str, data: Any) -> Any:
-        tensordict_utils = verl_module("utils.tensordict_utils")
-        ranks = dist.get_world_size()
-        part = tensordict_utils.chunk_tensordict(data, ranks)[dist.get_rank()]
-        found: list[Any] = [None] * ranks
-        dist.all_gather_object(found, getattr(self.own, name)(part))
-        return tensordict_utils.concat_tensordict(found) if name == "compute_log_prob" else found[0]
-
-
-def train(
-    options: dict[str, str],
-    *,
-    v1: bool = False,
-    steps: int = 2,
-    sampled: bool = True,
-    strategy: str | None = "fsdp2",
-    model: Any = None,
-    change: Callable[[Any], None] | None = None,  # of the trainer
-    **changes: Any,
-) -> Any:
-    """Some steps of verl's trainer, the older one or `v1`."""
-    unpatch_verl()
-    patch_verl()
-    settings = config(actor_rollout_ref__model__fused_kernel_options=options, **changes)
-    settings.actor_rollout_ref.rollout.calculate_log_probs = sampled
-    actor = worker(options, settings, strategy, model)
-    made = bare_trainer(settings, (StoredWorkers if v1 else Workers)(actor), v1=v1)
-    if change is not None:
-        change(made)
-    run = SimpleNamespace()
-    run.products = Products(VOCAB)
-    data = [batch(seed, sampled) for seed in range(steps)]
-    with run.products:
-        run.metrics, run.batches = (_v1_steps if v1 else _fit)(made, data)
-    module = actor.engine.module
-    run.weights = {
-        name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
-        for name, x in module.named_parameters()
-    }
-    return run
-
-
-def bare_trainer(settings: Any, workers: Any, *, v1: bool) -> Any:
-    name = "v1.trainer_sync" if v1 else "ray_trainer"
-    module = module_of_trainers(f"trainer.ppo.{name}")
-    trainer = module.PPOTrainerSync if v1 else module.RayPPOTrainer
-    made = trainer.__new__(trainer)
-    made.config, made.actor_rollout_wg, made.global_steps = settings, workers, 1
-    made.use_critic = made.use_reference_policy = made.ref_in_actor = False
-    made.checkpoint_manager = SimpleNamespace(
-        update_weights=lambda *_: None, sleep_replicas=lambda: None
-    )
-    return made
-
-
-def _fit(trainer: Any, data: list[dict[str, Tensor]]) -> tuple[list[Any], list[Any]]:
-    protocol = verl_module("protocol")
-    batches, logged = iter(data), []
-
-    def generate_sequences(prompts: Any) -> Any:
-        found = protocol.DataProto.from_single_dict(next(batches))
-        found.meta_info["timing"] = {}
-        found.non_tensor_batch["multi_modal_inputs"] = np.array([{}] * SIZE, dtype=object)
-        return found
-
-    trainer.use_rm = False
-    trainer._dump_executor = SimpleNamespace(_shutdown=False, shutdown=lambda **_: None)
-    trainer._load_checkpoint, trainer._dump_futures = (lambda: None), []
-    trainer.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 1)
-    seen: list[Any] = []
-    prompts = {"index": torch.arange(SIZE // GROUP)}
-    trainer.train_dataloader = [dict(prompts) for _ in data]
-    trainer.train_dataset = SimpleNamespace(on_batch_end=lambda batch: seen.append(batch.batch))
-    trainer.total_training_steps = len(data) + 1
-    trainer.async_rollout_manager = SimpleNamespace(generate_sequences=generate_sequences)
-    tracking = SimpleNamespace(log=lambda data, step: logged.append(data))
-    with mock.patch.object(verl_module("utils.tracking"), "Tracking", return_value=tracking):
-        trainer.fit()
-    return logged, seen
-
-
-@dataclass
-class Store:
-    """TransferQueue's part for one batch: its fields by name."""
-
-    fields: dict[str, Any]
-
-    def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> Any:
-        from tensordict import TensorDict
-
-        found = {name: self.fields[name] for name in select_fields if name in self.fields}
-        return TensorDict(found, batch_size=[len(keys)])
-
-    def kv_batch_put(self, keys: list[str], partition_id: str, fields: Any) -> Any:
-        self.fields.update(fields.items())
-        return Meta(keys)
-
-
 @dataclass
 class Meta:
-    """A reference to that batch."""
+    """A reference to a batch."""
 
     keys: list[str]
     tags: Sequence[dict[str, int]] = ()
@@ -296,41 +182,117 @@ class Meta:
         self.keys, self.tags = ([x[i] for i in order] for x in (self.keys, self.tags))
 
 
-class StoredWorkers(Workers):
-    """Workers that get a reference to a batch, and put their results beside it."""
+class Store:
+    """TransferQueue and the sampler: `batches`, one a step, of fields by name."""
 
-    store: Store
+    def __init__(self, batches: list[dict[str, Any]]) -> None:
+        self.batches, self.next = batches, iter(batches)
+        self.fields: dict[str, Any] = {}
+        self.tags: list[dict[str, int]] = []
 
-    def _on_all(self, name: str, data: Any) -> Any:
-        tensordict_utils = verl_module("utils.tensordict_utils")
-        whole = self.store.kv_batch_get(data.keys, "train", [*self.store.fields])
-        whole = whole.exclude("uid")
-        tensordict_utils.assign_non_tensor(whole, **data.extra_info)
-        found = super()._on_all(name, whole)
-        if name == "update_actor":
-            return {"metrics": tensordict_utils.get(found, "metrics")}
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> Any:
+        self.fields = next(self.next)
+        tag = dict.fromkeys(("min_global_steps", "max_global_steps"), global_steps - 1)
+        self.tags = [tag] * SIZE
+        return Meta([f"prompt{i // GROUP}_{i}_0" for i in range(SIZE)], self.tags), {}
+
+    def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> Any:
+        from tensordict import TensorDict
+
+        found = {name: self.fields[name] for name in select_fields if name in self.fields}
+        return TensorDict(found, batch_size=[len(keys)])
+
+    def kv_batch_put(self, keys: list[str], partition_id: str, fields: Any) -> Any:
+        self.fields.update(fields.items())
+        return Meta(keys, self.tags)
+
+    def kv_clear(self, keys: list[str], partition_id: str) -> None:
+        self.fields = {}
+
+
+class Workers:
+    """The worker group: each rank takes its part of the batch that a reference names, and puts what
+    all return beside it."""
+
+    def __init__(self, actor: Any, store: Store) -> None:
+        worker_class = module_of_trainers("workers.engine_workers").ActorRolloutRefWorker
+        self.own, self.store = worker_class.__new__(worker_class), store
+        self.own.actor, self.own.enable_routing_replay, self.own.profiler = actor, False, None
+
+    def compute_log_prob(self, data: Any) -> Any:
+        found = verl_module("utils.tensordict_utils").concat_tensordict(
+            self._on_all("compute_log_prob", data)
+        )
         return self.store.kv_batch_put(data.keys, "train", found.exclude("metrics"))
 
+    def update_actor(self, data: Any) -> Any:
+        found = self._on_all("update_actor", data)[0]
+        return {"metrics": verl_module("utils.tensordict_utils").get(found, "metrics")}
 
-def _v1_steps(trainer: Any, data: list[dict[str, Tensor]]) -> tuple[list[Any], list[Any]]:
-    trainer.curr_step_profile = False
-    trainer.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[])
+    def _on_all(self, name: str, data: Any) -> list[Any]:
+        tensordict_utils = verl_module("utils.tensordict_utils")
+        whole = self.store.kv_batch_get(data.keys, "train", [*self.store.fields])
+        whole = whole.exclude("uid", "num_turns")
+        tensordict_utils.assign_non_tensor(whole, **data.extra_info)
+        ranks = dist.get_world_size()
+        part = tensordict_utils.chunk_tensordict(whole, ranks)[dist.get_rank()]
+        found: list[Any] = [None] * ranks
+        dist.all_gather_object(found, getattr(self.own, name)(part))
+        return found
+
+
+def train(
+    options: dict[str, str],
+    *,
+    steps: int = 2,
+    sampled: bool = True,
+    strategy: str | None = "fsdp2",
+    model: Any = None,
+    change: Callable[[Any], None] | None = None,  # of the trainer
+    **changes: Any,
+) -> Any:
+    """Some steps of verl's `fit`."""
+    unpatch_verl()
+    patch_verl()
+    settings = config(actor_rollout_ref__model__fused_kernel_options=options, **changes)
+    settings.actor_rollout_ref.rollout.calculate_log_probs = sampled
+    actor = worker(options, settings, strategy, model)
+    store = Store([_jagged(batch(seed, sampled)) for seed in range(steps)])
+    trainer = bare_trainer(settings, Workers(actor, store))
+    trainer.replay_buffer, trainer.total_training_steps = store, steps
     trainer._balance_batch = lambda batch, metrics: batch
-    logged, stores = [], []
+    if change is not None:
+        change(trainer)
+    run = SimpleNamespace(products=Products(VOCAB), metrics=[], batches=store.batches)
+    tracking = SimpleNamespace(log=lambda data, step: run.metrics.append(data))
     base = module_of_trainers("trainer.ppo.v1.trainer_base")
-    for step, padded in enumerate(data):
-        store = Store(_jagged(padded))
-        trainer.actor_rollout_wg.store = store
-        keys = [f"prompt{i // GROUP}_{i}_0" for i in range(SIZE)]
-        sample = Meta(keys), {}
-        trainer.replay_buffer = SimpleNamespace(sample=lambda sample=sample, **_: sample)
-        trainer.global_steps = step + 1
-        metrics: dict[str, Any] = {}
-        with mock.patch.object(base, "tq", store):
-            trainer._step_once(metrics, {}, SIZE)
-        logged.append(metrics)
-        stores.append(store.fields)
-    return logged, stores
+    stand_ins = {"tq": store, "KVBatchMeta": Meta, "Tracking": lambda **_: tracking}
+    with run.products, mock.patch.multiple(base, **stand_ins):
+        trainer.fit(None)
+    module = actor.engine.module
+    run.weights = {
+        name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
+        for name, x in module.named_parameters()
+    }
+    return run
+
+
+def bare_trainer(settings: Any, workers: Any) -> Any:
+    base = module_of_trainers("trainer.ppo.v1.trainer_base")
+    trainer = module_of_trainers("trainer.ppo.v1.trainer_sync").PPOTrainerSync
+    made = trainer.__new__(trainer)
+    made.config, made.actor_rollout_wg, made.global_steps = settings, workers, 0
+    made.use_critic = made.use_reference_policy = made.ref_in_actor = False
+    made.trainer_mode, made.parameter_sync_step, made.steps_per_epoch = "sync", 1, 100
+    made.checkpoint_manager = SimpleNamespace(
+        update_weights=lambda *_: None, sleep_replicas=lambda: None
+    )
+    made.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[])
+    made.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 1)
+    made._rollout_moe_lb_metrics_accumulator = base.RolloutMoELoadBalanceMetricsAccumulator()
+    made._add_batch_to_generate = lambda: None
+    made._init_dump_executor()
+    return made
 
 
 def _jagged(padded: dict[str, Tensor]) -> dict[str, Any]:
@@ -339,12 +301,13 @@ def _jagged(padded: dict[str, Tensor]) -> dict[str, Any]:
     there = padded["attention_mask"]
     inside = {"prompts": there[:, :PROMPT], "input_ids": there, "position_ids": there}
     made: dict[str, Any] = {
-        name: verl_peer.jagged(x, inside.get(name, there[:, PROMPT:]))
+        name: jagged(x, inside.get(name, there[:, PROMPT:]))
         for name, x in padded.items()
         if name != "attention_mask"
     }
     made["loss_mask"] = made["response_mask"]
     made["uid"] = NonTensorStack(*(f"prompt{i // GROUP}" for i in range(SIZE)))
+    made["num_turns"] = NonTensorStack(*[1] * SIZE)
     return made
 
 
@@ -377,7 +340,7 @@ def check_same(auto: Any, score: Any) -> None:
     for got, want in zip(auto.metrics, score.metrics, strict=True):
         assert logged(got) == pytest.approx(logged(want), rel=1e-6, abs=1e-6)
     for got, want in zip(auto.batches, score.batches, strict=True):
-        pair = ((x.values() if x.is_nested else x) for x in (got[OLD], want[OLD]))
+        pair = (x[OLD].values() for x in (got, want))
         torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(auto.weights, score.weights, rtol=0, atol=1e-7)
 
@@ -409,18 +372,17 @@ SCENES: dict[str, dict[str, Any]] = {
     "zero_advantage": {"options": SCORE},
     "fsdp": {"strategy": "fsdp"},
 }
-BOTH = [*((name, True) for name in SCENES), ("token-mean", False), ("kl", False), ("fsdp", False)]
-# what `make test` runs of them: each trainer, a term besides, other micro-batches
-QUICK = [("token-mean", True), ("zero_advantage", True), ("dynamic batches", True), ("kl", False)]
+# what `make test` runs of them: a term besides, other micro-batches
+QUICK = ("token-mean", "zero_advantage", "dynamic batches", "kl")
 
 
 @pytest.mark.parametrize(
-    ("name", "v1"), [pytest.param(*x, marks=() if x in QUICK else pytest.mark.slow) for x in BOTH]
+    "name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in SCENES]
 )
-def test_what_verl_logs_and_learns_is_the_same(name: str, v1: bool) -> None:
+def test_what_verl_logs_and_learns_is_the_same(name: str) -> None:
     flags = dict(SCENES[name])
     options = flags.pop("options", OURS)
-    runs = [train(options | more, v1=v1, **flags) for more in ({}, SCORED)]
+    runs = [train(options | more, **flags) for more in ({}, SCORED)]
     check_same(*runs)
     auto, score = (run.products.all for run in runs)
     assert auto < 0.85 * score
@@ -468,7 +430,7 @@ def test_verl_scores_where_it_has_to(reason: str, capsys: pytest.CaptureFixture[
     """All is as without the option, operations too, and one line says why."""
     flags = dict(SCORING[reason])
     make = flags.pop("model", verl_peer.model)
-    runs = [train(OURS | more, v1=True, model=make(), **flags) for more in ({}, SCORED)]
+    runs = [train(OURS | more, model=make(), **flags) for more in ({}, SCORED)]
     check_same(*runs)
     assert runs[0].products.all == runs[1].products.all
     line = f"grpo_kernels: verl scores the old policy before each update ({reason})"
@@ -479,8 +441,20 @@ def test_verl_scores_where_it_has_to(reason: str, capsys: pytest.CaptureFixture[
 def test_who_else_scores(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="old_log_probs: expected one of auto, score, got"):
         train(OURS | {"old_log_probs": "no"})
-    step = train({"impl_backend": "torch"}, steps=1, strategy="fsdp").metrics[0]
-    assert step["perf/mfu/actor_infer"] > 0
+    is_nan = []
+
+    def change(trainer: Any) -> None:
+        advantages, store = trainer._compute_advantage, trainer.replay_buffer
+
+        def look(batch: Any, metrics: Any) -> Any:
+            is_nan.append(bool(store.fields[OLD].values().isnan().any()))
+            return advantages(batch, metrics)
+
+        trainer._compute_advantage = look
+
+    for options in (OURS, {"impl_backend": "torch"}):
+        train(options, steps=1, strategy="fsdp", change=change)
+    assert is_nan == [True, False]  # until the update
     assert "verl scores" not in capsys.readouterr().out
 
 
@@ -490,7 +464,7 @@ def test_a_second_step_is_refused(more: dict[str, int]) -> None:
         update = trainer.actor_rollout_wg.update_actor
 
         def update_actor(data: Any) -> Any:
-            verl_module("utils.tensordict_utils").assign_non_tensor(data, **more)
+            data.extra_info.update(more)
             return update(data)
 
         trainer.actor_rollout_wg.update_actor = update_actor
@@ -500,9 +474,9 @@ def test_a_second_step_is_refused(more: dict[str, int]) -> None:
 
 
 def on_ranks(rank: int, ranks: int) -> None:
-    for strategy, v1 in (("fsdp2", True), ("fsdp", False)):
+    for strategy in ("fsdp2", "fsdp"):
         auto, score = (
-            train(SCORE | more, v1=v1, strategy=strategy, model=verl_peer.model(layers=2))
+            train(SCORE | more, strategy=strategy, model=verl_peer.model(layers=2))
             for more in ({}, SCORED)
         )
         check_same(auto, score)
@@ -520,31 +494,21 @@ RANKS, PROMPTS = 2, 6
 UIDS = [f"u_{i}" for i in range(PROMPTS) for _ in range(GROUP)]
 SHARED = 12  # tokens
 LENGTHS = torch.randint(17, 52, (len(UIDS),), generator=torch.Generator().manual_seed(0)).tolist()
-OF_BOTH = pytest.mark.parametrize("v1", [False, True], ids=["ray", "v1"])
 
 
-def balanced(v1, prompts=PROMPTS, lengths=LENGTHS, **changed):
+def balanced(prompts=PROMPTS, lengths=LENGTHS, **changed):
     """(uid and length) of each sequence, those of the first rank first; and what is logged."""
     options = {"impl_backend": "grpo_kernels"}
     given = {"model.fused_kernel_options": options, "actor.ppo_mini_batch_size": prompts, **changed}
     settings = {f"actor_rollout_ref.{name}": x for name, x in given.items()}
     workers, metrics = SimpleNamespace(_dispatch_info={"actor": [0, 1]}), dict[str, Any]()
-    made = bare_trainer(config(**settings), workers, v1=v1)
-    made.tokenizer, made._get_dp_size = SimpleNamespace(eos_token_id=0), lambda *_: RANKS
-    if v1:
-        keys = [f"{uid}_{i % GROUP}_0" for i, uid in enumerate(UIDS)]
-        tags = [{"seq_len": n, "prompt_len": SHARED} for n in lengths]
-        batch = made._balance_batch(Meta(keys, tags), metrics)
-        uids = [key.rsplit("_", 2)[0] for key in batch.keys]
-        return [*zip(uids, (x["seq_len"] for x in batch.tags), strict=True)], metrics
-    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    batch = verl_module("protocol").DataProto.from_dict(
-        {"attention_mask": mask, "prompts": mask[:, :SHARED]},
-        non_tensors={"uid": np.array(UIDS, dtype=object)},
-    )
-    assert made._balance_batch(batch, metrics, "global_seqlen", False) is None  # as verl's takes it
-    found = batch.batch["attention_mask"].sum(1).tolist()
-    return [*zip(batch.non_tensor_batch["uid"], found, strict=True)], metrics
+    made = bare_trainer(config(**settings), workers)
+    made.tokenizer = SimpleNamespace(eos_token_id=0)
+    keys = [f"{uid}_{i % GROUP}_0" for i, uid in enumerate(UIDS)]
+    tags = [{"seq_len": n, "prompt_len": SHARED} for n in lengths]
+    batch = made._balance_batch(Meta(keys, tags), metrics)
+    uids = [key.rsplit("_", 2)[0] for key in batch.keys]
+    return [*zip(uids, (x["seq_len"] for x in batch.tags), strict=True)], metrics
 
 
 def steps(found: list[Any], prompts: int) -> list[list[list[Any]]]:
@@ -554,12 +518,11 @@ def steps(found: list[Any], prompts: int) -> list[list[list[Any]]]:
     return [[rank[i : i + size] for rank in ranks] for i in range(0, own, size)]
 
 
-@OF_BOTH
 @pytest.mark.parametrize("prompts", [PROMPTS, 2])
-def test_steps_stay_and_prompts_come_together(v1: bool, prompts: int) -> None:
-    stock, _ = balanced(v1, prompts)
+def test_steps_stay_and_prompts_come_together(prompts: int) -> None:
+    stock, _ = balanced(prompts)
     patch_verl()
-    ours, metrics = balanced(v1, prompts)
+    ours, metrics = balanced(prompts)
     apart = [0, 0]
     for want, got in zip(steps(stock, prompts), steps(ours, prompts), strict=True):
         assert sorted(x for rank in want for x in rank) == sorted(x for rank in got for x in rank)
@@ -585,15 +548,14 @@ STAYS: list[dict[str, Any]] = [
 ]
 
 
-@OF_BOTH
-def test_what_shares_nothing_or_would_change_or_be_slower_stays(v1: bool) -> None:
-    stock = [balanced(v1, **changed) for changed in STAYS]
+def test_what_shares_nothing_or_would_change_or_be_slower_stays() -> None:
+    stock = [balanced(**changed) for changed in STAYS]
     patch_verl()
-    assert [balanced(v1, **changed) for changed in STAYS] == stock
+    assert [balanced(**changed) for changed in STAYS] == stock
 
 
 @pytest.mark.usefixtures("forget_warnings")
 def test_an_engine_with_a_head_of_its_own_is_told() -> None:
     patch_verl()
     with pytest.warns(UserWarning, match=r"no effect with actor\.strategy=veomni"):
-        balanced(v1=True, **{"actor.strategy": "veomni"})
+        balanced(**{"actor.strategy": "veomni"})

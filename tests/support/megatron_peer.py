@@ -130,7 +130,7 @@ def step(sequence_parallel: bool, tied: bool, **options: Any) -> dict[str, float
     tensordict_utils = verl_module("utils.tensordict_utils")
     flags = {"calculate_entropy": True, "temperature": TEMPERATURE, "dp_size": 1}
     more = {"use_fused_kernels": True, "num_micro_batch": 1, "global_batch_size": len(data)}
-    more["batch_num_tokens"] = int(data["response_mask"].sum())
+    more["batch_num_tokens"] = int(data["response_mask"].values().sum())
     tensordict_utils.assign_non_tensor(data, **flags, **more)
     loss_function = verl_peer.ppo_loss(verl_peer.config(**options))
 
@@ -164,7 +164,7 @@ def step(sequence_parallel: bool, tied: bool, **options: Any) -> dict[str, float
         found[name] = relative(whole(name, x.grad), weights[name].grad)
     operations = torch.tensor(products.head)
     dist.all_reduce(operations, group=parallel_state.get_context_parallel_group())
-    counted, live = data["response_mask"] != 0, data["advantages"] != 0
+    counted, live = (data[x].values() != 0 for x in ("response_mask", "advantages"))
     share = float((counted & live).sum() / counted.sum())
     return {**found, "nvh": int(operations) / (TOKENS * 16 * int(counted.sum())), "share": share}
 

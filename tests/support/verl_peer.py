@@ -193,9 +193,10 @@ def ppo_loss(settings: Any) -> Any:
     return functools.partial(verl_module("workers.utils.losses").ppo_loss, config=settings)
 
 
-def batch(size=8, *, seed=0, dead=4, tools=False, weights=False, group=1):
-    """A mini-batch as verl's trainer sends it: `dead` sequences (the first so many, or a mask) have
-    the advantage 0, and every (`size` / `group`)-th one has the same prompt."""
+def batch(size=8, *, seed=0, dead=4, tools=False, weights=False, group=1, padded=False):
+    """A mini-batch as verl's trainer sends it, or the one before v1 if `padded`: `dead` sequences
+    (the first so many, or a mask) have the advantage 0, and every (`size` / `group`)-th one has the
+    same prompt."""
     g = torch.Generator().manual_seed(seed)
     prompts = torch.randint(8, PROMPT + 1, (size, 1), generator=g)
     responses = torch.randint(RESPONSE // 4, RESPONSE + 1, (size, 1), generator=g)
@@ -218,29 +219,13 @@ def batch(size=8, *, seed=0, dead=4, tools=False, weights=False, group=1):
     if weights:
         w = 2 * torch.rand(logps.shape, generator=g)
         data["rollout_is_weights"] = w * (w >= 0.4)
-    return data
+    return data if padded else verl_step.unpadded(data)
 
 
 def places(prompts: Tensor, responses: Tensor) -> Tensor:
     """1 where a token is: prompts end, responses begin, at PROMPT."""
     place = torch.arange(PROMPT + RESPONSE)
     return ((place >= PROMPT - prompts) & (place < PROMPT + responses)).long()
-
-
-def jagged(x: Tensor, there: Tensor) -> Tensor:
-    """The cells of `x` (B, L) that are `there`, a row per sequence."""
-    rows = [row[at] for row, at in zip(x, there.bool(), strict=True)]
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-
-def nested(data: Any) -> Any:
-    there = data["attention_mask"]
-    made = data.exclude("attention_mask", "max_response_len", "max_seq_len", "indices")
-    made["prompts"] = jagged(data["prompts"], there[:, :PROMPT])
-    names = ("response_mask", "old_log_probs", "advantages", "ref_log_prob", "loss_mask")
-    for name in (*names, "responses"):
-        made[name] = jagged(data[name], there[:, PROMPT:])
-    return made
 
 
 def wrap(module: nn.Module, strategy: str | None, *, use_orig_params: bool = True) -> nn.Module:
