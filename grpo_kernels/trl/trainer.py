@@ -80,7 +80,7 @@ from grpo_kernels.patching import LogsShares, all_replaced, replaced
 from grpo_kernels.results import Scores
 from grpo_kernels.transformers.causal_lm import check_skip
 from grpo_kernels.trl import fused_head, micro_batches
-from grpo_kernels.trl.fused_head import HeadOptions, Reference, Scoring, head_of
+from grpo_kernels.trl.fused_head import HeadOptions, Reference, Scoring, scored_by
 from grpo_kernels.trl.micro_batches import (
     OLD,
     PART,
@@ -91,7 +91,7 @@ from grpo_kernels.trl.micro_batches import (
     is_corrected,
     metrics_of,
 )
-from grpo_kernels.trl.sampled_sets import SETS, SampledSets, sets_of_batch, taken_sets
+from grpo_kernels.trl.sampled_sets import SETS, sets_of_batch, taken_sets
 
 _logger = logging.getLogger(__name__)
 STATES = "reference_of_exact_kl"  # entry of a micro-batch that holds its `Reference`
@@ -121,7 +121,7 @@ class FusedLossMixin(LogsShares):
     is TRL's GMPO. The mixin takes the arguments of `FusedGRPOTrainer`.
     """
 
-    _scoring: Scoring | None = None  # the scoring in progress
+    _scoring: Scoring  # the scoring in progress
     # True: TRL does not score the old policy, or the reference; decided at the first generation
     _is_deferred: bool | None = None
     _defers_reference = False
@@ -167,8 +167,9 @@ class FusedLossMixin(LogsShares):
     ) -> None:
         _check_names(type(self), kwargs)
         run = Run(engine, backend, workspace_bytes)
-        options = HeadOptions(run, layout, on_missing_set=on_missing_set)
-        self._shares, self._figures = options.shares, {True: [], False: []}
+        self._options = HeadOptions(run, layout, on_missing_set=on_missing_set)
+        self._scoring, self._shares = Scoring(self._options), self._options.shares
+        self._figures = {True: [], False: []}
         check_choice("zero_advantage", zero_advantage, get_args(base.ZeroAdvantage))
         check_choice("kl_estimator", kl_estimator, ("k3", "full"), "; 'k3' is TRL's own")
         for name, value in (
@@ -180,7 +181,7 @@ class FusedLossMixin(LogsShares):
         self.fused_sampling_correction, self.kl_estimator = fused_sampling_correction, kl_estimator
         self.zero_advantage, self.layout = zero_advantage, layout
         self.tokens_per_forward, self.on_missing_set = tokens_per_forward, on_missing_set
-        ours = partial(fused_head.add_fused_lm_head, options=options)
+        ours = partial(fused_head.add_fused_lm_head, options=self._options)
         with fused_head.adapters_allowed(), replaced(trl_grpo, "add_fused_lm_head", ours):
             super().__init__(*args, **kwargs)
         fused_head.check_head(self.model, self.args)
@@ -394,11 +395,11 @@ class FusedLossMixin(LogsShares):
         unchanged = all_replaced([(owner, x, getattr(owner, x)) for owner, x, _ in changes])
         for name in ("_generate", "_calculate_rewards"):  # these must see the unchanged values
             changes.append((self, name, unchanged(getattr(self, name))))
-        with self._over_sets({}), all_replaced(changes):
+        scoring = Scoring(self._options)
+        with all_replaced([*changes, (self, "_scoring", scoring)]):
             batch: Batch = super()._generate_and_score_completions(inputs)
-            sets = head_of(self.model).sets
-        if sets is not None:
-            batch[SETS] = sets_of_batch(sets, batch)
+        if SETS in scoring.inputs:
+            batch[SETS] = sets_of_batch(scoring.inputs[SETS], batch)
         if self._is_deferred:
             if is_corrected(self) and "sampling_per_token_logps" not in batch:
                 raise ValueError(
@@ -414,22 +415,9 @@ class FusedLossMixin(LogsShares):
         """Generate as TRL does, and keep the sampler's sets if `on_missing_set` is given."""
         generated = super()._generate(*args, **kwargs)
         if self.on_missing_set is not None:
-            self._set_sets(taken_sets(generated, self.accelerator, metrics_of(self)))
+            sets = taken_sets(generated, self.accelerator, metrics_of(self))
+            self._scoring.inputs[SETS] = sets  # TRL scores this generation over them
         return generated
-
-    @contextmanager
-    def _over_sets(self, batch: Batch) -> Iterator[None]:
-        """Let both models score completions over the sets of `batch`, if it has any."""
-        self._set_sets(batch.get(SETS))
-        try:
-            yield
-        finally:
-            self._set_sets(None)
-
-    def _set_sets(self, sets: Sequence[SampledSets | None] | None) -> None:
-        for model in (self.model, self.ref_model) if self.on_missing_set is not None else ():
-            if model is not None:
-                head_of(model).sets = sets
 
     def _check_regrouping(self) -> None:
         """Check that a window may begin at this micro-batch, and that no window is cut off."""
@@ -598,7 +586,8 @@ class FusedLossMixin(LogsShares):
             for batch in part.window.restored():
                 results = {name: batch.pop(name) for name in _RESULTS if name in batch}
                 with torch.no_grad():
-                    self._loss_by_trl(Scoring(model, batch, results=results, is_done=True))
+                    done = Scoring(self._options, model, batch, results=results, is_done=True)
+                    self._loss_by_trl(done)
         return loss
 
     def _loss_of(self, model: Any, inputs: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -614,7 +603,9 @@ class FusedLossMixin(LogsShares):
             config, expected, _ = micro_batches.foreseen(self, inputs)
         mask = inputs["completion_mask"]
         counted = mask if config is None else micro_batches.counted_tokens(inputs)
-        scoring = Scoring(model, inputs, counted, expected, live, lacks_old=lacks_old)
+        scoring = Scoring(
+            self._options, model, inputs, counted, expected, live, lacks_old=lacks_old
+        )
         if self._has_exact_kl:
             scoring.score = inputs[STATES].compare
         loss = self._loss_by_trl(scoring)
@@ -635,7 +626,7 @@ class FusedLossMixin(LogsShares):
             changes.append((self, "beta", 0.0))
         # nothing is logged if no process has a sequence left
         with nullcontext() if is_measured else micro_batches.unlogged(self):
-            with self._over_sets(scoring.inputs), all_replaced(changes):
+            with all_replaced(changes):
                 loss: Tensor = super()._compute_loss(scoring.model, scoring.inputs)
             if not has_exact_kl:
                 return loss
@@ -661,12 +652,12 @@ class FusedLossMixin(LogsShares):
         parameters = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
         images = {name: batch[name] for name in parameters if name in batch}
         checkpointing = self.args.gradient_checkpointing_kwargs
-        scoring = Scoring(model, {**batch, "completion_mask": mask}, mask, score=score)
+        inputs = {**batch, "completion_mask": mask}
+        scoring = Scoring(self._options, model, inputs, mask, score=score)
         with (
             torch.no_grad(),
             disable_gradient_checkpointing(self.model, checkpointing),
             replaced(self, "_scoring", scoring),
-            self._over_sets(batch),
         ):
             rows = (*scoring.rows, mask.size(1))
             logps, *_ = self._get_per_token_logps_and_entropies(model, *rows, **images)
@@ -681,15 +672,14 @@ class FusedLossMixin(LogsShares):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Score as TRL does. For a known `Scoring`, also pass its predictions to the fused head."""
-        scoring, given = self._scoring, (input_ids, attention_mask, logits_to_keep)
-        score = super()._get_per_token_logps_and_entropies
-        if scoring is None or not scoring.is_of(model, *given):
-            return score(model, *given, *args, **kwargs)
+        """Score as TRL does, with the trainer's options and what it predicts for these rows."""
+        scoring, rows = self._scoring, (input_ids, attention_mask, logits_to_keep)
+        if not scoring.is_of(model, *rows):
+            scoring = scoring.of_other_rows()
         if scoring.is_done:
             return scoring.results["logps"], scoring.results["entropies"], None
-        with replaced(head_of(model), "scoring", scoring):
-            results = score(model, *given, *args, **kwargs)
+        with scored_by(model, scoring):
+            results = super()._get_per_token_logps_and_entropies(model, *rows, *args, **kwargs)
         scores = zip(("logps", "entropies"), results[:2], strict=True)
         scoring.results |= {name: x for name, x in scores if x is not None}
         if scoring.lacks_old:
