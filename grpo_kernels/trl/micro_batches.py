@@ -269,25 +269,6 @@ def regrouped(trainer: Any, batches: list[Batch], *, in_trees: bool) -> list[Bat
     return found
 
 
-def undone(batches: Sequence[Batch], names: Sequence[str]) -> list[Batch]:
-    """Undo the regrouping of a generation: restore TRL's own micro-batches.
-
-    The fields `names` are kept for a window only if all of its samples have them.
-    """
-    found: list[Batch] = []
-    for i, batch in enumerate(batches):
-        if PART not in batch:  # was not regrouped
-            found.append(batch)
-        elif batch[PART].is_last:
-            window = batch[PART].window
-            parts = batches[i + 1 - len(window.batches) : i + 1]
-            window.kept.clear()
-            for part in parts if all(name in x for x in parts for name in names) else ():
-                window.keep(part[PART].samples, {name: part[name] for name in names})
-            found += window.restored()
-    return found
-
-
 def unlogged(trainer: Any) -> AbstractContextManager[None]:
     """Inside the context, TRL's loss logs nothing and asks no other process for its metrics."""
     asks = ("gather", "gather_for_metrics", "reduce")

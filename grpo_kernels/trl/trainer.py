@@ -10,7 +10,7 @@ but never changes the result. A gradient where none was expected raises an error
 
 The calls, and what this module adds to them::
 
-    train                      after an interruption: score leftover micro-batches
+    train                      drop what an earlier call left of a generation
     once per generation
       _prepare_inputs          TRL generates and rewards, without scoring
         _regrouped             regroup the samples of each window (`micro_batches`)
@@ -52,7 +52,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -121,6 +120,8 @@ class FusedLossMixin(LogsShares):
     is TRL's GMPO. The mixin takes the arguments of `FusedGRPOTrainer`.
     """
 
+    _step: int  # TRL's number of micro-batches so far
+    _buffered_inputs: Any  # TRL's micro-batches of the last generation, or None
     _scoring: Scoring  # the scoring in progress
     # True: TRL does not score the old policy, or the reference; decided at the first generation
     _is_deferred: bool | None = None
@@ -185,7 +186,8 @@ class FusedLossMixin(LogsShares):
         with fused_head.adapters_allowed(), replaced(trl_grpo, "add_fused_lm_head", ours):
             super().__init__(*args, **kwargs)
         fused_head.check_head(self.model, self.args)
-        self.regroup, self._is_trusted = self._regroups(regroup), regroup is True
+        self._is_trusted = regroup is True
+        self.regroup = self._regroups(regroup)
         self._check_options()
         self._warn_of_truncation()
         if self.args.torch_compile:
@@ -196,12 +198,9 @@ class FusedLossMixin(LogsShares):
 
     def _regroups(self, option: bool | str) -> bool:
         """Decide if samples are regrouped; raise ValueError if that is required but impossible."""
-        reason = micro_batches.reason_against_regrouping(self)
+        reason = self._reason_to_stay("training_step")
         if option is True and reason is not None:
             raise ValueError(f"regroup: expected 'auto' or False with {reason}, got True")
-        reader = _reader_of(self, (*_SEES_MICRO_BATCHES, "training_step"))
-        if reader is not None:
-            reason = reason or f"{reader}, which may read micro-batches"
         if self.layout == "padded":
             reason = reason or "layout='padded', as TRL computes them"
         found = option is True or (option == "auto" and reason is None)
@@ -215,6 +214,17 @@ class FusedLossMixin(LogsShares):
         if budget is not None and not (found and is_number):
             raise ValueError(f"tokens_per_forward: expected {expected}, got {budget!r}")
         return found
+
+    def _reason_to_stay(self, *names: str) -> str | None:
+        """Say why the loss, as it is now, needs TRL's own micro-batches; None if it does not.
+
+        `names` are further methods that may not be overridden.
+        """
+        reason = micro_batches.reason_against_regrouping(self)
+        if reason is not None or self._is_trusted:
+            return reason
+        reader = _reader_of(self, (*_SEES_MICRO_BATCHES, *names))
+        return None if reader is None else f"{reader}, which may read micro-batches"
 
     def _check_options(self) -> None:
         args, sets, has_sets = self.args, self.on_missing_set, self.on_missing_set is not None
@@ -330,36 +340,14 @@ class FusedLossMixin(LogsShares):
         return next(cls for cls in after if "_compute_loss" in vars(cls))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does, after scoring what an interrupted run left behind."""
-        if self.regroup and self._step % micro_batches.window_of(self):
-            self._stop_regrouping(
-                "training was interrupted within an optimizer step, so in the new call of train() "
-                "the next steps do not consist of whole windows"
-            )
-        due = self._due()
-        if due:
-            self.model.train()  # the mode of the coming step; the last call may be an evaluation
-        for batch in due:
-            self._score_old(batch)
+        """Train as TRL does; what an earlier call left of a generation is not trained on."""
+        if self._step:  # as in a new process: TRL loads the policy into vLLM, and generates
+            self._step, self._buffered_inputs, self._last_loaded_step = 0, None, -1
+            self._metrics["train"].clear()
         return super().train(*args, **kwargs)
-
-    def _stop_regrouping(self, why: str) -> None:
-        """Use TRL's own micro-batches from now on, also for the rest of this generation."""
-        warnings.warn(
-            f"grpo_kernels: regroup: {why}: samples stay in TRL's micro-batches from now on",
-            stacklevel=3,
-        )
-        names = [OLD, RATIO] if micro_batches.is_corrected(self) else [OLD]
-        self.regroup = False
-        self._buffered_inputs: Any = (
-            micro_batches.undone(self._buffered_inputs or (), names) or None
-        )
-        self._figures[True].clear()  # the restored micro-batches are scored again
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
         """TRL's micro-batch, scored by the reference; regroup after each generation."""
-        if self.regroup and self._trains:
-            self._check_regrouping()
         before = self._buffered_inputs
         inputs: Batch = super()._prepare_inputs(generation_batch)
         if not self._trains:
@@ -367,9 +355,11 @@ class FusedLossMixin(LogsShares):
         if self.regroup and self._buffered_inputs is not before:
             self._buffered_inputs = self._regrouped(self._buffered_inputs)
             inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
+        if PART in inputs:
+            self._check_regrouped()
         if self.accelerator.sync_gradients:  # the policy changes after this micro-batch
-            for batch in self._due():
-                if batch is not inputs:
+            for batch in self._buffered_inputs:
+                if batch is not inputs and self._is_deferred and OLD not in batch:
                     self._score_old(batch)
             # a callback may change the reference; for the exact KL, that is not supported
             later = self._buffered_inputs[self._step % len(self._buffered_inputs) + 1 :]
@@ -419,16 +409,15 @@ class FusedLossMixin(LogsShares):
             self._scoring.inputs[SETS] = sets  # TRL scores this generation over them
         return generated
 
-    def _check_regrouping(self) -> None:
-        """Check that a window may begin at this micro-batch, and that no window is cut off."""
-        window = micro_batches.window_of(self)
-        if self._step % window == 0:
-            reason = micro_batches.reason_against_regrouping(self)
-            if reason is None and not self._is_trusted:
-                reason = _reader_of(self, _SEES_MICRO_BATCHES)
-            if reason is not None:
-                self._stop_regrouping(f"the trainer has changed since it was created: {reason}")
-        if self.regroup and self.accelerator.sync_gradients and (self._step + 1) % window:
+    def _check_regrouped(self) -> None:
+        """Check that the loss still allows the regrouping, and that no window is cut off."""
+        reason, window = self._reason_to_stay(), micro_batches.window_of(self)
+        if reason is not None:
+            raise RuntimeError(
+                "regroup: expected a trainer that does not change while it trains on a regrouped "
+                f"generation, got {reason}; pass regroup=False"
+            )
+        if self.accelerator.sync_gradients and (self._step + 1) % window:
             raise RuntimeError(
                 f"regroup: expected each optimizer step to end after {window} micro-batches, got "
                 "one that ends earlier; pass regroup=False"
@@ -436,11 +425,13 @@ class FusedLossMixin(LogsShares):
 
     def _regrouped(self, batches: list[Batch]) -> list[Batch]:
         """Regroup a generation's micro-batches within each optimizer step, if every process can."""
-        stays = any(batch.get("pixel_values") is not None for batch in batches)
+        reason = self._reason_to_stay()  # a callback may have changed the trainer
+        stays = reason is not None or any(x.get("pixel_values") is not None for x in batches)
         stays |= len({len(batch["prompt_ids"]) for batch in batches}) > 1
         # All processes regroup, or none: each micro-batch gathers metrics over processes.
         if self.accelerator.gather(torch.tensor([stays], device=self.accelerator.device)).any():
-            _logger.debug("regroup: samples stay, because of images or uneven micro-batches")
+            reason = reason or "images or uneven micro-batches"
+            _logger.debug("regroup: samples of a generation stay, because of %s", reason)
             return batches
         in_trees = self.layout == "tree"
         if in_trees:
@@ -449,10 +440,6 @@ class FusedLossMixin(LogsShares):
                 self._score(self.model, micro_batches.samples_of(batches[0], [0]))
             in_trees = fits_trees(trunk) is True
         return micro_batches.regrouped(self, batches, in_trees=in_trees)
-
-    def _due(self) -> list[Batch]:
-        """This generation's micro-batches that still lack old log-probabilities."""
-        return [x for x in self._buffered_inputs or () if self._is_deferred and OLD not in x]
 
     def _lacks_old(self, inputs: Batch) -> bool:
         """True if the loss of `inputs` must provide the old log-probabilities."""
