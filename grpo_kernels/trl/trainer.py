@@ -352,18 +352,18 @@ class FusedLossMixin(LogsShares):
         inputs: Batch = super()._prepare_inputs(generation_batch)
         if not self._trains:
             return self._with_reference(inputs)
-        if self.regroup and self._buffered_inputs is not before:
-            self._buffered_inputs = self._regrouped(self._buffered_inputs)
-            inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
+        batches, place = self._buffered_inputs, self._step % len(self._buffered_inputs)
+        if self.regroup and batches is not before:
+            self._buffered_inputs = batches = self._regrouped(batches)
+            inputs = batches[place]
         if PART in inputs:
-            self._check_regrouped()
+            self._check_regrouped(inputs[PART])
         if self.accelerator.sync_gradients:  # the policy changes after this micro-batch
-            for batch in self._buffered_inputs:
+            for batch in batches:
                 if batch is not inputs and self._is_deferred and OLD not in batch:
                     self._score_old(batch)
             # a callback may change the reference; for the exact KL, that is not supported
-            later = self._buffered_inputs[self._step % len(self._buffered_inputs) + 1 :]
-            for batch in () if self._has_exact_kl else later:
+            for batch in () if self._has_exact_kl else batches[place + 1 :]:
                 batch.update(self._with_reference(batch))
         return self._with_reference(inputs)
 
@@ -409,17 +409,17 @@ class FusedLossMixin(LogsShares):
             self._scoring.inputs[SETS] = sets  # TRL scores this generation over them
         return generated
 
-    def _check_regrouped(self) -> None:
+    def _check_regrouped(self, part: Part) -> None:
         """Check that the loss still allows the regrouping, and that no window is cut off."""
-        reason, window = self._reason_to_stay(), micro_batches.window_of(self)
+        reason, count = self._reason_to_stay(), len(part.window.batches)
         if reason is not None:
             raise RuntimeError(
                 "regroup: expected a trainer that does not change while it trains on a regrouped "
                 f"generation, got {reason}; pass regroup=False"
             )
-        if self.accelerator.sync_gradients and (self._step + 1) % window:
+        if self.accelerator.sync_gradients and not part.is_last:
             raise RuntimeError(
-                f"regroup: expected each optimizer step to end after {window} micro-batches, got "
+                f"regroup: expected each optimizer step to end after {count} micro-batches, got "
                 "one that ends earlier; pass regroup=False"
             )
 
