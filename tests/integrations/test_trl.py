@@ -518,14 +518,15 @@ def test_a_class_that_sees_micro_batches_keeps_them_unless_it_is_trusted() -> No
         assert trainer_of(reader, {}, **REGROUP).regroup
 
 
+def on(event: str, act: Callable[..., None]) -> transformers.TrainerCallback:
+    callback = transformers.TrainerCallback()
+    setattr(callback, event, act)
+    return callback
+
+
 def changed(base: type, change: Callable[[Any], None], **options: Any) -> Run:
     """A training whose trainer is changed at the end of each step."""
-
-    def prepare(trainer: Any) -> None:
-        callback = transformers.TrainerCallback()
-        callback.on_step_end = lambda *_, **__: change(trainer)
-        trainer.add_callback(callback)
-
+    prepare = lambda x: x.add_callback(on("on_step_end", lambda *_, **__: change(x)))  # noqa: E731
     return train(base, prepare=prepare, **{"steps": 3, "beta": 0.04, **SGD, **options})
 
 
@@ -578,15 +579,9 @@ def test_rewards_see_the_trainers_own_options() -> None:
     assert_same(*(train(mixed(PaidByBeta, x), **options) for x in (GRPOTrainer, FusedGRPOTrainer)))
 
 
-class Interrupted(transformers.TrainerCallback):  # type: ignore[misc]
-    """It stops a training once, within the first step of the second generation."""
-
-    stops_in = 2
-
-    def on_substep_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        if state.global_step == self.stops_in:
-            self.stops_in = -1
-            raise KeyboardInterrupt
+def interrupt(_: Any, state: Any, *__: Any, **___: Any) -> None:
+    if state.global_step == 2:  # within the first step of the second generation
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("regroup", [True, False])
@@ -594,10 +589,11 @@ def test_a_second_training_begins_with_a_new_generation(regroup: bool) -> None:
     options = {"epsilon": 0.02, "num_iterations": 2, "steps": 4, **SGD}
     again: list[Run] = []
     for base, own in ((GRPOTrainer, {}), (FusedGRPOTrainer, {"regroup": regroup})):
-        made: list[Any] = []
+        made, stops = list[Any](), on("on_substep_end", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            train(base, prepare=made.append, callbacks=[Interrupted()], **own, **options)
+            train(base, prepare=made.append, callbacks=[stops], **own, **options)
         (trainer,) = made
+        trainer.remove_callback(stops)
         if base is GRPOTrainer:
             trainer._step, trainer._buffered_inputs = 0, None
             trainer._metrics["train"].clear()

@@ -375,9 +375,9 @@ def test_the_trainer_logs_the_share_of_completion_tokens_and_of_those_with_an_ad
 
 def test_a_trainer_keeps_its_options_and_counters_when_a_later_one_takes_its_model() -> None:
     def make_another(older: Any) -> None:
-        options = {"reward_funcs": tiny_run.reward, "train_dataset": tiny_run.dataset()}
-        options |= {"processing_class": tiny_models.tokenizer(), "layout": "padded"}
-        FusedGRPOTrainer(model=older.model, args=older.args, **options)
+        given = {"model": older.model, "args": older.args, "train_dataset": older.train_dataset}
+        given["processing_class"] = older.processing_class
+        FusedGRPOTrainer(reward_funcs=tiny_run.reward, layout="padded", **given)
 
     alone, shared = (train(FusedGRPOTrainer, 1, prepare=x) for x in (None, make_another))
     assert shares_of(shared) == shares_of(alone) != [{}]
