@@ -37,7 +37,7 @@ from grpo_kernels.results import Scores
 from grpo_kernels.scores import linear_divergence, linear_logps
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.trl.distillation import divergence_loss
-from grpo_kernels.trl.sampled_sets import SampledSets, over_sets
+from grpo_kernels.trl.sampled_sets import SETS, over_sets
 
 # the extras that TRL's record has fields for
 _EXTRAS: Any = tuple(x.name for x in fields(FusedCausalLMOutput) if x.name in base.EXTRAS)
@@ -71,8 +71,9 @@ class HeadOptions:
 
 @dataclass(eq=False)
 class Scoring:
-    """A trainer's knowledge about the scoring of a micro-batch, in its loss or before it."""
+    """A trainer's options, and its knowledge about the scoring of a micro-batch."""
 
+    options: HeadOptions
     model: Any = None
     inputs: dict[str, Any] = field(default_factory=dict)  # TRL's micro-batch
     counted: Tensor | None = None  # (B, T), nonzero for tokens that are read; None: all labels
@@ -98,6 +99,10 @@ class Scoring:
             return False
         # `equal` synchronizes with the device
         return all(x is y or torch.equal(x, y) for x, y in zip(self.rows, (ids, mask), strict=True))
+
+    def of_other_rows(self) -> Scoring:
+        """The same options and sets for unknown rows, of which nothing is predicted."""
+        return Scoring(self.options, inputs={SETS: self.inputs.get(SETS)})
 
 
 class Reference:
@@ -138,13 +143,10 @@ class FusedHead:
     """The fused forward of one model, stored on the model by `add_fused_lm_head`."""
 
     forward: Callable[..., Any]  # the model's own
-    options: HeadOptions
+    scoring: Scoring  # a trainer of this library replaces it for the duration of a forward
     temperature: float
     in_fp32: bool
     outputs: Sequence[str]
-    scoring: Scoring | None = None  # a trainer sets this for the duration of a forward
-    # kept ids of completions from a truncating sampler; if set, every call scores over them
-    sets: Sequence[SampledSets | None] | None = None
 
     @torch.compiler.disable  # the number of rows depends on data
     def run(self, model: Any, inputs: dict[str, Any]) -> FusedCausalLMOutput:
@@ -159,17 +161,18 @@ class FusedHead:
         else:
             raise ValueError("labels: expected (B, L) with fused_lm_head=True, got None")
         needed, length = targets != IGNORED, targets.shape[1]
-        options, scoring = self.options, self.scoring or Scoring()
+        scoring, options = self.scoring, self.scoring.options
         compute = scoring.score or linear_logps
+        sets = None if options.on_missing_set is None else scoring.inputs.get(SETS)
         columns, counted = slice(0, length), needed
         if scoring.counted is not None:  # only the last T columns are read
             columns = slice(length - 1 - scoring.counted.shape[1], length - 1)
             counted = needed[:, columns] & (scoring.counted != 0)
         ids, labeled = targets[:, columns], needed[:, columns]
         expected = scoring.expected if torch.is_grad_enabled() else None
-        if self.sets is not None:
+        if sets is not None:
             start = columns.start
-            compute, drawn = over_sets(self.sets, inputs, labeled, start, options.on_missing_set)
+            compute, drawn = over_sets(sets, inputs, labeled, start, options.on_missing_set)
             counted = counted & drawn
 
         def score(hidden: Tensor, head: Head) -> dict[str, Tensor]:
@@ -240,27 +243,33 @@ def add_fused_lm_head(
 ) -> None:
     """Replace TRL's function of this name: `grpo_kernels` computes the scores of the model.
 
-    The arguments are TRL's, plus `options`. A model that several trainers share has several heads;
-    forwards use the last one.
+    The arguments are TRL's, plus `options`. A model that several trainers share has several heads.
+    Forwards use the last one, as in TRL, with the options of the trainer that runs.
     """
     fused: list[FusedHead] = vars(model).setdefault(_HEADS, [])
-    place, options = len(fused), options or HeadOptions()
-    fused.append(FusedHead(model.forward, options, temperature, cast_lm_head_to_fp32, outputs))
+    place, scoring = len(fused), Scoring(options or HeadOptions())
+    fused.append(FusedHead(model.forward, scoring, temperature, cast_lm_head_to_fp32, outputs))
     names = [*inspect.signature(type(model).forward).parameters][1:]
 
     @functools.wraps(type(model).forward)  # `generate` reads the signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if fused_lm_head:
-            return head_of(self).run(self, {**dict(zip(names, args, strict=False)), **kwargs})
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            return vars(self)[_HEADS][-1].run(self, given)
         return vars(self)[_HEADS][place].forward(*args, **kwargs)  # `self` may be a copy of model
 
     model.forward = types.MethodType(forward, model)
 
 
-def head_of(model: nn.Module) -> FusedHead:
-    """Find the fused forward of a trainer's model, wrapped or not."""
-    found: FusedHead = vars(heads.causal_lm(model))[_HEADS][-1]
-    return found
+def head_of(model: nn.Module) -> FusedHead | None:
+    """Find the fused forward of a model, wrapped or not; None if it has none of ours."""
+    return next((vars(x)[_HEADS][-1] for x in model.modules() if _HEADS in vars(x)), None)
+
+
+def scored_by(model: nn.Module, scoring: Scoring) -> AbstractContextManager[None]:
+    """Inside the context, fused forwards of `model` follow `scoring`."""
+    head = head_of(model)
+    return nullcontext() if head is None else replaced(head, "scoring", scoring)
 
 
 def adapters_allowed() -> AbstractContextManager[None]:
@@ -360,9 +369,9 @@ def _log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
     """Log as transformers does, plus this process's row counts; warn if a step had no rows."""
     if self.model.training and _in_force is not None:
         shares = _in_force[1].take()
-        serving = [x for y in self.model.modules() for x in vars(y).get(_HEADS, ())[-1:]]
+        head = head_of(self.model)
         counts_elsewhere = isinstance(self, LogsShares)  # a trainer of this library
-        counts_elsewhere |= any(x.options.shares is not _in_force[1] for x in serving)
+        counts_elsewhere |= head is not None and head.scoring.options.shares is not _in_force[1]
         if not shares and "loss" in logs and not counts_elsewhere:
             warn_once(
                 f"patch_trl: {type(self).__name__} has trained a step without TRL's fused head, so "

@@ -193,8 +193,6 @@ class Window:
 
     def restored(self) -> list[Batch]:
         """TRL's micro-batches, with the kept results of their samples."""
-        if not self.kept:
-            return self.batches
         kept = split_tensor_dict(self.kept, len(self.batches))
         return [{**batch, **own} for batch, own in zip(self.batches, kept, strict=True)]
 
@@ -235,19 +233,14 @@ def reason_against_regrouping(trainer: Any) -> str | None:
     return None
 
 
-def window_of(trainer: Any) -> int:
-    """Number of a generation's micro-batches that share one optimizer step."""
-    args = trainer.args
-    return int(min(args.gradient_accumulation_steps, args.steps_per_generation))
-
-
 def regrouped(trainer: Any, batches: list[Batch], *, in_trees: bool) -> list[Batch]:
     """Redistribute the samples of each window over its micro-batches, by prompt, with `divided`.
 
     A micro-batch that is left without samples gets one sample without tokens.
     """
     found: list[Batch] = []
-    count = window_of(trainer)
+    args = trainer.args
+    count = min(args.gradient_accumulation_steps, args.steps_per_generation)  # in one step
     for start in range(0, len(batches), count):
         window = Window(batches[start : start + count])
         size = len(batches[0]["prompt_ids"])
@@ -266,25 +259,6 @@ def regrouped(trainer: Any, batches: list[Batch], *, in_trees: bool) -> list[Bat
             if not samples:
                 own, _ = without_dead(own, torch.zeros(1, dtype=torch.bool), None)
             found.append({**own, PART: Part(window, samples, is_last=i == count - 1)})
-    return found
-
-
-def undone(batches: Sequence[Batch], names: Sequence[str]) -> list[Batch]:
-    """Undo the regrouping of a generation: restore TRL's own micro-batches.
-
-    The fields `names` are kept for a window only if all of its samples have them.
-    """
-    found: list[Batch] = []
-    for i, batch in enumerate(batches):
-        if PART not in batch:  # was not regrouped
-            found.append(batch)
-        elif batch[PART].is_last:
-            window = batch[PART].window
-            parts = batches[i + 1 - len(window.batches) : i + 1]
-            window.kept.clear()
-            for part in parts if all(name in x for x in parts for name in names) else ():
-                window.keep(part[PART].samples, {name: part[name] for name in names})
-            found += window.restored()
     return found
 
 

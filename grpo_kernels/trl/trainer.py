@@ -10,7 +10,7 @@ but never changes the result. A gradient where none was expected raises an error
 
 The calls, and what this module adds to them::
 
-    train                      after an interruption: score leftover micro-batches
+    train                      drop what an earlier call left of a generation
     once per generation
       _prepare_inputs          TRL generates and rewards, without scoring
         _regrouped             regroup the samples of each window (`micro_batches`)
@@ -52,7 +52,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -80,7 +79,7 @@ from grpo_kernels.patching import LogsShares, all_replaced, replaced
 from grpo_kernels.results import Scores
 from grpo_kernels.transformers.causal_lm import check_skip
 from grpo_kernels.trl import fused_head, micro_batches
-from grpo_kernels.trl.fused_head import HeadOptions, Reference, Scoring, head_of
+from grpo_kernels.trl.fused_head import HeadOptions, Reference, Scoring, scored_by
 from grpo_kernels.trl.micro_batches import (
     OLD,
     PART,
@@ -91,7 +90,7 @@ from grpo_kernels.trl.micro_batches import (
     is_corrected,
     metrics_of,
 )
-from grpo_kernels.trl.sampled_sets import SETS, SampledSets, sets_of_batch, taken_sets
+from grpo_kernels.trl.sampled_sets import SETS, sets_of_batch, taken_sets
 
 _logger = logging.getLogger(__name__)
 STATES = "reference_of_exact_kl"  # entry of a micro-batch that holds its `Reference`
@@ -121,7 +120,9 @@ class FusedLossMixin(LogsShares):
     is TRL's GMPO. The mixin takes the arguments of `FusedGRPOTrainer`.
     """
 
-    _scoring: Scoring | None = None  # the scoring in progress
+    _step: int  # TRL's number of micro-batches so far
+    _buffered_inputs: Any  # TRL's micro-batches of the last generation, or None
+    _scoring: Scoring  # the scoring in progress
     # True: TRL does not score the old policy, or the reference; decided at the first generation
     _is_deferred: bool | None = None
     _defers_reference = False
@@ -167,8 +168,9 @@ class FusedLossMixin(LogsShares):
     ) -> None:
         _check_names(type(self), kwargs)
         run = Run(engine, backend, workspace_bytes)
-        options = HeadOptions(run, layout, on_missing_set=on_missing_set)
-        self._shares, self._figures = options.shares, {True: [], False: []}
+        self._options = HeadOptions(run, layout, on_missing_set=on_missing_set)
+        self._scoring, self._shares = Scoring(self._options), self._options.shares
+        self._figures = {True: [], False: []}
         check_choice("zero_advantage", zero_advantage, get_args(base.ZeroAdvantage))
         check_choice("kl_estimator", kl_estimator, ("k3", "full"), "; 'k3' is TRL's own")
         for name, value in (
@@ -180,11 +182,12 @@ class FusedLossMixin(LogsShares):
         self.fused_sampling_correction, self.kl_estimator = fused_sampling_correction, kl_estimator
         self.zero_advantage, self.layout = zero_advantage, layout
         self.tokens_per_forward, self.on_missing_set = tokens_per_forward, on_missing_set
-        ours = partial(fused_head.add_fused_lm_head, options=options)
+        ours = partial(fused_head.add_fused_lm_head, options=self._options)
         with fused_head.adapters_allowed(), replaced(trl_grpo, "add_fused_lm_head", ours):
             super().__init__(*args, **kwargs)
         fused_head.check_head(self.model, self.args)
-        self.regroup, self._is_trusted = self._regroups(regroup), regroup is True
+        self._is_trusted = regroup is True
+        self.regroup = self._regroups(regroup)
         self._check_options()
         self._warn_of_truncation()
         if self.args.torch_compile:
@@ -195,12 +198,9 @@ class FusedLossMixin(LogsShares):
 
     def _regroups(self, option: bool | str) -> bool:
         """Decide if samples are regrouped; raise ValueError if that is required but impossible."""
-        reason = micro_batches.reason_against_regrouping(self)
+        reason = self._reason_to_stay("training_step")
         if option is True and reason is not None:
             raise ValueError(f"regroup: expected 'auto' or False with {reason}, got True")
-        reader = _reader_of(self, (*_SEES_MICRO_BATCHES, "training_step"))
-        if reader is not None:
-            reason = reason or f"{reader}, which may read micro-batches"
         if self.layout == "padded":
             reason = reason or "layout='padded', as TRL computes them"
         found = option is True or (option == "auto" and reason is None)
@@ -214,6 +214,17 @@ class FusedLossMixin(LogsShares):
         if budget is not None and not (found and is_number):
             raise ValueError(f"tokens_per_forward: expected {expected}, got {budget!r}")
         return found
+
+    def _reason_to_stay(self, *names: str) -> str | None:
+        """Say why the loss, as it is now, needs TRL's own micro-batches; None if it does not.
+
+        `names` are further methods that may not be overridden.
+        """
+        reason = micro_batches.reason_against_regrouping(self)
+        if reason is not None or self._is_trusted:
+            return reason
+        reader = _reader_of(self, (*_SEES_MICRO_BATCHES, *names))
+        return None if reader is None else f"{reader}, which may read micro-batches"
 
     def _check_options(self) -> None:
         args, sets, has_sets = self.args, self.on_missing_set, self.on_missing_set is not None
@@ -329,50 +340,30 @@ class FusedLossMixin(LogsShares):
         return next(cls for cls in after if "_compute_loss" in vars(cls))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does, after scoring what an interrupted run left behind."""
-        if self.regroup and self._step % micro_batches.window_of(self):
-            self._stop_regrouping(
-                "training was interrupted within an optimizer step, so in the new call of train() "
-                "the next steps do not consist of whole windows"
-            )
-        due = self._due()
-        if due:
-            self.model.train()  # the mode of the coming step; the last call may be an evaluation
-        for batch in due:
-            self._score_old(batch)
+        """Train as TRL does; what an earlier call left of a generation is not trained on."""
+        if self._step:  # as in a new process: TRL loads the policy into vLLM, and generates
+            self._step, self._buffered_inputs, self._last_loaded_step = 0, None, -1
+            self._metrics["train"].clear()
         return super().train(*args, **kwargs)
-
-    def _stop_regrouping(self, why: str) -> None:
-        """Use TRL's own micro-batches from now on, also for the rest of this generation."""
-        warnings.warn(
-            f"grpo_kernels: regroup: {why}: samples stay in TRL's micro-batches from now on",
-            stacklevel=3,
-        )
-        names = [OLD, RATIO] if micro_batches.is_corrected(self) else [OLD]
-        self.regroup = False
-        self._buffered_inputs: Any = (
-            micro_batches.undone(self._buffered_inputs or (), names) or None
-        )
-        self._figures[True].clear()  # the restored micro-batches are scored again
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
         """TRL's micro-batch, scored by the reference; regroup after each generation."""
-        if self.regroup and self._trains:
-            self._check_regrouping()
         before = self._buffered_inputs
         inputs: Batch = super()._prepare_inputs(generation_batch)
         if not self._trains:
             return self._with_reference(inputs)
-        if self.regroup and self._buffered_inputs is not before:
-            self._buffered_inputs = self._regrouped(self._buffered_inputs)
-            inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
+        batches, place = self._buffered_inputs, self._step % len(self._buffered_inputs)
+        if self.regroup and batches is not before:
+            self._buffered_inputs = batches = self._regrouped(batches)
+            inputs = batches[place]
+        if PART in inputs:
+            self._check_regrouped(inputs[PART])
         if self.accelerator.sync_gradients:  # the policy changes after this micro-batch
-            for batch in self._due():
-                if batch is not inputs:
+            for batch in batches:
+                if batch is not inputs and self._is_deferred and OLD not in batch:
                     self._score_old(batch)
             # a callback may change the reference; for the exact KL, that is not supported
-            later = self._buffered_inputs[self._step % len(self._buffered_inputs) + 1 :]
-            for batch in () if self._has_exact_kl else later:
+            for batch in () if self._has_exact_kl else batches[place + 1 :]:
                 batch.update(self._with_reference(batch))
         return self._with_reference(inputs)
 
@@ -394,11 +385,11 @@ class FusedLossMixin(LogsShares):
         unchanged = all_replaced([(owner, x, getattr(owner, x)) for owner, x, _ in changes])
         for name in ("_generate", "_calculate_rewards"):  # these must see the unchanged values
             changes.append((self, name, unchanged(getattr(self, name))))
-        with self._over_sets({}), all_replaced(changes):
+        scoring = Scoring(self._options)
+        with all_replaced([*changes, (self, "_scoring", scoring)]):
             batch: Batch = super()._generate_and_score_completions(inputs)
-            sets = head_of(self.model).sets
-        if sets is not None:
-            batch[SETS] = sets_of_batch(sets, batch)
+        if SETS in scoring.inputs:
+            batch[SETS] = sets_of_batch(scoring.inputs[SETS], batch)
         if self._is_deferred:
             if is_corrected(self) and "sampling_per_token_logps" not in batch:
                 raise ValueError(
@@ -414,45 +405,33 @@ class FusedLossMixin(LogsShares):
         """Generate as TRL does, and keep the sampler's sets if `on_missing_set` is given."""
         generated = super()._generate(*args, **kwargs)
         if self.on_missing_set is not None:
-            self._set_sets(taken_sets(generated, self.accelerator, metrics_of(self)))
+            sets = taken_sets(generated, self.accelerator, metrics_of(self))
+            self._scoring.inputs[SETS] = sets  # TRL scores this generation over them
         return generated
 
-    @contextmanager
-    def _over_sets(self, batch: Batch) -> Iterator[None]:
-        """Let both models score completions over the sets of `batch`, if it has any."""
-        self._set_sets(batch.get(SETS))
-        try:
-            yield
-        finally:
-            self._set_sets(None)
-
-    def _set_sets(self, sets: Sequence[SampledSets | None] | None) -> None:
-        for model in (self.model, self.ref_model) if self.on_missing_set is not None else ():
-            if model is not None:
-                head_of(model).sets = sets
-
-    def _check_regrouping(self) -> None:
-        """Check that a window may begin at this micro-batch, and that no window is cut off."""
-        window = micro_batches.window_of(self)
-        if self._step % window == 0:
-            reason = micro_batches.reason_against_regrouping(self)
-            if reason is None and not self._is_trusted:
-                reason = _reader_of(self, _SEES_MICRO_BATCHES)
-            if reason is not None:
-                self._stop_regrouping(f"the trainer has changed since it was created: {reason}")
-        if self.regroup and self.accelerator.sync_gradients and (self._step + 1) % window:
+    def _check_regrouped(self, part: Part) -> None:
+        """Check that the loss still allows the regrouping, and that no window is cut off."""
+        reason, count = self._reason_to_stay(), len(part.window.batches)
+        if reason is not None:
             raise RuntimeError(
-                f"regroup: expected each optimizer step to end after {window} micro-batches, got "
+                "regroup: expected a trainer that does not change while it trains on a regrouped "
+                f"generation, got {reason}; pass regroup=False"
+            )
+        if self.accelerator.sync_gradients and not part.is_last:
+            raise RuntimeError(
+                f"regroup: expected each optimizer step to end after {count} micro-batches, got "
                 "one that ends earlier; pass regroup=False"
             )
 
     def _regrouped(self, batches: list[Batch]) -> list[Batch]:
         """Regroup a generation's micro-batches within each optimizer step, if every process can."""
-        stays = any(batch.get("pixel_values") is not None for batch in batches)
+        reason = self._reason_to_stay()  # a callback may have changed the trainer
+        stays = reason is not None or any(x.get("pixel_values") is not None for x in batches)
         stays |= len({len(batch["prompt_ids"]) for batch in batches}) > 1
         # All processes regroup, or none: each micro-batch gathers metrics over processes.
         if self.accelerator.gather(torch.tensor([stays], device=self.accelerator.device)).any():
-            _logger.debug("regroup: samples stay, because of images or uneven micro-batches")
+            reason = reason or "images or uneven micro-batches"
+            _logger.debug("regroup: samples of a generation stay, because of %s", reason)
             return batches
         in_trees = self.layout == "tree"
         if in_trees:
@@ -461,10 +440,6 @@ class FusedLossMixin(LogsShares):
                 self._score(self.model, micro_batches.samples_of(batches[0], [0]))
             in_trees = fits_trees(trunk) is True
         return micro_batches.regrouped(self, batches, in_trees=in_trees)
-
-    def _due(self) -> list[Batch]:
-        """This generation's micro-batches that still lack old log-probabilities."""
-        return [x for x in self._buffered_inputs or () if self._is_deferred and OLD not in x]
 
     def _lacks_old(self, inputs: Batch) -> bool:
         """True if the loss of `inputs` must provide the old log-probabilities."""
@@ -598,7 +573,8 @@ class FusedLossMixin(LogsShares):
             for batch in part.window.restored():
                 results = {name: batch.pop(name) for name in _RESULTS if name in batch}
                 with torch.no_grad():
-                    self._loss_by_trl(Scoring(model, batch, results=results, is_done=True))
+                    done = Scoring(self._options, model, batch, results=results, is_done=True)
+                    self._loss_by_trl(done)
         return loss
 
     def _loss_of(self, model: Any, inputs: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -614,7 +590,9 @@ class FusedLossMixin(LogsShares):
             config, expected, _ = micro_batches.foreseen(self, inputs)
         mask = inputs["completion_mask"]
         counted = mask if config is None else micro_batches.counted_tokens(inputs)
-        scoring = Scoring(model, inputs, counted, expected, live, lacks_old=lacks_old)
+        scoring = Scoring(
+            self._options, model, inputs, counted, expected, live, lacks_old=lacks_old
+        )
         if self._has_exact_kl:
             scoring.score = inputs[STATES].compare
         loss = self._loss_by_trl(scoring)
@@ -635,7 +613,7 @@ class FusedLossMixin(LogsShares):
             changes.append((self, "beta", 0.0))
         # nothing is logged if no process has a sequence left
         with nullcontext() if is_measured else micro_batches.unlogged(self):
-            with self._over_sets(scoring.inputs), all_replaced(changes):
+            with all_replaced(changes):
                 loss: Tensor = super()._compute_loss(scoring.model, scoring.inputs)
             if not has_exact_kl:
                 return loss
@@ -661,12 +639,12 @@ class FusedLossMixin(LogsShares):
         parameters = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
         images = {name: batch[name] for name in parameters if name in batch}
         checkpointing = self.args.gradient_checkpointing_kwargs
-        scoring = Scoring(model, {**batch, "completion_mask": mask}, mask, score=score)
+        inputs = {**batch, "completion_mask": mask}
+        scoring = Scoring(self._options, model, inputs, mask, score=score)
         with (
             torch.no_grad(),
             disable_gradient_checkpointing(self.model, checkpointing),
             replaced(self, "_scoring", scoring),
-            self._over_sets(batch),
         ):
             rows = (*scoring.rows, mask.size(1))
             logps, *_ = self._get_per_token_logps_and_entropies(model, *rows, **images)
@@ -681,15 +659,14 @@ class FusedLossMixin(LogsShares):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Score as TRL does. For a known `Scoring`, also pass its predictions to the fused head."""
-        scoring, given = self._scoring, (input_ids, attention_mask, logits_to_keep)
-        score = super()._get_per_token_logps_and_entropies
-        if scoring is None or not scoring.is_of(model, *given):
-            return score(model, *given, *args, **kwargs)
+        """Score as TRL does, with the trainer's options and what it predicts for these rows."""
+        scoring, rows = self._scoring, (input_ids, attention_mask, logits_to_keep)
+        if not scoring.is_of(model, *rows):
+            scoring = scoring.of_other_rows()
         if scoring.is_done:
             return scoring.results["logps"], scoring.results["entropies"], None
-        with replaced(head_of(model), "scoring", scoring):
-            results = score(model, *given, *args, **kwargs)
+        with scored_by(model, scoring):
+            results = super()._get_per_token_logps_and_entropies(model, *rows, *args, **kwargs)
         scores = zip(("logps", "entropies"), results[:2], strict=True)
         scoring.results |= {name: x for name, x in scores if x is not None}
         if scoring.lacks_old:

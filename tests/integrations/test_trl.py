@@ -9,7 +9,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -518,14 +518,16 @@ def test_a_class_that_sees_micro_batches_keeps_them_unless_it_is_trusted() -> No
         assert trainer_of(reader, {}, **REGROUP).regroup
 
 
-class Changed(transformers.TrainerCallback):  # type: ignore[misc]
-    """At the end of the first step, and of each later one, it changes the trainer."""
+def on(event: str, act: Callable[..., None]) -> transformers.TrainerCallback:
+    callback = transformers.TrainerCallback()
+    setattr(callback, event, act)
+    return callback
 
-    def __init__(self, change: Callable[[Any], None]) -> None:
-        self.change = change
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.change(self.trainer)
+def changed(base: type, change: Callable[[Any], None], **options: Any) -> Run:
+    """A training whose trainer is changed at the end of each step."""
+    prepare = lambda x: x.add_callback(on("on_step_end", lambda *_, **__: change(x)))  # noqa: E731
+    return train(base, prepare=prepare, **{"steps": 3, "beta": 0.04, **SGD, **options})
 
 
 def losses_by_size(trainer: Any) -> None:
@@ -539,25 +541,28 @@ def losses_by_size(trainer: Any) -> None:
     trainer.compute_loss = compute_loss
 
 
+def other_loss(trainer: Any) -> None:
+    trainer.loss_type = "bnpo"
+
+
+def other_reference(trainer: Any) -> None:
+    trainer.ref_model.load_state_dict(trainer.model.state_dict())
+
+
+HALVES = {"steps_per_generation": 4}  # a generation is two optimizer steps
+
+
 @pytest.mark.parametrize(
-    ("change", "regroups"),
-    [
-        (lambda x: setattr(x, "loss_type", "bnpo"), False),
-        (losses_by_size, False),
-        (lambda x: x.ref_model.load_state_dict(x.model.state_dict()), True),
-    ],
-    ids=["a loss that is not regrouped", "a method of its own", "the reference"],
+    ("change", "options"), [(other_loss, {}), (losses_by_size, {}), (other_reference, HALVES)]
 )
-def test_what_a_callback_changes_is_stock_trls(change: Any, regroups: bool) -> None:
-    found = []
-    for base in (GRPOTrainer, FusedGRPOTrainer):
-        callback = Changed(change)
-        prepare = partial(setattr, callback, "trainer")
-        options = {"steps": 3, "steps_per_generation": 4, "callbacks": [callback], **SGD}
-        options |= {"beta": 0.04}
-        found.append(train(base, prepare=prepare, **options))
-    assert found[1].trainer.regroup == regroups
-    assert max(parity.differences(found[0].steps, found[1].steps).values()) <= parity.TOLERANCE
+def test_what_a_callback_changes_is_stock_trls(change: Any, options: dict[str, Any]) -> None:
+    stock, ours = (changed(x, change, **options) for x in (GRPOTrainer, FusedGRPOTrainer))
+    assert max(parity.differences(stock.steps, ours.steps).values()) <= parity.TOLERANCE
+
+
+def test_a_loss_that_changes_within_a_regrouped_generation_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"regroup: .* got loss_type='bnpo'.*pass regroup=False"):
+        changed(FusedGRPOTrainer, other_loss, **HALVES)
 
 
 class PaidByBeta:
@@ -574,43 +579,27 @@ def test_rewards_see_the_trainers_own_options() -> None:
     assert_same(*(train(mixed(PaidByBeta, x), **options) for x in (GRPOTrainer, FusedGRPOTrainer)))
 
 
-class Interrupted:
-    """In front of a trainer: its training stops once, before the last loss of the third step."""
-
-    stops_in = 2  # the first step of the second generation
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        state, accelerator = self.state, self.accelerator  # type: ignore[attr-defined]
-        if state.global_step == self.stops_in and accelerator.sync_gradients:
-            self.stops_in = -1
-            raise KeyboardInterrupt
-        return super().training_step(*args, **kwargs)  # type: ignore[misc,no-any-return]
+def interrupt(_: Any, state: Any, *__: Any, **___: Any) -> None:
+    if state.global_step == 2:  # within the first step of the second generation
+        raise KeyboardInterrupt
 
 
-def trained_again(trainer_class: type, **options: Any) -> list[dict[str, float]]:
-    """What a trainer has logged that was interrupted within an optimizer step and called again."""
-    found: list[Any] = []
-    with pytest.raises(KeyboardInterrupt):
-        train(mixed(Interrupted, trainer_class), prepare=found.append, steps=4, **options)
-    run = tiny_run.recorded(found[0])
-    found[0].train()
-    return run.steps
-
-
-@pytest.mark.parametrize("again", [{"num_iterations": 2}, {"steps_per_generation": 4}], ids=str)
-def test_a_training_that_was_interrupted_goes_on_as_stock_trls(again: dict[str, Any]) -> None:
-    """Regrouping ends, since steps are no longer of whole windows, and it is said."""
-    options = {"epsilon": 0.02, **SGD, **again}
-    stock = trained_again(GRPOTrainer, **options)
-    ours = trained_again(FusedGRPOTrainer, regroup=False, **options)
-    assert len(stock) == 4
-    assert max(parity.differences(stock, ours).values()) <= 1e-5
-    with pytest.warns(UserWarning, match="regroup: training was interrupted within an optimizer"):
-        ours = trained_again(FusedGRPOTrainer, **REGROUP, **options)
-    for i, (want, got) in enumerate(zip(stock, ours, strict=True)):
-        # of the step that was interrupted stock TRL has logged what it had measured by then
-        for name in want.keys() if i else ("loss", "grad_norm"):
-            assert difference(name, want[name], got[name]) <= 1e-5, (i, name)
+@pytest.mark.parametrize("regroup", [True, False])
+def test_a_second_training_begins_with_a_new_generation(regroup: bool) -> None:
+    options = {"epsilon": 0.02, "num_iterations": 2, "steps": 4, **SGD}
+    again: list[Run] = []
+    for base, own in ((GRPOTrainer, {}), (FusedGRPOTrainer, {"regroup": regroup})):
+        made, stops = list[Any](), on("on_substep_end", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train(base, prepare=made.append, callbacks=[stops], **own, **options)
+        (trainer,) = made
+        trainer.remove_callback(stops)
+        if base is GRPOTrainer:
+            trainer._step, trainer._buffered_inputs = 0, None
+            trainer._metrics["train"].clear()
+        again.append(tiny_run.recorded(trainer))
+        trainer.train()
+    assert_same(*again)
 
 
 @pytest.mark.usefixtures("forget_warnings")

@@ -373,6 +373,17 @@ def test_the_trainer_logs_the_share_of_completion_tokens_and_of_those_with_an_ad
     assert step["rows/gradient"] == 1.0
 
 
+def test_a_trainer_keeps_its_options_and_counters_when_a_later_one_takes_its_model() -> None:
+    def make_another(older: Any) -> None:
+        given = {"model": older.model, "args": older.args, "train_dataset": older.train_dataset}
+        given["processing_class"] = older.processing_class
+        FusedGRPOTrainer(reward_funcs=tiny_run.reward, layout="padded", **given)
+
+    alone, shared = (train(FusedGRPOTrainer, 1, prepare=x) for x in (None, make_another))
+    assert shares_of(shared) == shares_of(alone) != [{}]
+    assert shared.steps == alone.steps
+
+
 @pytest.mark.usefixtures("forget_warnings")
 @pytest.mark.parametrize("name", ["SFT", "GKD"])
 def test_a_trainer_that_trains_without_ours_is_named_once(name: str) -> None:
