@@ -613,7 +613,8 @@ class FusedLossMixin(LogsShares):
             changes.append((self, "beta", 0.0))
         # nothing is logged if no process has a sequence left
         with nullcontext() if is_measured else micro_batches.unlogged(self):
-            with all_replaced(changes):
+            # a subclass may score by forwards of its own
+            with all_replaced(changes), scored_by(scoring.model, scoring.of_other_rows()):
                 loss: Tensor = super()._compute_loss(scoring.model, scoring.inputs)
             if not has_exact_kl:
                 return loss

@@ -388,6 +388,17 @@ def test_scorings_by_others_while_it_generates_are_over_the_vocabulary(correctio
     assert ours.steps == plain.steps
 
 
+class OwnScoring(FusedGRPOTrainer):
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        return GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
+
+
+def test_a_subclass_that_scores_itself_gets_the_sets_in_its_loss() -> None:
+    want, got = (trained(x, 1, **ERROR).steps[0] for x in (FusedGRPOTrainer, OwnScoring))
+    for name in ("entropy", "grad_norm"):
+        assert got[name] == pytest.approx(want[name], rel=1e-5), name
+
+
 def test_a_token_without_a_set_may_have_the_whole_vocabulary() -> None:
     lost = changed(lambda x: x["sampling_mask"][0][0].clear())
     got = trained(FusedGRPOTrainer, steps=1, on_missing_set="full", rollout_func=lost)
