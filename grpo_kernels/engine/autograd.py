@@ -31,7 +31,7 @@ from grpo_kernels.base.tensors import (
     spread,
     take,
 )
-from grpo_kernels.engine.plan import Job, RowLoss
+from grpo_kernels.engine.plan import Job, RowGradient
 from grpo_kernels.engine.slices import sweep_slices
 from grpo_kernels.engine.sweep import FirstPass, first_pass, indices_of, sweep
 from grpo_kernels.engine.workspace import device_of
@@ -251,10 +251,10 @@ class LinearScores(torch.autograd.Function):
 
 
 def run_scores(
-    job: Job, row_loss: RowLoss, shape: torch.Size, *, has_ids: bool = True
+    job: Job, row_gradient: RowGradient, shape: torch.Size, *, has_ids: bool = True
 ) -> dict[str, Tensor]:
     """Run one forward; return the results by name, in the shape of the positions."""
-    first = first_pass(job, row_loss)
+    first = first_pass(job, row_gradient)
     logps, *others = LinearScores.apply(job, first, *job.head.tensors)
     names = ("entropies", "divergence", "topk_logps", *first.stats.extras)
     results = {"logps": logps if has_ids else None, **dict(zip(names, others, strict=True))}
@@ -497,7 +497,7 @@ def _input_gradients(
     """
     rows, shard, backend = job.rows, job.shard, job.backend
 
-    def row_by_row(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def place_rows(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if shard is not None:
             # exchange all rows of the call, since every rank has the same number of them
             summed = shard.sum_(spread(_scaled(x, factor, x.dtype, backend), live_rows, len(rows)))
@@ -511,7 +511,7 @@ def _input_gradients(
         if x is None or spec is None:
             returned.append(None)
         elif name in OF_ROWS:
-            returned.append(row_by_row(x, *spec))
+            returned.append(place_rows(x, *spec))
         else:
             returned.append(_scaled(x, factor, spec[1], backend))
     return tuple(returned)

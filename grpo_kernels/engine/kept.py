@@ -34,7 +34,7 @@ from grpo_kernels.base import OnMissingSet
 from grpo_kernels.base.checks import HIGHEST_LOGP
 from grpo_kernels.base.tensors import scatter, take
 from grpo_kernels.engine.autograd import first_order, run_scores, save, saved
-from grpo_kernels.engine.plan import Job, RowLoss, Rows, Run, with_engine
+from grpo_kernels.engine.plan import Job, RowGradient, Rows, Run, with_engine
 from grpo_kernels.engine.sweep import Sums
 from grpo_kernels.head import HeadTensors
 from grpo_kernels.kept_ids import KeptIds
@@ -103,7 +103,7 @@ def score_kept(
     kept_ids: KeptIds,
     ids: Tensor,
     on_missing_set: OnMissingSet,
-    row_loss_at: Callable[[Tensor], RowLoss],
+    row_gradient_at: Callable[[Tensor], RowGradient],
     *,
     entropy: bool | str = True,
     others: Mapping[str, Tensor | None] | None = None,
@@ -112,7 +112,7 @@ def score_kept(
 
     Args:
         job: planned without an engine, and without a check that its ids are in range.
-        row_loss_at: function from positions (m,) that are scored over the whole vocabulary to
+        row_gradient_at: function from positions (m,) that are scored over the whole vocabulary to
             their loss.
         entropy: True for the sets, "full" for the whole vocabulary, False for none.
         others: other policies' log-probabilities, (...) each, which must be over the same sets.
@@ -127,14 +127,14 @@ def score_kept(
     whole_vocab, in_full, shape = None, entropy == "full", ids.shape
     if any_without or in_full:
         rows = job.rows if in_full else take(job.rows, survey.without.nonzero()[:, 0])
-        row_loss = row_loss_at(rows.positions)
+        row_gradient = row_gradient_at(rows.positions)
         whole_vocab = replace(job, rows=rows, entropy=bool(entropy))
-        whole_vocab = with_engine(whole_vocab, run, row_loss)
+        whole_vocab = with_engine(whole_vocab, run, row_gradient)
     logps, entropies = KeptSetLogprob.apply(planned, *job.head.tensors)
     logps, entropies = logps.view(shape), None if entropies is None else entropies.view(shape)
     if whole_vocab is not None:
         without = scatter(survey.without, job.rows.positions, shape.numel()).view(shape)
-        full = run_scores(whole_vocab, row_loss, shape)
+        full = run_scores(whole_vocab, row_gradient, shape)
         logps = torch.where(without, full["logps"], logps)
         if entropies is not None:
             entropies = torch.where(without, full["entropies"], entropies)

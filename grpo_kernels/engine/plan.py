@@ -159,13 +159,13 @@ def check_run(run: Any) -> Run:
     return Run() if run is None else run
 
 
-class RowLoss(Protocol):
+class RowGradient(Protocol):
     """The gradient that a call's rows will get, as far as it is known before the backward.
 
-    It comes from a built-in or custom loss, or from what the caller expects.
+    A built-in loss, a custom loss and what a caller of scores expects each have these members.
 
     Attributes:
-        row_by_row: True if a row's own statistics, or less, determine its coefficients.
+        is_coupled: False if a row's own statistics, or less, determine its coefficients.
         is_expected: True if the caller only expects this gradient; the backward compares it with
             the upstream gradient, and computes what is missing.
         live: (n,) bool, rows that may have a coefficient other than 0; None means all rows.
@@ -177,7 +177,7 @@ class RowLoss(Protocol):
     is_expected: bool
 
     @property
-    def row_by_row(self) -> bool: ...
+    def is_coupled(self) -> bool: ...
     @property
     def live(self) -> Tensor | None: ...
     @property
@@ -310,13 +310,13 @@ class Job:
         """Dtype of logits, statistics, and gradients before their one rounding."""
         return accumulator_of(self.head.operand_dtype)
 
-    def loss_to_fuse(self, row_loss: RowLoss) -> FusedLoss | None:
-        """`row_loss` for a kernel that does a whole loss at once; None if none can do it here.
+    def loss_to_fuse(self, row_gradient: RowGradient) -> FusedLoss | None:
+        """The loss of `row_gradient`, for a kernel that does it at once; None if none can here.
 
-        All conditions stand here and in `row_loss`: it must be the loss of each row alone, and a
-        built-in one. Only one_pass asks for it. torch has no such kernel, and Triton has none with
-        a reference. The ranks of a sharded head must combine statistics before the loss is known.
-        An empty batch needs no kernel.
+        All conditions stand here and in `RowGradient.fused_loss`: its rows must not be coupled, and
+        a custom loss has none. Only one_pass asks for it. torch has no such kernel, and Triton has
+        none with a reference. The ranks of a sharded head must combine statistics before the loss
+        is known. An empty batch needs no kernel.
         """
         backend = self.backend
         if self.when != "now" or len(self.rows) == 0 or not isinstance(backend, FusedRowBackend):
@@ -325,7 +325,7 @@ class Job:
             return None
         if self.reference is not None and not backend.fuses_reference:
             return None
-        return row_loss.fused_loss()
+        return row_gradient.fused_loss()
 
     @property
     def d_result(self) -> Literal["d_logp", "d_divergence"]:
@@ -418,7 +418,7 @@ def plan(
     run: Run,
     memory: Memory,
     ranks: Ranks | None,
-    row_loss: RowLoss | None,
+    row_gradient: RowGradient | None,
     *,
     reference: StatesAndHead | None = None,
     jsd_beta: float = 1.0,
@@ -431,7 +431,8 @@ def plan(
         rows: rows with ids of the whole vocabulary.
         memory: from `dtype_and_memory`.
         ranks: the ranks of a sharded head, which compare their calls here.
-        row_loss: what the engine is chosen for. None over kept sets: `with_engine` plans the rest.
+        row_gradient: the engine is chosen for it. None over kept sets: `with_engine` plans the
+            rest.
         jsd_beta, entropy, extras: as in `Job`.
     """
     needs_grad, models = needs_grad_of(hidden, head), _with_dtypes(hidden, head, reference)
@@ -473,26 +474,26 @@ def plan(
         extras=extras,
         gather=run.gather or nullcontext,
     )
-    return job if row_loss is None else with_engine(job, run, row_loss)
+    return job if row_gradient is None else with_engine(job, run, row_gradient)
 
 
-def with_engine(job: Job, run: Run, row_loss: RowLoss) -> Job:
-    """Check the ids of `job`, and choose its backend and the engine for `row_loss`."""
+def with_engine(job: Job, run: Run, row_gradient: RowGradient) -> Job:
+    """Check the ids of `job`, and choose its backend and the engine for `row_gradient`."""
     rows = in_range(job.rows, job.vocab, job.shard_start)
     backend = choose_backend(run.backend, rows.ids.device, job.head.operand_dtype)
-    engine = choose_engine(run.engine, row_loss, job)
+    engine = choose_engine(run.engine, row_gradient, job)
     return replace(job, rows=rows, backend=backend, engine=engine)
 
 
-def choose_engine(name: str, row_loss: RowLoss, job: Job) -> str:
+def choose_engine(name: str, row_gradient: RowGradient, job: Job) -> str:
     """Choose the cheapest engine that gives the exact gradient, or the engine `name`.
 
     Raises:
         ValueError: the engine `name` cannot give this gradient.
     """
-    row_by_row = row_loss.row_by_row
-    if row_loss.is_expected and device_of(job.rows.positions.device).is_capturing():
-        row_by_row = False  # in a CUDA graph, the comparison may not wait for the device
+    one_pass = not row_gradient.is_coupled
+    if row_gradient.is_expected and device_of(job.rows.positions.device).is_capturing():
+        one_pass = False  # in a CUDA graph, the comparison may not wait for the device
     head_trains, no_gradient = any(job.needs_grad[1:]), not any(job.needs_grad)
     if name == "auto" and job.memory.tight and head_trains:
         return "lean"
@@ -502,9 +503,9 @@ def choose_engine(name: str, row_loss: RowLoss, job: Job) -> str:
             not head_trains
             and not isinstance(job.rows.topk, TopKLogps)
             # without a gradient, this does not evaluate a user's function
-            and ((no_gradient and job.reference is None) or row_loss.one_coefficient)
+            and ((no_gradient and job.reference is None) or row_gradient.one_coefficient)
         ),
-        "one_pass": lambda: row_by_row,
+        "one_pass": lambda: one_pass,
         "two_pass": lambda: True,
         "lean": lambda: True,
     }

@@ -33,7 +33,7 @@ from grpo_kernels.backends import (
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.gemm import Products
-from grpo_kernels.engine.plan import Job, JobHead, RowLoss, Rows
+from grpo_kernels.engine.plan import Job, JobHead, RowGradient, Rows
 from grpo_kernels.engine.workspace import Group, device_of, divide
 from grpo_kernels.head import HeadTensors
 
@@ -56,7 +56,7 @@ class FirstPass(NamedTuple):
     coefficients: Coefficients | None = None
 
 
-def first_pass(job: Job, row_loss: RowLoss) -> FirstPass:
+def first_pass(job: Job, row_gradient: RowGradient) -> FirstPass:
     """Compute the statistics of all rows and, if due now, the gradient of the live rows.
 
     Waits for the device once, to count the live rows, unless all rows are live.
@@ -65,10 +65,10 @@ def first_pass(job: Job, row_loss: RowLoss) -> FirstPass:
         job = job.converted()
         if job.when in ("never", "later"):
             return FirstPass(sweep(job)[0])
-        n, live = len(job.rows), row_loss.live
+        n, live = len(job.rows), row_gradient.live
         every = torch.arange(n, device=job.rows.positions.device)
         live_rows = every if live is None else indices_of(live)
-        fused_loss = job.loss_to_fuse(row_loss)
+        fused_loss = job.loss_to_fuse(row_gradient)
         all_live = live is None or live_rows.shape[0] == n
         live_job, of_live = job, fused_loss
         if not all_live:
@@ -78,14 +78,14 @@ def first_pass(job: Job, row_loss: RowLoss) -> FirstPass:
         def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
             if job.when == "now_unscaled":
                 return Coefficients(**{job.d_result: torch.ones_like(stats.logps)})
-            found = row_loss.coefficients_at(live_rows[at], stats)
-            if row_loss.is_expected:  # a user's function may answer differently later
+            found = row_gradient.coefficients_at(live_rows[at], stats)
+            if row_gradient.is_expected:  # a user's function may answer differently later
                 found.put(live_rows[at], used, n)
             return found
 
         stats, grads = sweep(live_job, coefficients_of, fused_loss=of_live)
         coefficients = None
-        if row_loss.is_expected and job.when == "now":
+        if row_gradient.is_expected and job.when == "now":
             if fused_loss is not None:  # a kernel does not ask for the coefficients
                 coefficients_of(slice(None), stats)
             coefficients = Coefficients(**{job.d_result: stats.logps.new_zeros(n), **used})

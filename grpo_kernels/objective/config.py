@@ -568,8 +568,8 @@ def check_inputs(
             f"'full' and beta = {config.beta}, got None"
         )
     if has_reference and (objective is not None or config.kl_estimator != "full"):
-        of_config = f"with kl_estimator = {config.kl_estimator!r}"
-        why = of_config if objective is None else "with an objective"
+        why = f"with kl_estimator = {config.kl_estimator!r}"
+        why = why if objective is None else "with an objective"
         raise ValueError(
             f"reference: expected None {why}, which does not read it, got one; pass "
             "ref_per_token_logps, from linear_logps, instead, or leave it out"

@@ -51,23 +51,23 @@ class Expectation:
             raise TypeError(f"coefficients: expected a function or None, got {got}")
 
 
-def expectation_of(row_loss: PolicyLoss | CustomLoss) -> Expectation:
+def expectation_of(token_loss: PolicyLoss | CustomLoss) -> Expectation:
     """Make the `Expectation` of a loss, for ids of the batch's shape."""
-    layout, dtype = row_loss.tokens.layout, row_loss.tokens.advantages.dtype
+    layout, dtype = token_loss.tokens.layout, token_loss.tokens.advantages.dtype
     row = layout.positions.new_zeros(math.prod(layout.shape))
     row[layout.positions] = torch.arange(layout.total, device=row.device)
-    live = row_loss.live
+    live = token_loss.live
     live = torch.ones_like(layout.positions, dtype=torch.bool) if live is None else live
 
     def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Coefficients:
         logps = logps.to(dtype)
         entropies = logps if entropies is None else entropies.to(dtype)
-        return row_loss.coefficients_at(row[index], stats_of(logps, entropies))
+        return token_loss.coefficients_at(row[index], stats_of(logps, entropies))
 
     return Expectation(
-        None if not row_loss.row_by_row else coefficients,
+        None if token_loss.is_coupled else coefficients,
         live=layout.scatter(live),
-        has_entropy_gradient=row_loss.has_entropy_gradient,
+        has_entropy_gradient=token_loss.has_entropy_gradient,
     )
 
 
@@ -97,8 +97,8 @@ class ExpectedGradient:
     is_expected = True
 
     @property
-    def row_by_row(self) -> bool:
-        return self.known is not None or self.compute is not None
+    def is_coupled(self) -> bool:
+        return self.known is None and self.compute is None
 
     def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
         if self.known is not None:

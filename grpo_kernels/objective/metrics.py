@@ -162,7 +162,7 @@ class Metrics(Mapping[str, Tensor]):
 
 
 def loss_metrics(
-    row_loss: PolicyLoss | CustomLoss,
+    token_loss: PolicyLoss | CustomLoss,
     logps: Tensor,
     entropies: Tensor,
     evaluation: Evaluation,
@@ -174,8 +174,8 @@ def loss_metrics(
     there is one value per sequence. A sequence without a counted token has ratio 1. Sums over the
     tokens are computed together at the end: one sum for all numbers, one for all flags.
     """
-    config, inputs = row_loss.config, evaluation.metric_inputs
-    tokens = row_loss.tokens if inputs is None else inputs.tokens
+    config, inputs = token_loss.config, evaluation.metric_inputs
+    tokens = token_loss.tokens if inputs is None else inputs.tokens
     layout, n = tokens.layout, len(tokens)
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     summed: dict[str, Tensor] = {}  # (n,) each
@@ -274,4 +274,4 @@ def loss_metrics(
         if summands:
             sums = torch.stack([*summands.values()]).sum(dim=1, dtype=entropies.dtype)
             pairs |= {k: (x, pairs[k][1]) for k, x in zip(summands, sums.unbind(), strict=True)}
-    return Metrics(pairs, extremes, sequences=layout.batch, loss_over=row_loss.loss_over)
+    return Metrics(pairs, extremes, sequences=layout.batch, loss_over=token_loss.loss_over)

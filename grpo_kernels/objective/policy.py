@@ -125,7 +125,7 @@ class PolicyLoss:
         is_centered: True with a sampler's K most likely ids (score centering).
         lacks_sampling_ratio: True if the importance sampling ratio must be computed from this
             call's log-probabilities.
-        row_by_row: True if a token's gradient is known with the token's own numbers, or before.
+        is_coupled: False if a token's gradient is known with the token's own numbers, or before.
         has_entropy_gradient: True if the loss depends on the entropies.
         loss_over: see `LossType.loss_over`.
     """
@@ -153,17 +153,17 @@ class PolicyLoss:
         self.has_entropy_gradient = config.entropy_coef != 0.0
 
     @cached_property
-    def row_by_row(self) -> bool:
+    def is_coupled(self) -> bool:
         config, has_sampler = self.config, self.tokens.sampling_per_token_logps is not None
         compares = config.masks_off_policy and (has_sampler or not self.on_policy)
         if config.top_entropy_quantile < 1.0 or compares:
-            return False
+            return True
         couples = config.couples_tokens
         if self.on_policy:
             reads_sequence = config.vllm_importance_sampling_mode.startswith("sequence_")
             couples = config.corrects_sampling and (reads_sequence or couples)
             couples |= config.corrects_kl and config.importance_sampling_level == "sequence"
-        return not couples
+        return couples
 
     @cached_property
     def _at_ratio_one(self) -> tuple[Tensor, Tensor, MetricInputs]:
@@ -175,7 +175,7 @@ class PolicyLoss:
         """True if the policy term is `_at_ratio_one`, but for logps that are not finite."""
         if not self.on_policy or self.lacks_sampling_ratio or self.definition.is_linear:
             return False
-        return self.row_by_row and not self.config.couples_tokens
+        return not (self.is_coupled or self.config.couples_tokens)
 
     @property
     def one_coefficient(self) -> bool:
@@ -192,7 +192,7 @@ class PolicyLoss:
         config, tokens = self.config, self.tokens
         if config.beta != 0.0 or self.has_entropy_gradient:
             return None
-        reads_logps = not self.row_by_row or self.is_centered or config.corrects_sampling
+        reads_logps = self.is_coupled or self.is_centered or config.corrects_sampling
         if self.on_policy and not reads_logps:
             return self._at_ratio_one[1] != 0
         live, gate = tokens.advantages != 0, _gate(config, tokens)
@@ -243,7 +243,7 @@ class PolicyLoss:
 
     def fused_loss(self) -> FusedLoss | None:
         """The loss in a row kernel's form; None if tokens are coupled or lack their ratio."""
-        if not self.row_by_row or self.lacks_sampling_ratio or self.is_centered:
+        if self.is_coupled or self.lacks_sampling_ratio or self.is_centered:
             return None
         config, tokens = self.config, self.tokens
         if self.on_policy:
@@ -297,16 +297,16 @@ class PolicyLoss:
         return Evaluation(loss, coefficients, loss_without_entropy, read)
 
     def per_token_loss(
-        self, logps: Tensor, entropies: Tensor, *, alone: bool
+        self, logps: Tensor, entropies: Tensor, *, token_level: bool
     ) -> tuple[Tensor, MetricInputs]:
         """Compute l_t (n,) without the entropy bonus, and the inputs of the metrics.
 
         l_t is differentiable once in `logps`.
 
         Raises:
-            ValueError: tokens are coupled, and `alone` says that these may be only some of them.
+            ValueError: tokens are coupled, but a `token_level` objective reads their loss.
         """
-        if alone and (not self.row_by_row or self.config.couples_tokens):
+        if token_level and (self.is_coupled or self.config.couples_tokens):
             raise ValueError(
                 "tokens.loss: expected a loss of each token alone in a token_level objective, got "
                 f"{self.config}, whose tokens depend on each other: do not declare it token_level"
@@ -412,10 +412,10 @@ class PolicyLoss:
 
 
 class _TokenLosses(torch.autograd.Function):
-    """``forward(ctx, logps, loss, row_loss, mask)`` -> `loss` (n,), with its gradient in logps.
+    """``forward(ctx, logps, loss, policy_loss, entropy_mask)`` -> `loss` (n,), and its gradient.
 
-    That gradient is a_t with the upstream gradient as the weights. It cannot be differentiated
-    again.
+    The gradient in logps is a_t with the upstream gradient as the weights. It cannot be
+    differentiated again.
     """
 
     @staticmethod
@@ -423,10 +423,10 @@ class _TokenLosses(torch.autograd.Function):
         ctx: Any,
         logps: Tensor,
         loss: Tensor,
-        row_loss: PolicyLoss,
-        mask: Tensor | None,
+        policy_loss: PolicyLoss,
+        entropy_mask: Tensor | None,
     ) -> Tensor:
-        ctx.row_loss, ctx.entropy_mask = row_loss, mask
+        ctx.policy_loss, ctx.entropy_mask = policy_loss, entropy_mask
         ctx.save_for_backward(logps)
         return loss.clone()
 
@@ -436,8 +436,8 @@ class _TokenLosses(torch.autograd.Function):
             raise RuntimeError(
                 "tokens.loss: expected to be differentiated once, got create_graph=True"
             )
-        own = ctx.row_loss
-        weighted = PolicyLoss(own.config, own.tokens, upstream)
+        config, tokens = ctx.policy_loss.config, ctx.policy_loss.tokens
+        weighted = PolicyLoss(config, tokens, token_weights=upstream)
         d_logps = weighted._per_token(ctx.saved_tensors[0], ctx.entropy_mask, None)[1]
         return d_logps, None, None, None
 
