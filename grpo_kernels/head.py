@@ -46,7 +46,7 @@ class HeadTensors(NamedTuple):
     lora_u: Any = None  # (N, r), the hidden states times the adapter's first factor
     lora_b: Any = None  # (V, r)
 
-    def factors(self) -> list[tuple[Any, Any]]:
+    def factor_pairs(self) -> list[tuple[Any, Any]]:
         """The values of the pairs (N, K), (V, K) whose products add up to the raw logits."""
         adapter = [] if self.lora_u is None or self.lora_b is None else [(self.lora_u, self.lora_b)]
         return [(self.hidden, self.weight), *adapter]

@@ -642,7 +642,7 @@ def _loss_over_sets(
     scores, of_sets = score_kept(
         job, run, sets, ids, on_missing_set,
         lambda at: read_expected(over_vocab, ids, at, job.accumulator_dtype, entropy=True),
-        others={name: arguments[name] for name in LOGPS},
+        other_logps={name: arguments[name] for name in LOGPS},
     )  # fmt: skip
     out = _loss_of_logps(token_loss, scores["logps"], scores["entropies"], "kept_sets")
     return replace(out, metrics=out.metrics.with_pairs({**out.metrics.pairs, **of_sets}))
