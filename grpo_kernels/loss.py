@@ -289,15 +289,15 @@ def grpo_loss(
     with checked_on_all_ranks("grpo_loss", arguments) as (head, run, ranks):
         # heads and ids
         check_inputs(config, arguments, has_reference=reference is not None)
-        second = None
+        reference_model = None
         if config.needs_reference_head:
-            second = read_reference(reference, head, "reference.")
+            reference_model = read_reference(reference, head, "reference.")
         dim = 3 if cu_seqlens is None else 2
-        hidden, head, second = read_heads(hidden, head, second, dim=dim)
+        hidden, head, reference_model = read_heads(hidden, head, reference_model, dim=dim)
         check_ids("completion_ids", completion_ids, hidden)
 
         # the tokens that count, and their loss
-        dtype, memory = dtype_and_memory(hidden, head, run, second)
+        dtype, memory = dtype_and_memory(hidden, head, run, reference_model)
         tokens = _tokens(completion_ids, dtype, arguments)
         rows = Rows.of(completion_ids, tokens.layout.positions, 1.0 / config.temperature)
         if sampling_topk_ids is not None:
@@ -310,7 +310,7 @@ def grpo_loss(
         if kept_ids is not None or on_missing_set != "error":
             sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
         row_gradient = token_loss if sets is None else None
-        job = plan(hidden, head, rows, run, memory, ranks, row_gradient, reference=second)
+        job = plan(hidden, head, rows, run, memory, ranks, row_gradient, reference=reference_model)
     if sets is not None:
         return _loss_over_sets(job, run, sets, token_loss, arguments)
 
@@ -594,8 +594,8 @@ def _tokens(like: Tensor, dtype: torch.dtype, arguments: Mapping[str, Any]) -> T
     check_finite("advantages", tokens.advantages)
     check_ratios("importance_sampling_ratio", tokens.importance_sampling_ratio)
     for name in ("advantages", *LOGPS, "importance_sampling_ratio"):
-        more = ", and train a value function by its own loss" if name == "advantages" else ""
-        warn_of_graph(name, arguments[name], more)
+        way_out = ", and train a value function by its own loss" if name == "advantages" else ""
+        warn_of_graph(name, arguments[name], way_out)
     warn_of_inputs(tokens, arguments)
     return tokens
 
@@ -639,13 +639,15 @@ def _loss_over_sets(
     """The loss of log-probabilities over kept sets, for the planned rows."""
     ids, on_missing_set = arguments["completion_ids"], arguments["on_missing_set"]
     over_vocab = expectation_of(token_loss) if on_missing_set == "full" else None
-    scores, of_sets = score_kept(
+    scores, set_metrics = score_kept(
         job, run, sets, ids, on_missing_set,
-        lambda at: read_expected(over_vocab, ids, at, job.accumulator_dtype, entropy=True),
+        lambda positions: read_expected(
+            over_vocab, ids, positions, job.accumulator_dtype, entropy=True
+        ),
         other_logps={name: arguments[name] for name in LOGPS},
     )  # fmt: skip
     out = _loss_of_logps(token_loss, scores["logps"], scores["entropies"], "kept_sets")
-    return replace(out, metrics=out.metrics.with_pairs({**out.metrics.pairs, **of_sets}))
+    return replace(out, metrics=out.metrics.with_pairs({**out.metrics.pairs, **set_metrics}))
 
 
 def _loss_of_logps(
@@ -654,10 +656,10 @@ def _loss_of_logps(
     """The loss, differentiable in `logps` and `entropies`, both (B, T) or (N,)."""
     layout, dtype = token_loss.tokens.layout, token_loss.tokens.advantages.dtype
 
-    def of_tokens(x: Tensor) -> Tensor:
+    def counted(x: Tensor) -> Tensor:
         return x.detach().reshape(-1)[layout.positions].to(dtype)
 
-    numbers = of_tokens(logps), of_tokens(entropies)
+    numbers = counted(logps), counted(entropies)
     evaluation = token_loss.evaluate(stats_of(*numbers))
     d_logp, d_entropy, *_ = evaluation.coefficients
     reads_entropies = d_entropy is not None and torch.is_grad_enabled()

@@ -111,17 +111,17 @@ class ExpectedGradient:
         known = self.known
         if known is None or known.d_divergence is None:
             return None
-        weights, d_logp = known.d_divergence, known.d_logp
-        d_policy = torch.zeros_like(weights) if d_logp is None else d_logp
+        weights, d_policy = known.d_divergence, known.d_logp
+        d_policy = torch.zeros_like(weights) if d_policy is None else d_policy
         return FusedLoss(weights, kl_estimator="full", beta=1.0, d_policy=d_policy)
 
 
-def divergence_weights(
+def read_d_result(
     name: str, expected: Tensor | None, hidden: Tensor, positions: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Read the expected gradient (n,) with respect to the divergences at `positions` (n,).
+    """Read d loss / d result, (n,), at `positions` (n,); the result is usually a divergence.
 
-    If `expected` is None, it is the gradient of the mean divergence. Errors call it `name`.
+    None means that the loss is the mean of the results. Errors call `expected` by `name`.
     """
     if expected is None:
         return torch.full_like(positions, 1.0 / max(1, len(positions)), dtype=dtype)
@@ -129,7 +129,7 @@ def divergence_weights(
     return _usable(expected.detach().reshape(-1)[positions], dtype)
 
 
-def expected_divergence(
+def read_expected_divergence(
     expected: Any,
     hidden: Tensor,
     ids: Tensor | None,
@@ -150,13 +150,12 @@ def expected_divergence(
         raise ValueError(
             f"expected: expected a tensor, or two with completion_ids, got a tuple of {len(pair)}"
         )
-    weights = [
-        divergence_weights(name, x, hidden, positions, dtype)
+    d_divergence, *d_logp = [
+        read_d_result(name, x, hidden, positions, dtype)
         for name, x in zip(("expected", "expected[1]"), pair, strict=False)
     ]
-    is_one = len(weights) == 1
-    known = Coefficients(None if is_one else weights[1], None, weights[0])
-    return ExpectedGradient(known, one_coefficient=is_one)
+    known = Coefficients(d_logp[0] if d_logp else None, None, d_divergence)
+    return ExpectedGradient(known, one_coefficient=not d_logp)
 
 
 def read_expected(
@@ -209,11 +208,11 @@ def read_expected(
         answer = function(positions[index], logps, entropies)
         a, b, c, *_ = (*answer, None, None) if isinstance(answer, tuple) else (answer, None, None)
         # no gradient can come from a result that the call does not have
-        given = (a, None if entropies is None else b, c if divergence else None)
-        for name, x in zip(("expected", "expected[1]", "expected[2]"), given, strict=True):
+        numbers = (a, None if entropies is None else b, c if divergence else None)
+        for name, x in zip(("expected", "expected[1]", "expected[2]"), numbers, strict=True):
             if x is not None or name == "expected":
                 check_tensor(name, x, ("index.shape", index.shape), like=ids)
-        return Coefficients(*(None if x is None else _usable(x, dtype) for x in given))
+        return Coefficients(*(None if x is None else _usable(x, dtype) for x in numbers))
 
     return ExpectedGradient(None, compute, live, one_coefficient)
 
