@@ -101,8 +101,8 @@ template <class T>
 INLINE Terms<T> terms(Kind kind, const DivergenceInputs<T>& at, Vector<T> z, Vector<T> y) {
   const Vector<T> d = distance<T>(at, z, y);
   const auto ahead = d >= T(0);
-  const Vector<T> scale = ahead ? splat<Vector<T>>(at.inv_sum) : splat<Vector<T>>(at.reference_inv_sum);
-  const Vector<T> lead = exp_below_0(ahead ? z - at.max : y - at.reference_max) * scale;
+  const Vector<T> inv_sum = ahead ? splat<Vector<T>>(at.inv_sum) : splat<Vector<T>>(at.reference_inv_sum);
+  const Vector<T> lead = exp_below_0(ahead ? z - at.max : y - at.reference_max) * inv_sum;
   const Powers<T> of_d = powers(d);
   Terms<T> of;
   of.p = ahead ? lead : lead * of_d.e;
@@ -137,8 +137,9 @@ INLINE DivergenceSums diverge(Kind kind, const Row<T>& row, const Row<T>& refere
       add_to<T>(sums.value, value), add_to<T>(sums.sum_k, k);
     }
   }
-  const double odd = static_cast<double>(at.offset) - at.offset;  // NaN where a head has NaN, or no finite logit
-  return {sums.value + odd, sums.sum_k + odd};
+  // NaN where a head has NaN, or no finite logit
+  const double nan_or_0 = static_cast<double>(at.offset) - at.offset;
+  return {sums.value + nan_or_0, sums.sum_k + nan_or_0};
 }
 
 // `count` columns of both heads from `start` on: x and z of the student, and the terms.

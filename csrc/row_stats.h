@@ -13,10 +13,10 @@ struct RowStats {
 };
 
 inline RowStats row_stats(const Sums& sums) {
-  const double odd = sums.max - sums.max;  // 0, or NaN
-  const double rest = sums.max == INFINITY ? sums.rest : sums.rest + odd;
+  const double nan_or_0 = sums.max - sums.max;
+  const double rest = sums.max == INFINITY ? sums.rest : sums.rest + nan_or_0;
   const double log_sum = std::log1p(rest);
-  return {std::isnan(rest) ? rest : sums.max, log_sum, log_sum - (sums.t + odd) / (1.0 + rest)};
+  return {std::isnan(rest) ? rest : sums.max, log_sum, log_sum - (sums.weighted + nan_or_0) / (1.0 + rest)};
 }
 
 // log p of the target; its own term is left out of the sum: -log(1 + sum of the others / e^(z - m))

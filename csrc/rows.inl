@@ -100,11 +100,11 @@ template <class T, bool PLAIN>
 void reduce(const Row<T>& row, int64_t target, bool more_sums, Sums& sums) {
   T max;
   find_max<T, PLAIN>(row, max, sums.argmax);
-  sums.max = max, sums.rest = sums.t = sums.squares = sums.total = 0.0;
+  sums.max = max, sums.rest = sums.weighted = sums.squares = sums.total = 0.0;
   for (int64_t tile = 0; tile < row.size; tile += kTile) {
     const int64_t stop = row.size - tile < kTile ? row.size : tile + kTile;
     for (int64_t lane = 0; lane < kLanes; lane += kWidth<T>) {
-      Vector<T> rest{}, t{}, squares{}, total{};
+      Vector<T> rest{}, weighted{}, squares{}, total{};
       for (int64_t start = tile + lane; start < stop; start += kLanes) {
         Vector<T> z = logits<T, PLAIN>(row, start);
         if (more_sums) total += filled<T>(z, count_at<T>(start, row.size), 0.0f);
@@ -112,10 +112,10 @@ void reduce(const Row<T>& row, int64_t target, bool more_sums, Sums& sums) {
         if (place >= 0 && place < kWidth<T>) z[place] = -INFINITY;
         const Vector<T> shifted = z - max, e = exp(shifted);
         rest += e;
-        t += e * at_least(shifted, splat<Vector<T>>(T(kLowest)));
+        weighted += e * at_least(shifted, splat<Vector<T>>(T(kLowest)));
         if (more_sums) squares += e * e;
       }
-      add_to<T>(sums.rest, rest), add_to<T>(sums.t, t);
+      add_to<T>(sums.rest, rest), add_to<T>(sums.weighted, weighted);
       if (more_sums) add_to<T>(sums.squares, squares), add_to<T>(sums.total, total);
     }
   }

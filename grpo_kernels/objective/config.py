@@ -264,7 +264,7 @@ class LossConfig:
     @property
     def corrects_kl(self) -> bool:
         """True if the KL estimate is multiplied by the ratio."""
-        return self.estimates_kl and self.use_bias_correction_kl and self.definition.has_factors
+        return self.estimates_kl and self.use_bias_correction_kl and self.definition.has_gate
 
     @property
     def shares_ratio(self) -> bool:
@@ -275,12 +275,12 @@ class LossConfig:
     @property
     def couples_tokens(self) -> bool:
         """True if a token's policy term depends on the log-ratios of its sequence."""
-        return self.shares_ratio or self.definition.argument is not None
+        return self.shares_ratio or self.definition.surrogate_input is not None
 
     @property
     def corrects_sampling(self) -> bool:
         """True if the loss computes the ratio to the sampler, from `sampling_per_token_logps`."""
-        return self.vllm_importance_sampling_correction and self.definition.has_factors
+        return self.vllm_importance_sampling_correction and self.definition.has_gate
 
     @property
     def sampling_ratio_is_per_sequence(self) -> bool:
@@ -295,7 +295,7 @@ class LossConfig:
     @property
     def masks_off_policy(self) -> bool:
         """True if off-policy sequences are dropped."""
-        return self.off_policy_mask_threshold is not None and self.definition.has_factors
+        return self.off_policy_mask_threshold is not None and self.definition.has_gate
 
     @property
     def divides_by_length(self) -> bool:
@@ -702,9 +702,9 @@ def _unread(config: LossConfig) -> tuple[str, ...]:
     if "epsilon_high" in read and config.epsilon_high is None:
         read.add("epsilon")
     of_others = {name for x in LOSSES.values() for name in x.reads} - read
-    if not config.definition.has_factors:
+    if not config.definition.has_gate:
         of_others |= {"off_policy_mask_threshold", "vllm_importance_sampling_correction"}
-    if config.definition.argument is not None and not config.corrects_kl:
+    if config.definition.surrogate_input is not None and not config.corrects_kl:
         of_others.add("importance_sampling_level")  # no term has R
     if not config.divides_by_length:
         of_others.add("max_completion_length")
@@ -729,7 +729,7 @@ def warn_of_loss(config: LossConfig, tokens: Tokens) -> None:
     options = [f"vllm_importance_sampling_{x}" for x in ("mode", "clip_max", "clip_min")]
     is_set = [x for x in options if getattr(config, x) != getattr(_DEFAULT, x)]
     if tokens.importance_sampling_ratio is not None:  # may come from a trainer with these options
-        if not definition.has_factors:
+        if not definition.has_gate:
             warn_once(f"importance_sampling_ratio: {_UNUSED.format(config.loss_type)}")
     elif is_set and not config.vllm_importance_sampling_correction:
         warn_once(
