@@ -335,7 +335,7 @@ def grpo_loss(
 
 
 _OWN_ARGUMENTS = ("config", "objective", "run")  # of `GRPOLoss` itself, besides the fields
-_MODULES_CALL = [
+_CALL_ARGUMENTS = [
     name
     for name in inspect.signature(grpo_loss).parameters
     if name not in (*_OWN_ARGUMENTS, "fields")
@@ -388,8 +388,8 @@ class GRPOLoss(nn.Module):
         super().__init__()
         config = LossConfig() if config is None else config
         check_kind(config)
-        own, elsewhere = (*FIELDS, *_OWN_ARGUMENTS), "an argument of a call of GRPOLoss"
-        check_names(fields, "GRPOLoss", own, elsewhere, _MODULES_CALL)
+        allowed, elsewhere = (*FIELDS, *_OWN_ARGUMENTS), "an argument of a call of GRPOLoss"
+        check_names(fields, "GRPOLoss", allowed, elsewhere, _CALL_ARGUMENTS)
         self.config = replace(config, **fields)
         self.objective, self.run = objective, run  # each is checked as it is set
 
@@ -432,7 +432,7 @@ class GRPOLoss(nn.Module):
         check_names(
             inputs,
             "a call of GRPOLoss",
-            _MODULES_CALL,
+            _CALL_ARGUMENTS,
             "an argument of GRPOLoss(...)",
             (*_OWN_ARGUMENTS, *FIELDS),
         )
@@ -443,7 +443,7 @@ class GRPOLoss(nn.Module):
     forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-            *(inspect.signature(grpo_loss).parameters[name] for name in _MODULES_CALL),
+            *(inspect.signature(grpo_loss).parameters[name] for name in _CALL_ARGUMENTS),
         ]
     )
 

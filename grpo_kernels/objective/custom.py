@@ -116,8 +116,8 @@ class TokenInputs:
 
     def __repr__(self) -> str:
         shapes = ((name, getattr(self, name)) for name in INPUTS)
-        given = (f"{name}={tuple(x.shape)}" for name, x in shapes if x is not None)
-        return f"TokenInputs({', '.join(given)})"
+        shown = (f"{name}={tuple(x.shape)}" for name, x in shapes if x is not None)
+        return f"TokenInputs({', '.join(shown)})"
 
 
 _INDEX = (
