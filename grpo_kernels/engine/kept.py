@@ -183,8 +183,8 @@ def survey_sets(
         return Survey(sizes, local, without, invalid)
     if bool(invalid.any()):
         i = int(invalid.nonzero()[0])
-        position, size, wrong = rows.positions[i], int(sizes[i]), int(outside[i])
-        raise ValueError(_wrong(kept_ids, ids, position, size, wrong, vocab))
+        position, size, has_outside = rows.positions[i], int(sizes[i]), bool(outside[i])
+        raise ValueError(_refusal(kept_ids, ids, position, size, has_outside, vocab))
     single = rows.positions[(sizes == 1) & ~missing]  # their log-probability is 0
     for name, x in other_logps.items():
         logps = None if x is None else x.detach().reshape(-1)[single]
@@ -197,16 +197,16 @@ def survey_sets(
     return Survey(sizes, local, missing, None)
 
 
-def _wrong(
+def _refusal(
     kept_ids: KeptIds,
     ids: Tensor,
     position: Tensor,
     size: int,
-    outside: int,
+    has_outside: bool,
     vocab: int,
 ) -> str:
     at = tuple(int(x) for x in torch.unravel_index(position, ids.shape))
-    if outside:
+    if has_outside:
         entries = kept_ids.ids[
             int(kept_ids.offsets[position]) : int(kept_ids.offsets[position + 1])
         ]

@@ -175,20 +175,21 @@ class Ranks:
         Raises:
             ValueError: on all ranks, if one of them refuses its call or the calls differ.
         """
-        own = {"rows of weight": head.weight.shape[0], **memory._asdict()}  # may differ
-        same = {**self.arguments, **values}
-        if "config" in same:  # a loss is compared by its fields
-            same |= vars(same.pop("config"))
-        numbers = [_checksum(x) for x in same.values()]
-        call = _checksum((self.call, *same))
+        rank_values = {"rows of weight": head.weight.shape[0], **memory._asdict()}
+        call_values = {**self.arguments, **values}
+        if "config" in call_values:  # a loss is compared by its fields
+            call_values |= vars(call_values.pop("config"))
+        numbers = [_checksum(x) for x in call_values.values()]
+        call = _checksum((self.call, *call_values))
         self.compared = True
-        refused, calls, *columns = self.exchange(0, call, *numbers, *own.values())
+        refused, calls, *columns = self.exchange(0, call, *numbers, *rank_values.values())
         if any(refused):
             raise ValueError(
                 f"process_group: rank {refused.index(1)} refuses the call of {self.call}"
             )
-        by_rank = dict(zip((*same, *own), columns, strict=False))  # a number of each rank, by name
-        differ = [name for name in same if len({*by_rank[name]}) > 1]
+        names = (*call_values, *rank_values)
+        by_rank = dict(zip(names, columns, strict=False))  # a number of each rank, by name
+        differ = [name for name in call_values if len({*by_rank[name]}) > 1]
         if len({*calls}) > 1 or differ:
             what = f"{', '.join(differ)} of {self.call}"
             what = what if len({*calls}) == 1 else f"call, {self.call} here,"

@@ -83,14 +83,14 @@ class ExpectedGradient:
     The comparison would wait for the device, so nothing is expected in a CUDA graph.
 
     Attributes:
-        known: coefficients (n,), if known before the forward.
+        known_coefficients: coefficients (n,), if known before the forward.
         compute: otherwise, a function from the index (m,) of rows, their log-probabilities and
             their entropies to coefficients. None: a row alone does not determine them.
         live: (n,) bool, rows that may have a coefficient other than 0; None means all rows.
         one_coefficient: True if each row has a single coefficient.
     """
 
-    known: Coefficients | None = None
+    known_coefficients: Coefficients | None = None
     compute: Callable[[Tensor, Tensor, Tensor | None], Coefficients] | None = None
     live: Tensor | None = None
     one_coefficient: bool = True
@@ -98,20 +98,20 @@ class ExpectedGradient:
 
     @property
     def is_coupled(self) -> bool:
-        return self.known is None and self.compute is None
+        return self.known_coefficients is None and self.compute is None
 
     def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
-        if self.known is not None:
-            return take(self.known, index)
+        if self.known_coefficients is not None:
+            return take(self.known_coefficients, index)
         assert self.compute is not None
         return self.compute(index, stats.logps, stats.entropies)
 
     def fused_loss(self) -> FusedLoss | None:
         """The gradient of divergences from a second head, as a loss."""
-        known = self.known
-        if known is None or known.d_divergence is None:
+        coefficients = self.known_coefficients
+        if coefficients is None or coefficients.d_divergence is None:
             return None
-        weights, d_policy = known.d_divergence, known.d_logp
+        weights, d_policy = coefficients.d_divergence, coefficients.d_logp
         d_policy = torch.zeros_like(weights) if d_policy is None else d_policy
         return FusedLoss(weights, kl_estimator="full", beta=1.0, d_policy=d_policy)
 

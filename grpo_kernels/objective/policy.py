@@ -171,7 +171,7 @@ class PolicyLoss:
         return self._policy_term(torch.zeros_like(self.tokens.advantages), None)
 
     @property
-    def _known_term(self) -> bool:
+    def _is_at_ratio_one(self) -> bool:
         """True if the policy term is `_at_ratio_one`, but for logps that are not finite."""
         if not self.on_policy or self.lacks_sampling_ratio or self.definition.is_linear:
             return False
@@ -347,7 +347,7 @@ class PolicyLoss:
 
         Without `divergences` l_t lacks beta D_t; a_t never includes it.
         """
-        if self._known_term:
+        if self._is_at_ratio_one:
             loss, a, at_one = self._at_ratio_one
             is_nan = torch.isnan(logps)
             loss, a = loss + (logps - logps), torch.where(is_nan, logps, a)
