@@ -252,8 +252,8 @@ def read_heads(
     _check_head(policy, dim=dim)
     if reference is not None:
         for name in ("process_group", "vocab_size"):
-            value, policys = getattr(reference.head, name), getattr(head, name)
-            if value is not None and value is not policys and value != policys:
+            value, policy_value = getattr(reference.head, name), getattr(head, name)
+            if value is not None and value is not policy_value and value != policy_value:
                 raise ValueError(
                     f"{reference.prefix}head.{name}: expected None or the other head's value, got "
                     f"{value!r}"

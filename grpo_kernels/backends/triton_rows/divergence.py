@@ -153,7 +153,7 @@ def diverge_kernel(
         reference_inner, reference_outer, REFERENCE_HAS_SOFTCAP,
     )  # fmt: skip
     reference = (reference_ptrs, reference_bias_ptr, reference_inner, reference_outer)
-    normalized = normalizers(
+    norms = normalizers(
         tl.load(max_logit_ptr + rows)[:, None],
         tl.load(log_sum_ptr + rows)[:, None],
         tl.load(reference_max_logit_ptr + rows)[:, None],
@@ -165,15 +165,15 @@ def diverge_kernel(
     whole = V // BLOCK_V * BLOCK_V
     if whole < V:
         value, sum_k = diverge_tile(
-            value, sum_k, source, reference, normalized, whole, V, jsd_beta, DIVERGENCE,
+            value, sum_k, source, reference, norms, whole, V, jsd_beta, DIVERGENCE,
             HAS_SOFTCAP, ROUNDED_TO, REFERENCE_HAS_SOFTCAP, REFERENCE_ROUNDED_TO,
         )  # fmt: skip
     for back in tl.range(BLOCK_V, whole + BLOCK_V, BLOCK_V, num_stages=NUM_STAGES):
         value, sum_k = diverge_tile(
-            value, sum_k, source, reference, normalized, whole - back, None, jsd_beta, DIVERGENCE,
+            value, sum_k, source, reference, norms, whole - back, None, jsd_beta, DIVERGENCE,
             HAS_SOFTCAP, ROUNDED_TO, REFERENCE_HAS_SOFTCAP, REFERENCE_ROUNDED_TO,
         )  # fmt: skip
-    offset = tl.reshape(normalized[4], (BLOCK_N,))
+    offset = tl.reshape(norms[4], (BLOCK_N,))
     nan_or_0 = offset - offset
     value = sum_lanes(value) + nan_or_0
     sum_k = sum_lanes(sum_k) + nan_or_0
@@ -190,7 +190,7 @@ def normalizers(m, log_sum, reference_m, reference_log_sum):
 
 @triton.jit
 def diverge_tile(
-    value, sum_k, source, reference, normalized, start, end, jsd_beta, DIVERGENCE: tl.constexpr,
+    value, sum_k, source, reference, norms, start, end, jsd_beta, DIVERGENCE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     REFERENCE_HAS_SOFTCAP: tl.constexpr, REFERENCE_ROUNDED_TO: tl.constexpr,
 ):  # fmt: skip
@@ -202,17 +202,17 @@ def diverge_tile(
     y0, y1, y2, y3, _id0, _id1, _id2, _id3 = load_logits(
         reference, start, end, REFERENCE_HAS_SOFTCAP, REFERENCE_ROUNDED_TO, W
     )
-    value0, k0 = terms(z0, y0, normalized, jsd_beta, DIVERGENCE)
-    value1, k1 = terms(z1, y1, normalized, jsd_beta, DIVERGENCE)
-    value2, k2 = terms(z2, y2, normalized, jsd_beta, DIVERGENCE)
-    value3, k3 = terms(z3, y3, normalized, jsd_beta, DIVERGENCE)
+    value0, k0 = terms(z0, y0, norms, jsd_beta, DIVERGENCE)
+    value1, k1 = terms(z1, y1, norms, jsd_beta, DIVERGENCE)
+    value2, k2 = terms(z2, y2, norms, jsd_beta, DIVERGENCE)
+    value3, k3 = terms(z3, y3, norms, jsd_beta, DIVERGENCE)
     return value + ((value0 + value1) + (value2 + value3)), sum_k + ((k0 + k1) + (k2 + k3))
 
 
 @triton.jit
-def terms(z, y, normalized, jsd_beta, DIVERGENCE: tl.constexpr):
+def terms(z, y, norms, jsd_beta, DIVERGENCE: tl.constexpr):
     """The divergence's terms, and k, from logits z and the reference's logits y, (R, W)."""
-    m, inv_sum, reference_m, reference_inv_sum, offset = normalized
+    m, inv_sum, reference_m, reference_inv_sum, offset = norms
     d = z - y
     d = tl.where(d == d, d - offset, 0.0)  # -inf - -inf: p = q = 0
     ahead = d >= 0.0
@@ -224,12 +224,10 @@ def terms(z, y, normalized, jsd_beta, DIVERGENCE: tl.constexpr):
 
 @triton.jit
 def k_of(
-    x, y, source, reference, normalized, jsd_beta, DIVERGENCE: tl.constexpr,
+    x, y, source, reference, norms, jsd_beta, DIVERGENCE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, REFERENCE_HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """k from the student's x and the reference's y (`load_biased`), (R, W)."""
     z = scaled(x, source, HAS_SOFTCAP)
-    _value, k = terms(
-        z, scaled(y, reference, REFERENCE_HAS_SOFTCAP), normalized, jsd_beta, DIVERGENCE
-    )
+    _value, k = terms(z, scaled(y, reference, REFERENCE_HAS_SOFTCAP), norms, jsd_beta, DIVERGENCE)
     return k

@@ -121,7 +121,7 @@ def grad_kernel(
         if has_target:
             barrier()  # `out` may be `logits`: all threads must have read before one writes
 
-    pull_of_p = d_logp  # coefficient of -p_j
+    p_coefficient = d_logp  # of -p_j
     reference_part = None
     if DIVERGENCE is not None:
         reference_ptrs, reference_inner, reference_outer = row_pointers(
@@ -131,17 +131,17 @@ def grad_kernel(
         reference = (reference_ptrs, reference_bias_ptr, reference_inner, reference_outer)
         reference_m = tl.load(reference_max_logit_ptr + rows)[:, None]
         reference_log_sum = tl.load(reference_log_sum_ptr + rows)[:, None]
-        normalized = normalizers(m, log_sum, reference_m, reference_log_sum)
+        norms = normalizers(m, log_sum, reference_m, reference_log_sum)
         sum_k = tl.load(sum_k_ptr + rows)[:, None]
         d_divergence = tl.load(d_divergence_ptr + rows)[:, None]
-        pull_of_p = d_logp + d_divergence * sum_k
+        p_coefficient = d_logp + d_divergence * sum_k
         d_k = d_divergence * row_slope(source, HAS_SOFTCAP)
-        reference_part = (reference, normalized, d_k, jsd_beta)
+        reference_part = (reference, norms, d_k, jsd_beta)
         if has_target:  # before the loop, which has no registers left for this
             logp = tl.load(logps_ptr + rows)[:, None]
             y_target = load_at(reference, target, is_here, REFERENCE_ROUNDED_TO)
             k = k_of(
-                x_target, y_target, source, reference, normalized, jsd_beta, DIVERGENCE,
+                x_target, y_target, source, reference, norms, jsd_beta, DIVERGENCE,
                 HAS_SOFTCAP, REFERENCE_HAS_SOFTCAP,
             )  # fmt: skip
             d_target = target_gradient(
@@ -149,7 +149,7 @@ def grad_kernel(
             ) + d_divergence * (k - exp(logp) * sum_k)
             d_target = through_transform(d_target, x_target, source, HAS_SOFTCAP)
     level, tilt = level_and_tilt(
-        source, log_sum, entropy, pull_of_p, d_entropy, d_entropy_ptr is not None, HAS_SOFTCAP
+        source, log_sum, entropy, p_coefficient, d_entropy, d_entropy_ptr is not None, HAS_SOFTCAP
     )
     whole = tl.minimum(end_column, V // BLOCK_V * BLOCK_V)
     for start in tl.range(first_column, whole, BLOCK_V, num_stages=NUM_STAGES):
@@ -265,9 +265,9 @@ def write_quarter(
     if HAS_SOFTCAP:
         d = d * bend(x, source)
     if DIVERGENCE is not None:
-        reference, normalized, d_k, jsd_beta = reference_part
+        reference, norms, d_k, jsd_beta = reference_part
         divergence_part = d_k * k_of(
-            x, y, source, reference, normalized, jsd_beta, DIVERGENCE,
+            x, y, source, reference, norms, jsd_beta, DIVERGENCE,
             HAS_SOFTCAP, REFERENCE_HAS_SOFTCAP,
         )  # fmt: skip
         if HAS_SOFTCAP:
