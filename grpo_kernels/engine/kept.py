@@ -113,7 +113,7 @@ def score_kept(
     Args:
         job: planned without an engine, and without a check that its ids are in range.
         row_gradient_at: function from positions (m,) that are scored over the whole vocabulary to
-            their loss.
+            their gradient.
         entropy: True for the sets, "full" for the whole vocabulary, False for none.
         other_logps: of other policies, (...) each, which must be over the same sets.
 
@@ -165,8 +165,8 @@ def survey_sets(
     step = max(1, job.workspace_bytes // ENTRY_BYTES)
     for start in range(0, kept_ids.ids.shape[0], step):
         entries = kept_ids.ids[start : start + step]
-        entry = torch.arange(start, start + entries.shape[0], device=entries.device)
-        owner = torch.searchsorted(kept_ids.offsets, entry, right=True) - 1
+        place = torch.arange(start, start + entries.shape[0], device=entries.device)
+        owner = torch.searchsorted(kept_ids.offsets, place, right=True) - 1
         exists = (entries >= 0) & (entries < vocab)
         flags = (
             exists,

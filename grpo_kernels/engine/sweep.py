@@ -184,19 +184,19 @@ def sweep(
             for in_group in group.chunks:
                 index = _part(group_index, in_group)
                 chunk, chunk_rows = projection.project(operands, in_group, take(rows, index))
-                out = None if sums is None else sums.d_logits(in_group)
+                d_logits = None if sums is None else sums.d_logits(in_group)
                 if known_stats is not None:
                     stats = take(known_stats, index)
                 elif fused_loss is not None:
-                    d_logits = out if by_kernel else None
-                    stats = _fused(job, chunk, chunk_rows, take(fused_loss, index), d_logits)
+                    out = d_logits if by_kernel else None
+                    stats = _fused(job, chunk, chunk_rows, take(fused_loss, index), out)
                 else:
                     stats = statistics(job, chunk, chunk_rows)
-                if not by_kernel and coefficients_of is not None and out is not None:
+                if not by_kernel and coefficients_of is not None and d_logits is not None:
                     coefficients, fp16_scale = projection.products[0].with_fp16_scale(
                         coefficients_of(index, stats), stats, chunk.transform
                     )
-                    write_gradient(job, chunk, chunk_rows, stats, coefficients, out)
+                    write_gradient(job, chunk, chunk_rows, stats, coefficients, d_logits)
                 # of rows before the padding; none if all are padding
                 parts.append(take(stats, slice(max(0, group.n - in_group.start))))
             if sums is not None:
