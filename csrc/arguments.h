@@ -68,7 +68,7 @@ template <class T>
 struct LogitRows {
   Matrix x;
   const T *bias, *inv_t;
-  Row<T> first;
+  Row<T> row_template;
 
   LogitRows(const Tensor& logits, int64_t n, int64_t vocab, const Transform& transform, const std::string& prefix)
       : x(logits, n, vocab, (prefix + "logits").c_str()),
@@ -78,12 +78,12 @@ struct LogitRows {
     const Dtype rounded_to = rounds ? dtype_of(*transform.rounded_to) : x.dtype;
     STD_TORCH_CHECK((x.dtype == Dtype::f64) == (sizeof(T) == 8), prefix, "logits: float64 goes with float64 alone");
     STD_TORCH_CHECK(!rounds || size_of(rounded_to) == 2, prefix, "rounded_to: expected a dtype of 16 bits");
-    first = {x.data, x.dtype, vocab, bias, rounds, rounded_to, transform.has_softcap,
-             static_cast<T>(transform.inner), static_cast<T>(transform.outer)};
+    row_template = {x.data, x.dtype, vocab, bias, rounds, rounded_to, transform.has_softcap,
+                    static_cast<T>(transform.inner), static_cast<T>(transform.outer)};
   }
 
   Row<T> row(int64_t i) const {
-    Row<T> row = first;
+    Row<T> row = row_template;
     row.x = x.row(i);
     if (inv_t != nullptr) (row.has_softcap ? row.outer : row.inner) *= inv_t[i];
     return row;
@@ -102,18 +102,18 @@ template <class T>
 struct Chunk {
   using Scalar = T;
   int64_t n, vocab;
-  LogitRows<T> rows;
+  LogitRows<T> logits;
   const int64_t* ids;
   std::optional<LogitRows<T>> reference;
   double jsd_beta;
 
-  Chunk(const Tensor& logits, const Tensor& targets, const Transform& transform, const ReferenceArguments& other)
+  Chunk(const Tensor& logits, const Tensor& targets, const Transform& transform, const ReferenceArguments& reference_in)
       : n(logits.size(0)),
         vocab(logits.size(1)),
-        rows(logits, n, vocab, transform, ""),
+        logits(logits, n, vocab, transform, ""),
         ids(column<int64_t>(targets, n, "ids")),
-        jsd_beta(other.jsd_beta) {
-    if (other.logits.has_value()) reference.emplace(*other.logits, n, vocab, other.transform, "reference_");
+        jsd_beta(reference_in.jsd_beta) {
+    if (reference_in.logits) reference.emplace(*reference_in.logits, n, vocab, reference_in.transform, "reference_");
     STD_TORCH_CHECK(jsd_beta >= 0.0 && jsd_beta <= 1.0, "jsd_beta: expected a number in [0, 1], got ", jsd_beta);
   }
 

@@ -30,44 +30,44 @@ struct Token {
 };
 
 template <class T>
-struct TokenTerms {
+struct LossStats {
   T loss, d_logp, log_ratio, kl;
   T d_divergence;  // d loss / d D, where there is a reference
 };
 
 template <class T>
-TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T logp) {
+LossStats<T> token_loss_stats(const LossConstants<T>& c, const Token<T>& token, T logp) {
   const T log_ratio = c.on_policy ? T(0) : logp - token.old;
-  TokenTerms<T> terms{T(0), token.d_policy, log_ratio, T(0), T(0)};
+  LossStats<T> stats{T(0), token.d_policy, log_ratio, T(0), T(0)};
   if (c.on_policy) {
-    terms.loss = logp - logp;  // NaN without a finite log-probability: nothing else makes it NaN
-    if (c.is_linear) terms.loss += times_or_zero(logp, token.d_policy);
+    stats.loss = logp - logp;  // NaN without a finite log-probability: nothing else makes it NaN
+    if (c.is_linear) stats.loss += times_or_zero(logp, token.d_policy);
   } else {
     Surrogated<T> s = surrogate(c.surrogate, log_ratio, token.advantage, logp, c.constants);
     if (c.has_gate) {
       s = {times_or_zero(s.loss, token.gate), times_or_zero(s.d_log_ratio, token.gate),
            times_or_zero(s.d_logp_at_fixed_ratio, token.gate)};
     }
-    terms.loss = token.weight * s.loss;
-    terms.d_logp = token.weight * s.d_log_ratio + token.weight * s.d_logp_at_fixed_ratio;
+    stats.loss = token.weight * s.loss;
+    stats.d_logp = token.weight * s.d_log_ratio + token.weight * s.d_logp_at_fixed_ratio;
   }
   if (c.estimator != Estimator::none) {
-    const Estimated<T> found = estimate_kl(c.estimator, logp, token.ref);
-    T d_kl = found.d_kl;
-    terms.kl = found.kl;
+    const Estimated<T> estimate = estimate_kl(c.estimator, logp, token.ref);
+    T d_kl = estimate.d_kl;
+    stats.kl = estimate.kl;
     if (c.corrects_kl) {
       const T ratio = std::exp(log_ratio);
-      terms.kl = times_or_zero(ratio, found.kl), d_kl = times_or_zero(ratio, found.d_corrected);
+      stats.kl = times_or_zero(ratio, estimate.kl), d_kl = times_or_zero(ratio, estimate.d_corrected);
     }
     const T factor = c.beta * token.weight;
-    terms.loss += factor * terms.kl, terms.d_logp += factor * d_kl;
+    stats.loss += factor * stats.kl, stats.d_logp += factor * d_kl;
   }
   if (c.has_reference) {
-    terms.kl = token.divergence, terms.d_divergence = c.beta * token.weight;
-    terms.loss += terms.d_divergence * terms.kl;
+    stats.kl = token.divergence, stats.d_divergence = c.beta * token.weight;
+    stats.loss += stats.d_divergence * stats.kl;
   }
-  if (std::isnan(logp)) terms.loss = terms.d_logp = terms.log_ratio = logp;
-  return terms;
+  if (std::isnan(logp)) stats.loss = stats.d_logp = stats.log_ratio = logp;
+  return stats;
 }
 
 }  // namespace grpo_kernels

@@ -42,7 +42,7 @@ namespace {
 template <class T>
 Sums write_stats(const Chunk<T>& chunk, const StatColumns<T>& out, int64_t i, bool more_sums) {
   Sums sums;
-  kernels<T>().reduce(chunk.rows.row(i), chunk.ids[i], more_sums, sums);
+  kernels<T>().reduce(chunk.logits.row(i), chunk.ids[i], more_sums, sums);
   const RowStats stats = row_stats(sums);
   out.logps[i] = static_cast<T>(chunk.has_target(i) ? target_logp(sums) : NAN);
   out.max_logit[i] = static_cast<T>(stats.max);
@@ -64,7 +64,7 @@ template <class T>
 void write_divergence(const Chunk<T>& chunk, const T* max_logit, const T* log_sum, const DivergenceColumns<T>& out,
                       int64_t i) {
   const DivergenceInputs<T> inputs = inputs_of_divergence(chunk, max_logit, log_sum, out, i);
-  const DivergenceSums sums = kernels<T>().diverge(chunk.rows.row(i), chunk.reference->row(i), inputs);
+  const DivergenceSums sums = kernels<T>().diverge(chunk.logits.row(i), chunk.reference->row(i), inputs);
   out.value[i] = static_cast<T>(sums.value);
   out.sum_k[i] = static_cast<T>(sums.sum_k);
 }
@@ -83,10 +83,10 @@ void write_gradient(const Chunk<T>& chunk, const StatColumns<T>& stats, const Di
                                              coefficients.d_logp, coefficients.d_entropy, has_d_entropy);
   inputs.target_id = chunk.ids[i];
   inputs.out = out.row(i), inputs.dtype = out.dtype;
-  if (!chunk.reference.has_value()) return kernels<T>().gradient(chunk.rows.row(i), inputs);
+  if (!chunk.reference.has_value()) return kernels<T>().gradient(chunk.logits.row(i), inputs);
   DivergenceInputs<T> reference_inputs = inputs_of_divergence(chunk, stats.max_logit, stats.log_sum, divergence, i);
   reference_inputs.d_divergence = coefficients.d_divergence, reference_inputs.sum_k = divergence.sum_k[i];
-  kernels<T>().gradient_with_reference(chunk.rows.row(i), inputs, chunk.reference->row(i), reference_inputs);
+  kernels<T>().gradient_with_reference(chunk.logits.row(i), inputs, chunk.reference->row(i), reference_inputs);
 }
 
 template <class T>
@@ -223,10 +223,10 @@ void fused(ROWS_IN, REFERENCE_IN, const MaybeTensor& advantages, const MaybeTens
       const Token<T> token{on_policy ? T(0) : advantage_of[i], on_policy ? d_policy_of[i] : T(0), weight_of[i],
                            gate_of ? gate_of[i] : T(1), old_of ? old_of[i] : T(0), ref_of ? ref_of[i] : T(0),
                            has_reference ? kls[i] : T(0)};
-      const TokenTerms<T> terms = token_terms(c, token, stats.logps[i]);
-      losses[i] = terms.loss, d_logps[i] = terms.d_logp, log_ratios[i] = terms.log_ratio;
-      if (kls != nullptr) kls[i] = terms.kl;
-      const Coefficients<T> coefficients{terms.d_logp, c.d_entropy, terms.d_divergence};
+      const LossStats<T> loss_stats = token_loss_stats(c, token, stats.logps[i]);
+      losses[i] = loss_stats.loss, d_logps[i] = loss_stats.d_logp, log_ratios[i] = loss_stats.log_ratio;
+      if (kls != nullptr) kls[i] = loss_stats.kl;
+      const Coefficients<T> coefficients{loss_stats.d_logp, c.d_entropy, loss_stats.d_divergence};
       if (gradients.has_value()) {
         write_gradient(chunk, stats, divergence, i, coefficients, c.d_entropy != T(0), *gradients);
       }

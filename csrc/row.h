@@ -32,7 +32,7 @@ struct Row {
 struct Sums {
   double max;          // m
   double rest;         // sum of e^(z - m)
-  double t;            // sum of e^(z - m) (z - m)
+  double weighted;     // sum of e^(z - m) (z - m)
   double squares;      // sum of e^(2 (z - m)), only with `more_sums`
   double total;        // sum of z, only with `more_sums`
   int64_t argmax;      // the lowest place of m

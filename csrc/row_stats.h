@@ -13,10 +13,10 @@ struct RowStats {
 };
 
 inline RowStats row_stats(const Sums& sums) {
-  const double odd = sums.max - sums.max;  // 0, or NaN
-  const double rest = sums.max == INFINITY ? sums.rest : sums.rest + odd;
+  const double nan_or_0 = sums.max - sums.max;
+  const double rest = sums.max == INFINITY ? sums.rest : sums.rest + nan_or_0;
   const double log_sum = std::log1p(rest);
-  return {std::isnan(rest) ? rest : sums.max, log_sum, log_sum - (sums.t + odd) / (1.0 + rest)};
+  return {std::isnan(rest) ? rest : sums.max, log_sum, log_sum - (sums.weighted + nan_or_0) / (1.0 + rest)};
 }
 
 // log p of the target; its own term is left out of the sum: -log(1 + sum of the others / e^(z - m))
@@ -37,13 +37,13 @@ GradientInputs<T> gradient_inputs(T logp, T max, T log_sum, T entropy, T d_logp,
     dz_target -= d_entropy * p * (finite + entropy);
     offset = static_cast<double>(entropy) - log_sum;
   }
-  GradientInputs<T> at{};
-  at.max = max;
-  at.inv_sum = static_cast<T>(std::exp(-static_cast<double>(log_sum)));
-  at.offset = static_cast<T>(offset);
-  at.d_logp = d_logp, at.d_entropy = d_entropy, at.has_d_entropy = has_d_entropy;
-  at.dz_target = static_cast<T>(dz_target);
-  return at;
+  GradientInputs<T> in{};
+  in.max = max;
+  in.inv_sum = static_cast<T>(std::exp(-static_cast<double>(log_sum)));
+  in.offset = static_cast<T>(offset);
+  in.d_logp = d_logp, in.d_entropy = d_entropy, in.has_d_entropy = has_d_entropy;
+  in.dz_target = static_cast<T>(dz_target);
+  return in;
 }
 
 // The arguments of `Kernels::diverge`, from the statistics of both heads. The offset is rounded once, so that it is
@@ -51,12 +51,12 @@ GradientInputs<T> gradient_inputs(T logp, T max, T log_sum, T entropy, T d_logp,
 template <class T>
 DivergenceInputs<T> divergence_inputs(T max, T log_sum, T reference_max, T reference_log_sum, double jsd_beta) {
   const double m = max, l = log_sum, reference_m = reference_max, reference_l = reference_log_sum;
-  DivergenceInputs<T> at{};
-  at.max = max, at.reference_max = reference_max;
-  at.inv_sum = static_cast<T>(std::exp(-l)), at.reference_inv_sum = static_cast<T>(std::exp(-reference_l));
-  at.offset = static_cast<T>((m - reference_m) + (l - reference_l));
-  at.q_share = static_cast<T>(jsd_beta), at.p_share = static_cast<T>(1.0 - jsd_beta);
-  return at;
+  DivergenceInputs<T> in{};
+  in.max = max, in.reference_max = reference_max;
+  in.inv_sum = static_cast<T>(std::exp(-l)), in.reference_inv_sum = static_cast<T>(std::exp(-reference_l));
+  in.offset = static_cast<T>((m - reference_m) + (l - reference_l));
+  in.q_share = static_cast<T>(jsd_beta), in.p_share = static_cast<T>(1.0 - jsd_beta);
+  return in;
 }
 
 }  // namespace grpo_kernels

@@ -100,11 +100,11 @@ template <class T, bool PLAIN>
 void reduce(const Row<T>& row, int64_t target, bool more_sums, Sums& sums) {
   T max;
   find_max<T, PLAIN>(row, max, sums.argmax);
-  sums.max = max, sums.rest = sums.t = sums.squares = sums.total = 0.0;
+  sums.max = max, sums.rest = sums.weighted = sums.squares = sums.total = 0.0;
   for (int64_t tile = 0; tile < row.size; tile += kTile) {
     const int64_t stop = row.size - tile < kTile ? row.size : tile + kTile;
     for (int64_t lane = 0; lane < kLanes; lane += kWidth<T>) {
-      Vector<T> rest{}, t{}, squares{}, total{};
+      Vector<T> rest{}, weighted{}, squares{}, total{};
       for (int64_t start = tile + lane; start < stop; start += kLanes) {
         Vector<T> z = logits<T, PLAIN>(row, start);
         if (more_sums) total += filled<T>(z, count_at<T>(start, row.size), 0.0f);
@@ -112,10 +112,10 @@ void reduce(const Row<T>& row, int64_t target, bool more_sums, Sums& sums) {
         if (place >= 0 && place < kWidth<T>) z[place] = -INFINITY;
         const Vector<T> shifted = z - max, e = exp(shifted);
         rest += e;
-        t += e * at_least(shifted, splat<Vector<T>>(T(kLowest)));
+        weighted += e * at_least(shifted, splat<Vector<T>>(T(kLowest)));
         if (more_sums) squares += e * e;
       }
-      add_to<T>(sums.rest, rest), add_to<T>(sums.t, t);
+      add_to<T>(sums.rest, rest), add_to<T>(sums.weighted, weighted);
       if (more_sums) add_to<T>(sums.squares, squares), add_to<T>(sums.total, total);
     }
   }
@@ -128,20 +128,20 @@ void reduce(const Row<T>& row, int64_t target, bool more_sums, Sums& sums) {
 }
 
 template <class T, bool PLAIN>
-void gradient(const Row<T>& row, const GradientInputs<T>& at) {
-  const bool has_target = at.target_id >= 0 && at.target_id < row.size;
+void gradient(const Row<T>& row, const GradientInputs<T>& in) {
+  const bool has_target = in.target_id >= 0 && in.target_id < row.size;
   Vector<T> d_target{};  // read before `out`, which may be the row itself, is written
-  if (has_target) d_target = slope<T, PLAIN>(row, biased<T, PLAIN>(row, at.target_id, 1)) * at.dz_target;
-  char* const out = static_cast<char*>(at.out);
+  if (has_target) d_target = slope<T, PLAIN>(row, biased<T, PLAIN>(row, in.target_id, 1)) * in.dz_target;
+  char* const out = static_cast<char*>(in.out);
   for (int64_t start = 0; start < row.size; start += kWidth<T>) {
     const int count = count_at<T>(start, row.size);
-    const Vector<T> x = biased<T, PLAIN>(row, start, count), shifted = scaled<T, PLAIN>(row, x) - at.max;
-    Vector<T> d = splat<Vector<T>>(-at.d_logp);
-    if (at.has_d_entropy) d -= (at_least(shifted, splat<Vector<T>>(T(kLowest))) + at.offset) * at.d_entropy;
-    d = (d * (exp(shifted) * at.inv_sum)) * slope<T, PLAIN>(row, x);
-    store_some<T>(out + start * size_of(at.dtype), at.dtype, d, count);
+    const Vector<T> x = biased<T, PLAIN>(row, start, count), shifted = scaled<T, PLAIN>(row, x) - in.max;
+    Vector<T> d = splat<Vector<T>>(-in.d_logp);
+    if (in.has_d_entropy) d -= (at_least(shifted, splat<Vector<T>>(T(kLowest))) + in.offset) * in.d_entropy;
+    d = (d * (exp(shifted) * in.inv_sum)) * slope<T, PLAIN>(row, x);
+    store_some<T>(out + start * size_of(in.dtype), in.dtype, d, count);
   }
-  if (has_target) store_some<T>(out + at.target_id * size_of(at.dtype), at.dtype, d_target, 1);
+  if (has_target) store_some<T>(out + in.target_id * size_of(in.dtype), in.dtype, d_target, 1);
 }
 
 template <class T>
@@ -155,6 +155,6 @@ void reduce_any(const Row<T>& row, int64_t target, bool more_sums, Sums& sums) {
 }
 
 template <class T>
-void gradient_any(const Row<T>& row, const GradientInputs<T>& at) {
-  is_plain(row) ? gradient<T, true>(row, at) : gradient<T, false>(row, at);
+void gradient_any(const Row<T>& row, const GradientInputs<T>& in) {
+  is_plain(row) ? gradient<T, true>(row, in) : gradient<T, false>(row, in);
 }

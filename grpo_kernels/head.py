@@ -46,7 +46,7 @@ class HeadTensors(NamedTuple):
     lora_u: Any = None  # (N, r), the hidden states times the adapter's first factor
     lora_b: Any = None  # (V, r)
 
-    def factors(self) -> list[tuple[Any, Any]]:
+    def factor_pairs(self) -> list[tuple[Any, Any]]:
         """The values of the pairs (N, K), (V, K) whose products add up to the raw logits."""
         adapter = [] if self.lora_u is None or self.lora_b is None else [(self.lora_u, self.lora_b)]
         return [(self.hidden, self.weight), *adapter]
@@ -166,9 +166,9 @@ class Head:
         if scale == 0:
             raise ValueError("logit_scale: expected a number other than 0, got 0")
         for name, kind, what in (("bias", Tensor, "a tensor"), ("lora", LoRA, "a LoRA")):
-            given: Any = getattr(self, name)
-            if given is not None and not isinstance(given, kind):
-                raise TypeError(f"{name}: expected {what}, got {type(given).__name__}")
+            value: Any = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name}: expected {what}, got {type(value).__name__}")
         hint = "; pass its name" if isinstance(self.logits_dtype, torch.dtype) else ""
         check_choice("logits_dtype", self.logits_dtype, allowed, hint)
         # None: the `Head` holds only constants; its weight is set later
@@ -231,10 +231,10 @@ def read_heads(
     `dim` is the number of dimensions of `hidden`; None allows any from 2 up.
     """
     size, group, weight = head.vocab_size, head.process_group, head.weight
-    first, second = StatesAndHead(hidden, head), reference
+    policy = StatesAndHead(hidden, head)
     if group is not None:
-        first, second = _local(first, group), second and _local(second, group)
-        weight = first.head.weight
+        policy, reference = _local(policy, group), reference and _local(reference, group)
+        weight = policy.head.weight
         if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] == 0:
             import torch.distributed as dist
 
@@ -248,20 +248,20 @@ def read_heads(
                 f"head.vocab_size: expected at most the {weight.shape[0]} rows of weight, got "
                 f"{size}"
             )
-        first, second = first_ids(first, size), second and first_ids(second, size)
-    _check_head(first, dim=dim)
-    if second is not None:
+        policy, reference = first_ids(policy, size), reference and first_ids(reference, size)
+    _check_head(policy, dim=dim)
+    if reference is not None:
         for name in ("process_group", "vocab_size"):
-            value, of_first = getattr(second.head, name), getattr(head, name)
-            if value is not None and value is not of_first and value != of_first:
+            value, policy_value = getattr(reference.head, name), getattr(head, name)
+            if value is not None and value is not policy_value and value != policy_value:
                 raise ValueError(
-                    f"{second.prefix}head.{name}: expected None or the other head's value, got "
+                    f"{reference.prefix}head.{name}: expected None or the other head's value, got "
                     f"{value!r}"
                 )
-        _check_head(second, first=first)
-        more = ", or swap the two models if this one trains"
-        warn_of_graph(f"{second.prefix}hidden", second.hidden, more)
-    return first.hidden, first.head, second
+        _check_head(reference, policy=policy)
+        way_out = ", or swap the two models if this one trains"
+        warn_of_graph(f"{reference.prefix}hidden", reference.hidden, way_out)
+    return policy.hidden, policy.head, reference
 
 
 def first_ids(model: StatesAndHead, count: int) -> StatesAndHead:
@@ -289,18 +289,18 @@ def _first_rows(name: str, x: Any, weight: Tensor, count: int) -> Any:
 
 
 def _check_head(
-    model: StatesAndHead, *, dim: int | None = None, first: StatesAndHead | None = None
+    model: StatesAndHead, *, dim: int | None = None, policy: StatesAndHead | None = None
 ) -> None:
     """Require hidden states (..., H), weight (V, H), bias (V,) and adapter that fit together.
 
-    A second model must also fit the `first`. `dim` is the number of dimensions of `hidden`; None
+    A reference must also fit the `policy`. `dim` is the number of dimensions of `hidden`; None
     allows any from 2 up.
     """
     hidden, head, prefix = model
-    weight, name, of_weight = head.weight, f"{prefix}hidden", f"{prefix}head.weight"
-    check_tensor(name, hidden, like=None if first is None else first.hidden, floating=True)
-    if first is not None:
-        places = tuple(first.hidden.shape[:-1])
+    weight, name, weight_name = head.weight, f"{prefix}hidden", f"{prefix}head.weight"
+    check_tensor(name, hidden, like=None if policy is None else policy.hidden, floating=True)
+    if policy is not None:
+        places = tuple(policy.hidden.shape[:-1])
         wanted = f"(*hidden.shape[:-1], H') with hidden.shape[:-1] = {places}"
         check_shape(name, hidden, (wanted, (*places, None)))
     if dim is not None:
@@ -315,15 +315,15 @@ def _check_head(
     if hidden.dim() < 2:
         wanted = "(..., H) of at least two dimensions"
         raise ValueError(f"{name}: expected shape {wanted}, got {tuple(hidden.shape)}")
-    check_tensor(of_weight, weight, like=hidden, floating=True)
+    check_tensor(weight_name, weight, like=hidden, floating=True)
     if weight.numel() == 0:
         raise ValueError(
-            f"{of_weight}: expected shape (V, H), got {tuple(weight.shape)}, which is empty; under "
-            "DeepSpeed ZeRO-3, pass the head's module instead, or call inside the model's forward, "
-            "or gather the weight: with deepspeed.zero.GatheredParameters([weight]) around forward "
-            "and backward"
+            f"{weight_name}: expected shape (V, H), got {tuple(weight.shape)}, which is empty; "
+            "under DeepSpeed ZeRO-3, pass the head's module instead, or call inside the model's "
+            "forward, or gather the weight: with deepspeed.zero.GatheredParameters([weight]) "
+            "around forward and backward"
         )
-    width, vocab = hidden.shape[-1], None if first is None else first.head.weight.shape[0]
+    width, vocab = hidden.shape[-1], None if policy is None else policy.head.weight.shape[0]
     if weight.dim() == 2 and weight.shape[1] < width == weight.shape[0]:
         raise ValueError(
             f"{name}: expected hidden states of width H = {weight.shape[1]}, for a weight (V, H) = "
@@ -337,7 +337,7 @@ def _check_head(
     if weight.shape[:-1] == (width,):
         hint = "; it looks transposed, or hidden looks like logits: pass the hidden states "
         hint += "before lm_head"
-    check_shape(of_weight, weight, (wanted, (vocab, width)), hint=hint)
+    check_shape(weight_name, weight, (wanted, (vocab, width)), hint=hint)
     if head.bias is not None:
         shape = "(V,)", (weight.shape[0],)
         check_tensor(f"{prefix}head.bias", head.bias, shape, like=hidden, floating=True)
@@ -373,31 +373,31 @@ def needs_grad_of(hidden: Tensor, head: Head) -> HeadTensors:
     if not torch.is_grad_enabled():
         return HeadTensors(False, False)
     bias, lora = head.bias, head.lora
-    of_bias = bias is not None and bias.requires_grad
-    if lora is None:
-        return HeadTensors(hidden.requires_grad, head.weight.requires_grad, of_bias)
-    x = hidden if lora.input is None else lora.input
-    of_u = x.requires_grad or lora.a.requires_grad
-    return HeadTensors(
-        hidden.requires_grad, head.weight.requires_grad, of_bias, of_u, lora.b.requires_grad
+    needs = HeadTensors(
+        hidden.requires_grad, head.weight.requires_grad, bias is not None and bias.requires_grad
     )
+    if lora is None:
+        return needs
+    x = hidden if lora.input is None else lora.input
+    needs_u = x.requires_grad or lora.a.requires_grad
+    return needs._replace(lora_u=needs_u, lora_b=lora.b.requires_grad)
 
 
 def operand_dtype_of(
-    hidden: Tensor, weight: Tensor, first: torch.dtype | None = None
+    hidden: Tensor, weight: Tensor, policy_dtype: torch.dtype | None = None
 ) -> torch.dtype:
     """The dtype that the operands of products are rounded to: autocast's, or the tensors' own.
 
-    For a second head, `first` is the first head's dtype: autocast rounds both alike, and both share
-    one accumulator dtype, so float64 applies to both or to neither.
+    For a reference, `policy_dtype` is that of the policy's operands: autocast rounds both alike,
+    and both share one accumulator dtype, so float64 applies to both or to neither.
     """
     dtype, kind = torch.promote_types(hidden.dtype, weight.dtype), hidden.device.type
     autocast = torch.is_autocast_enabled(kind)
-    if first is None:
-        of_autocast = autocast and dtype != torch.float64
-        return torch.get_autocast_dtype(kind) if of_autocast else dtype
-    if first == torch.float64 or (autocast and dtype.itemsize > 2):
-        return first
+    if policy_dtype is None:
+        rounds = autocast and dtype != torch.float64
+        return torch.get_autocast_dtype(kind) if rounds else dtype
+    if policy_dtype == torch.float64 or (autocast and dtype.itemsize > 2):
+        return policy_dtype
     return torch.float32 if dtype == torch.float64 else dtype
 
 
@@ -418,8 +418,8 @@ def _local(model: StatesAndHead, group: Any) -> StatesAndHead:
     def part(name: str, x: Any) -> Any:
         if not is_dtensor(x):
             return x
-        own = _sharding_group(x)
-        if own is not group and _ranks(own) != _ranks(group):
+        mesh_group = _sharding_group(x)
+        if mesh_group is not group and _ranks(mesh_group) != _ranks(group):
             raise ValueError(
                 f"{prefix}{name}: expected a DTensor sharded over process_group, got {x.placements}"
             )

@@ -36,12 +36,12 @@ backend runs it (backends/torch_rows.py). For most losses the C++ (csrc/ops.cpp)
 (backends/triton_rows) backends have a kernel, `fused`, that does the five lines from z to d_logits
 at once and also returns w * l of its rows (on-policy, without the part that is known beforehand);
 `Job.loss_to_fuse` says when. Without such a kernel, the loss is evaluated for a and b of each
-chunk, and once more at the end for its value. Rows that certainly get no gradient (`RowLoss.live`),
-such as rows with A = 0 without a KL term and an entropy bonus, run through a separate loop without
-gradients.
+chunk, and once more at the end for its value. Rows that certainly get no gradient
+(`RowGradient.live`), such as rows with A = 0 without a KL term and an entropy bonus, run through a
+separate loop without gradients.
 
 Other engines compute the gradient later, or without a and b. A loss takes two passes if a token's a
-and b depend on other tokens (`PolicyLoss.row_by_row`): ratios per sequence, such as GSPO's, with
+and b depend on other tokens (`PolicyLoss.is_coupled`): ratios per sequence, such as GSPO's, with
 old log-probabilities, and masks that compare tokens, such as the top-entropy mask. With GSPO::
 
     for each chunk of rows: logits, then logps and entropies              engine/sweep.py
@@ -289,43 +289,43 @@ def grpo_loss(
     with checked_on_all_ranks("grpo_loss", arguments) as (head, run, ranks):
         # heads and ids
         check_inputs(config, arguments, has_reference=reference is not None)
-        second = None
+        reference_model = None
         if config.needs_reference_head:
-            second = read_reference(reference, head, "reference.")
+            reference_model = read_reference(reference, head, "reference.")
         dim = 3 if cu_seqlens is None else 2
-        hidden, head, second = read_heads(hidden, head, second, dim=dim)
+        hidden, head, reference_model = read_heads(hidden, head, reference_model, dim=dim)
         check_ids("completion_ids", completion_ids, hidden)
 
         # the tokens that count, and their loss
-        dtype, memory = dtype_and_memory(hidden, head, run, second)
+        dtype, memory = dtype_and_memory(hidden, head, run, reference_model)
         tokens = _tokens(completion_ids, dtype, arguments)
         rows = Rows.of(completion_ids, tokens.layout.positions, 1.0 / config.temperature)
         if sampling_topk_ids is not None:
             check_topk("sampling_topk_ids", sampling_topk_ids, hidden, sampling_topk_logps)
             rows, tokens = _with_topk(rows, tokens, sampling_topk_ids, sampling_topk_logps)
-        row_loss = _row_loss(config, objective, tokens, num_items_in_batch)
+        token_loss = _token_loss(config, objective, tokens, num_items_in_batch)
 
         # how it is computed; over kept sets without an engine
         sets = None
         if kept_ids is not None or on_missing_set != "error":
             sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
-        of_engine = row_loss if sets is None else None
-        job = plan(hidden, head, rows, run, memory, ranks, of_engine, reference=second)
+        row_gradient = token_loss if sets is None else None
+        job = plan(hidden, head, rows, run, memory, ranks, row_gradient, reference=reference_model)
     if sets is not None:
-        return _loss_over_sets(job, run, sets, row_loss, arguments)
+        return _loss_over_sets(job, run, sets, token_loss, arguments)
 
     # the loop over the rows; in one_pass and frozen it computes d hidden and d weight too
-    first = first_pass(job, row_loss)
+    first = first_pass(job, token_loss)
     logps, entropies = first.stats.logps, first.stats.entropies
     with torch.no_grad():
-        evaluation = row_loss.evaluate(first.stats)
-        if isinstance(row_loss, CustomLoss):
-            row_loss.check_chunks(evaluation.coefficients)
+        evaluation = token_loss.evaluate(first.stats)
+        if isinstance(token_loss, CustomLoss):
+            token_loss.check_chunks(evaluation.coefficients)
         # tokens whose gradient is computed: in the loop above, or in the backward
         gradient_count: int | Tensor = 0 if first.live_rows is None else len(first.live_rows)
         if job.when == "later":
             gradient_count = evaluation.has_gradient.sum()
-        metrics = loss_metrics(row_loss, logps, entropies, evaluation, gradient_count)
+        metrics = loss_metrics(token_loss, logps, entropies, evaluation, gradient_count)
     # one_pass: `first` has the gradient; two_pass: the backward computes it from the coefficients
     loss = LossWithGradient.apply(
         job, evaluation.loss, first, evaluation.coefficients, *job.head.tensors
@@ -335,7 +335,7 @@ def grpo_loss(
 
 
 _OWN_ARGUMENTS = ("config", "objective", "run")  # of `GRPOLoss` itself, besides the fields
-_MODULES_CALL = [
+_CALL_ARGUMENTS = [
     name
     for name in inspect.signature(grpo_loss).parameters
     if name not in (*_OWN_ARGUMENTS, "fields")
@@ -388,8 +388,8 @@ class GRPOLoss(nn.Module):
         super().__init__()
         config = LossConfig() if config is None else config
         check_kind(config)
-        own, elsewhere = (*FIELDS, *_OWN_ARGUMENTS), "an argument of a call of GRPOLoss"
-        check_names(fields, "GRPOLoss", own, elsewhere, _MODULES_CALL)
+        allowed, elsewhere = (*FIELDS, *_OWN_ARGUMENTS), "an argument of a call of GRPOLoss"
+        check_names(fields, "GRPOLoss", allowed, elsewhere, _CALL_ARGUMENTS)
         self.config = replace(config, **fields)
         self.objective, self.run = objective, run  # each is checked as it is set
 
@@ -432,7 +432,7 @@ class GRPOLoss(nn.Module):
         check_names(
             inputs,
             "a call of GRPOLoss",
-            _MODULES_CALL,
+            _CALL_ARGUMENTS,
             "an argument of GRPOLoss(...)",
             (*_OWN_ARGUMENTS, *FIELDS),
         )
@@ -443,13 +443,22 @@ class GRPOLoss(nn.Module):
     forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-            *(inspect.signature(grpo_loss).parameters[name] for name in _MODULES_CALL),
+            *(inspect.signature(grpo_loss).parameters[name] for name in _CALL_ARGUMENTS),
         ]
     )
 
     # `nn.Module` declares that a call, which runs hooks and `forward`, returns Any.
     if TYPE_CHECKING:
-        __call__ = forward
+
+        def __call__(
+            self,
+            hidden: Tensor,
+            head: HeadLike,
+            completion_ids: Tensor,
+            completion_mask: Tensor | None,
+            advantages: Tensor,
+            **inputs: Unpack[LossInputKeywords],
+        ) -> LossOutput: ...
 
     def extra_repr(self) -> str:
         """The config, as ``print(loss_fn)`` shows it."""
@@ -526,8 +535,10 @@ def policy_loss_from_logps(
     tokens = _tokens(logps, dtype, arguments)
     check_logps("logps", logps.detach().reshape(-1)[tokens.layout.positions])
     check_entropies("entropies", entropies.detach().reshape(-1)[tokens.layout.positions])
-    row_loss = _row_loss(config, objective, tokens, num_items_in_batch, has_entropies=has_entropies)
-    out = _loss_of_logps(row_loss, logps, entropies, "given")
+    token_loss = _token_loss(
+        config, objective, tokens, num_items_in_batch, has_entropies=has_entropies
+    )
+    out = _loss_of_logps(token_loss, logps, entropies, "given")
     if has_entropies:
         return out
     absent: Any = None
@@ -573,8 +584,8 @@ def policy_expectation(
     check_tensor("completion_mask", completion_mask, ("(B, T)", (None, None)))
     inputs = {name: arguments[name] for name in _TOKEN_INPUTS if name in arguments}
     tokens = read_tokens(completion_mask, completion_mask, advantages, torch.float32, **inputs)
-    row_loss = _row_loss(config, None, tokens, num_items_in_batch)
-    return expectation_of(row_loss)
+    token_loss = _token_loss(config, None, tokens, num_items_in_batch)
+    return expectation_of(token_loss)
 
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
@@ -592,8 +603,8 @@ def _tokens(like: Tensor, dtype: torch.dtype, arguments: Mapping[str, Any]) -> T
     check_finite("advantages", tokens.advantages)
     check_ratios("importance_sampling_ratio", tokens.importance_sampling_ratio)
     for name in ("advantages", *LOGPS, "importance_sampling_ratio"):
-        more = ", and train a value function by its own loss" if name == "advantages" else ""
-        warn_of_graph(name, arguments[name], more)
+        way_out = ", and train a value function by its own loss" if name == "advantages" else ""
+        warn_of_graph(name, arguments[name], way_out)
     warn_of_inputs(tokens, arguments)
     return tokens
 
@@ -609,7 +620,7 @@ def _with_topk(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tuple[Row
     return replace(rows, topk=topk), replace(tokens, sampling_topk_logps=logps)
 
 
-def _row_loss(
+def _token_loss(
     config: LossConfig,
     objective: PerTokenLoss | None,
     tokens: Tokens,
@@ -621,42 +632,44 @@ def _row_loss(
     w = config.definition.token_weights(
         tokens.layout, num_items_in_batch, config.max_completion_length, tokens.advantages.dtype
     )
-    of_config = PolicyLoss(config, tokens, w, has_num_items=num_items_in_batch is not None)
+    config_loss = PolicyLoss(config, tokens, w, has_num_items=num_items_in_batch is not None)
     if objective is None:
-        return of_config
-    return CustomLoss(objective, tokens, of_config, has_entropies=has_entropies)
+        return config_loss
+    return CustomLoss(objective, tokens, config_loss, has_entropies=has_entropies)
 
 
 def _loss_over_sets(
     job: Job,
     run: Run,
     sets: KeptIds,
-    row_loss: PolicyLoss | CustomLoss,
+    token_loss: PolicyLoss | CustomLoss,
     arguments: Mapping[str, Any],
 ) -> LossOutput:
     """The loss of log-probabilities over kept sets, for the planned rows."""
     ids, on_missing_set = arguments["completion_ids"], arguments["on_missing_set"]
-    over_vocab = expectation_of(row_loss) if on_missing_set == "full" else None
-    scores, of_sets = score_kept(
+    over_vocab = expectation_of(token_loss) if on_missing_set == "full" else None
+    scores, set_metrics = score_kept(
         job, run, sets, ids, on_missing_set,
-        lambda at: read_expected(over_vocab, ids, at, job.accumulator_dtype, entropy=True),
-        others={name: arguments[name] for name in LOGPS},
+        lambda positions: read_expected(
+            over_vocab, ids, positions, job.accumulator_dtype, entropy=True
+        ),
+        other_logps={name: arguments[name] for name in LOGPS},
     )  # fmt: skip
-    out = _loss_of_logps(row_loss, scores["logps"], scores["entropies"], "kept_sets")
-    return replace(out, metrics=out.metrics.with_pairs({**out.metrics.pairs, **of_sets}))
+    out = _loss_of_logps(token_loss, scores["logps"], scores["entropies"], "kept_sets")
+    return replace(out, metrics=out.metrics.with_pairs({**out.metrics.pairs, **set_metrics}))
 
 
 def _loss_of_logps(
-    row_loss: PolicyLoss | CustomLoss, logps: Tensor, entropies: Tensor, engine: str
+    token_loss: PolicyLoss | CustomLoss, logps: Tensor, entropies: Tensor, engine: str
 ) -> LossOutput:
     """The loss, differentiable in `logps` and `entropies`, both (B, T) or (N,)."""
-    layout, dtype = row_loss.tokens.layout, row_loss.tokens.advantages.dtype
+    layout, dtype = token_loss.tokens.layout, token_loss.tokens.advantages.dtype
 
-    def of_tokens(x: Tensor) -> Tensor:
+    def counted(x: Tensor) -> Tensor:
         return x.detach().reshape(-1)[layout.positions].to(dtype)
 
-    numbers = of_tokens(logps), of_tokens(entropies)
-    evaluation = row_loss.evaluate(stats_of(*numbers))
+    numbers = counted(logps), counted(entropies)
+    evaluation = token_loss.evaluate(stats_of(*numbers))
     d_logp, d_entropy, *_ = evaluation.coefficients
     reads_entropies = d_entropy is not None and torch.is_grad_enabled()
     if reads_entropies and logps.requires_grad and not entropies.requires_grad:
@@ -665,6 +678,6 @@ def _loss_of_logps(
             "is lost; do not detach them, and compute them with gradient, as linear_logps does"
         )
     loss = LossFromLogps.apply(logps, entropies, evaluation.loss, d_logp, d_entropy, layout)
-    metrics = loss_metrics(row_loss, *numbers, evaluation, evaluation.has_gradient.sum())
+    metrics = loss_metrics(token_loss, *numbers, evaluation, evaluation.has_gradient.sum())
     results = for_reading(loss, layout, *numbers)
     return LossOutput(loss, *results, metrics, engine, "torch")

@@ -54,9 +54,9 @@ from grpo_kernels.objective.expected import (
     Expectation,
     Expected,
     ExpectedGradient,
-    divergence_weights,
-    expected_divergence,
+    read_d_result,
     read_expected,
+    read_expected_divergence,
 )
 from grpo_kernels.results import Scores
 from grpo_kernels.tokens import counted_positions
@@ -257,23 +257,23 @@ def linear_divergence(
         return within_module(linear_divergence, arguments)
     with checked_on_all_ranks("linear_divergence", arguments) as (head, run, ranks):
         jsd_beta = _beta_of(divergence, beta)
-        second: Any = read_reference(teacher, head, "teacher.")
+        teacher_model: Any = read_reference(teacher, head, "teacher.")
         if ranks is None:
-            head, second = _over_common_ids(head, second)
+            head, teacher_model = _over_common_ids(head, teacher_model)
         if not isinstance(entropy, bool):
             raise TypeError(f"entropy: expected a bool, got {entropy!r}")
-        hidden, head, second = read_heads(hidden, head, second)
+        hidden, head, teacher_model = read_heads(hidden, head, teacher_model)
         if completion_ids is not None:
             check_ids("completion_ids", completion_ids, hidden)
-        dtype, memory = dtype_and_memory(hidden, head, run, second)
+        dtype, memory = dtype_and_memory(hidden, head, run, teacher_model)
         ids = _no_ids(hidden) if completion_ids is None else completion_ids
         rows = _read_rows(dtype, ids, completion_mask, temperature)
-        gradient = expected_divergence(
+        gradient = read_expected_divergence(
             expected, hidden, completion_ids, rows.positions, dtype, entropy=entropy
         )
         job = plan(
             hidden, head, rows, run, memory, ranks, gradient,
-            reference=second, jsd_beta=jsd_beta, entropy=entropy,
+            reference=teacher_model, jsd_beta=jsd_beta, entropy=entropy,
         )  # fmt: skip
     has_ids = completion_ids is not None
     return Scores(**run_scores(job, gradient, hidden.shape[:-1], has_ids=has_ids))
@@ -349,8 +349,8 @@ def topk_divergence(
         warn_of_graph("teacher_logps", teacher_logps)
         dtype, memory = dtype_and_memory(hidden, head, run)
         rows = _read_rows(dtype, _no_ids(hidden), completion_mask, temperature)
-        weights = divergence_weights("expected", expected, hidden, rows.positions, dtype)
-        gradient = ExpectedGradient(Coefficients(d_divergence=weights))
+        d_divergence = read_d_result("expected", expected, hidden, rows.positions, dtype)
+        gradient = ExpectedGradient(Coefficients(d_divergence=d_divergence))
         measure = _measure_of(
             divergence, tail, log_prob_min_clamp, loss_max_clamp, dtype, teacher_logps.dtype
         )
@@ -419,15 +419,14 @@ def _read_rows(
 
 def _over_common_ids(head: Head, teacher: StatesAndHead) -> tuple[Head, StatesAndHead]:
     """Give both heads the `vocab_size` of the shorter one, if the sizes differ and are valid."""
-    other = teacher.head
-    sizes: set[Any] = {head.vocab_size, other.vocab_size} - {None}
-    weights = (head.weight, other.weight)
+    sizes: set[Any] = {head.vocab_size, teacher.head.vocab_size} - {None}
+    weights = (head.weight, teacher.head.weight)
     if all(isinstance(x, Tensor) and not is_dtensor(x) and x.dim() == 2 for x in weights):
         rows = {x.shape[0] for x in weights}
         if len(rows) > 1:
             if not sizes:
                 warn_once(
-                    f"teacher: its head has {other.weight.shape[0]} ids, the other head "
+                    f"teacher: its head has {teacher.head.weight.shape[0]} ids, the other head "
                     f"{head.weight.shape[0]}; the divergence is over the first {min(rows)} alone. "
                     "If the two share a tokenizer, say so with Head(..., vocab_size=...); if they "
                     "do not, the divergence means nothing"
@@ -435,7 +434,7 @@ def _over_common_ids(head: Head, teacher: StatesAndHead) -> tuple[Head, StatesAn
             sizes |= rows
     if not sizes or not all(isinstance(x, int) for x in sizes):
         return head, teacher
-    teacher = teacher._replace(head=replace(other, vocab_size=None))
+    teacher = teacher._replace(head=replace(teacher.head, vocab_size=None))
     return replace(head, vocab_size=min(sizes)), teacher
 
 

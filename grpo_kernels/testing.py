@@ -77,10 +77,12 @@ def check_token_level(
         layout = Layout(part["index"], part["sequence"], part["position"], m, m, (m,))
         numbers = {x: part[x] for x in ("advantages", "old_per_token_logps", *OPTIONAL)}
         inputs = Tokens(layout, **numbers)
-        of_config = PolicyLoss(config, inputs, torch.ones_like(leaves[0]))
-        losses = objective(
-            with_loss(TokenInputs(**part), lambda: of_config.per_token_loss(*leaves, alone=True)[0])
-        )
+        policy_loss = PolicyLoss(config, inputs, torch.ones_like(leaves[0]))
+
+        def config_loss() -> Tensor:
+            return policy_loss.per_token_loss(*leaves, token_level=True)[0]
+
+        losses = objective(with_loss(TokenInputs(**part), config_loss))
         if not isinstance(losses, Tensor) or losses.shape != leaves[0].shape:
             got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise AssertionError(

@@ -117,15 +117,16 @@ def counted_positions(mask: Tensor | None, ids: Tensor) -> Tensor:
     searched = mask.dtype != torch.bool and (on_cpu or mask.is_floating_point())
     if mask.numel() == 0 or not searched:
         return counts.nonzero()[:, 0]
-    odd = mask.ne(counts).any()  # a value other than 0 and 1
+    has_other_value = mask.ne(counts).any()  # than 0 and 1
     if on_cpu:
-        positions, is_odd = counts.nonzero()[:, 0], bool(odd)
+        positions, warns = counts.nonzero()[:, 0], bool(has_other_value)
     else:
         # Such a value sets all flags and one extra flag. The host reads the number of indices
         # anyway, and a number above the size of the mask reveals the value.
-        positions = (torch.cat([counts, odd[None]]) | odd).nonzero()[:, 0]
-        is_odd = positions.shape[0] > mask.shape[0]
-    if not is_odd:
+        flags = torch.cat([counts, has_other_value[None]]) | has_other_value
+        positions = flags.nonzero()[:, 0]
+        warns = positions.shape[0] > mask.shape[0]
+    if not warns:
         return positions
     check_not_swapped("completion_ids", ids, "completion_mask", mask)
     check_mask_values(mask)
@@ -187,8 +188,8 @@ def read_tokens(
     sampling_ratio_per_sequence = None
     if ratio is not None and per_sequence(ratio):
         # a sequence without a counted token has ratio 1, like a computed ratio; its value is unread
-        given = ratio.detach().reshape(-1).to(dtype)
-        sampling_ratio_per_sequence = torch.where(layout.lengths > 0, given, 1.0)
+        ratio_per_sequence = ratio.detach().reshape(-1).to(dtype)
+        sampling_ratio_per_sequence = torch.where(layout.lengths > 0, ratio_per_sequence, 1.0)
     return Tokens(
         layout=layout,
         advantages=either(advantages),

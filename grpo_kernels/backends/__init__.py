@@ -37,8 +37,8 @@ from grpo_kernels.base import BackendName
 from grpo_kernels.base.checks import check_choice, warn_once
 
 BACKENDS = get_args(BackendName)  # valid values of `backend=`
-# per-token results of a fused kernel, besides the statistics
-LOSS_TERMS = ("loss", "d_logp", "log_ratio", "kl")
+# statistics that only a fused kernel computes: those of the loss
+LOSS_STATS = ("loss", "d_logp", "log_ratio", "kl")
 ROUNDED_ROWS = 16  # rows at a time when torch rounds logits
 
 
@@ -127,13 +127,13 @@ class RowStats:
     entropies: Any = None  # -sum_j p_j log p_j; None unless asked for
     # without gradient, by name: of `EXTRAS`, or of `engine.topk` the student_mass
     extras: dict[str, Tensor] = field(default_factory=dict)
-    loss_terms: dict[str, Tensor] = field(default_factory=dict)  # of `fused`, see `FusedLoss`
+    loss_stats: dict[str, Tensor] = field(default_factory=dict)  # of `fused`, see `FusedLoss`
     divergence: DivergenceStats | None = None  # of rows that have a reference
     topk_logps: Tensor | None = None  # of `engine.topk`: log-probabilities (n, K) of K more ids
 
     def for_gradient(self) -> RowStats:
         """The statistics that `RowBackend.grad` reads."""
-        return replace(self, extras={}, loss_terms={}, topk_logps=None)
+        return replace(self, extras={}, loss_stats={}, topk_logps=None)
 
     @staticmethod
     def concatenate(chunks: list[RowStats]) -> RowStats:
@@ -221,9 +221,9 @@ class FusedLoss:
     gate: Tensor | None = None  # None: 1
 
     @property
-    def terms(self) -> tuple[str, ...]:
-        """The `LOSS_TERMS` that this loss has."""
-        return LOSS_TERMS if self.kl_estimator is not None else LOSS_TERMS[:-1]
+    def stats(self) -> tuple[str, ...]:
+        """The `LOSS_STATS` that this loss has."""
+        return LOSS_STATS if self.kl_estimator is not None else LOSS_STATS[:-1]
 
 
 class RowBackend(ABC):
@@ -293,7 +293,7 @@ class FusedRowBackend(RowBackend):
     def fused(self, chunk: Chunk, fused_loss: FusedLoss, out: Tensor | None) -> RowStats:
         """Compute each row's statistics and loss and, if `out` is given, write the gradient to it.
 
-        The call does the work of `stats`, fills `RowStats.loss_terms`, and then does the work of
+        The call does the work of `stats`, fills `RowStats.loss_stats`, and then does the work of
         `grad`. For a chunk with a reference, `FusedLoss.kl_estimator` is ``"full"``: the call
         computes the divergence too. An id outside [0, V) is invalid: the row's log-probability,
         loss and d_logp are NaN.

@@ -44,8 +44,8 @@ NEAR = 0.5  # below: e^-x - 1 + x from its series; above: as written
 NEAR_MIXTURE = -0.125  # the same limit for (1 + w) log(1 + w) - w
 PHI = tuple(1.0 / math.factorial(k + 2) for k in range(18))
 MIXTURE = tuple(1.0 / ((k + 1) * (k + 2)) for k in range(18))
-# terms of a series, enough to leave out less than a unit in the last place
-TERMS = {torch.float32: 7, torch.float64: 18}
+# terms of a series that leave out less than a unit in the last place
+SERIES_LENGTH = {torch.float32: 7, torch.float64: 18}
 
 
 def reverse(d, lead, beta):
@@ -104,7 +104,7 @@ INF, FAR, ALMOST = float("inf"), 1e30, -(1.0 - 2.0**-24)
 Terms = Callable[..., tuple[Tensor, Tensor]]
 
 
-def terms_of(beta: float) -> Terms:
+def terms_function(beta: float) -> Terms:
     """Choose the function of (d, lead, beta) that computes the terms of this divergence."""
     return forward if beta == 0.0 else reverse if beta == 1.0 else mixed
 
@@ -120,7 +120,7 @@ def mixture_series(x: Tensor) -> Tensor:
 
 
 def _series(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
-    terms = coefficients[: TERMS[x.dtype]]
+    terms = coefficients[: SERIES_LENGTH[x.dtype]]
     total = torch.full_like(x, terms[-1])
     for coefficient in terms[-2::-1]:
         total.mul_(x).add_(coefficient)

@@ -34,7 +34,7 @@ from grpo_kernels.backends import (
     RowStats,
     statistic_dtype,
 )
-from grpo_kernels.backends.divergence import terms_of
+from grpo_kernels.backends.divergence import terms_function
 from grpo_kernels.base.tensors import take
 
 BLOCK_ELEMENTS = 2**21  # small enough to stay in the caches, large enough to keep threads busy
@@ -60,8 +60,8 @@ class TorchRows(RowBackend):
     name = "torch"
 
     def scratch_rows(self, n: int, vocab: int, *, reference: bool = False) -> int:
-        of_divergence = DIVERGENCE_TEMPORARIES * _divergence_rows(n, vocab) if reference else 0
-        return max(2 * _block_rows(n, vocab), of_divergence)
+        divergence_rows = _divergence_rows(n, vocab) if reference else 0
+        return max(2 * _block_rows(n, vocab), DIVERGENCE_TEMPORARIES * divergence_rows)
 
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
         transform.apply_(logits)
@@ -77,8 +77,8 @@ class TorchRows(RowBackend):
         scratch = logits.new_empty(2, _block_rows(n, vocab), vocab)
         for block in _blocks(n, _block_rows(n, vocab)):
             shifted, exps = scratch[:, : block.stop - block.start]
-            of_block = {name: x[block] for name, x in out.items()}
-            _block_stats(logits[block], chunk.ids[block, None], shifted, exps, of_block)
+            block_out = {name: x[block] for name, x in out.items()}
+            _block_stats(logits[block], chunk.ids[block, None], shifted, exps, block_out)
         extra_stats = {name: out.pop(name) for name in extras}
         return RowStats(**out, extras=extra_stats)
 
@@ -86,14 +86,14 @@ class TorchRows(RowBackend):
         self, chunk: Chunk, stats: RowStats, reference_stats: RowStats
     ) -> tuple[Tensor, Tensor]:
         value, sum_k = torch.empty_like(stats.logps), torch.empty_like(stats.logps)
-        found = DivergenceStats(value, sum_k, reference_stats.max_logit, reference_stats.log_sum)
-        stats = replace(stats, divergence=found)
+        diverged = DivergenceStats(value, sum_k, reference_stats.max_logit, reference_stats.log_sum)
+        stats = replace(stats, divergence=diverged)
         for block in _blocks(len(chunk.logits), _divergence_rows(*chunk.logits.shape)):
             terms, k = _divergence_terms(chunk, block, take(stats, block))
             value[block], sum_k[block] = terms.sum(dim=1), k.sum(dim=1)
-        # 0, or NaN if a row of either head has NaN or no finite logit
-        odd = _offset(stats, found) * 0.0
-        return value + odd, sum_k + odd
+        # NaN if a row of either head has NaN or no finite logit
+        nan_or_0 = _offset(stats, diverged) * 0.0
+        return value + nan_or_0, sum_k + nan_or_0
 
     def grad(self, chunk: Chunk, stats: RowStats, coefficients: Coefficients, out: Tensor) -> None:
         if coefficients.d_divergence is not None:
@@ -132,7 +132,8 @@ class TorchRows(RowBackend):
         coefficients: Coefficients,
         out: Tensor,
     ) -> None:
-        d_divergence, others = coefficients.d_divergence, coefficients._replace(d_divergence=None)
+        d_divergence = coefficients.d_divergence
+        without_divergence = coefficients._replace(d_divergence=None)
         assert stats.divergence is not None and d_divergence is not None
         logits, transform, inv_t = chunk.logits, chunk.transform, chunk.transform.inv_temperature
         for block in _blocks(len(logits), _divergence_rows(*logits.shape)):
@@ -144,13 +145,13 @@ class TorchRows(RowBackend):
             )
             # c (k_j - p_j sum_i k_i), times dz/d logits
             p_sum_k = p.mul_(block_stats.divergence.sum_k[:, None])
-            of_divergence = k.sub_(p_sum_k).mul_(d_divergence[block, None])
-            rows_inv_t = inv_t[block] if isinstance(inv_t, Tensor) else inv_t
-            of_rows = replace(transform, inv_temperature=rows_inv_t)
-            of_divergence.mul_(of_rows.slope(z))
-            plain = Chunk(z, chunk.ids[block], of_rows)
-            self.grad(plain, block_stats, take(others, block), z)
-            z.add_(of_divergence)
+            divergence_part = k.sub_(p_sum_k).mul_(d_divergence[block, None])
+            block_inv_t = inv_t[block] if isinstance(inv_t, Tensor) else inv_t
+            block_transform = replace(transform, inv_temperature=block_inv_t)
+            divergence_part.mul_(block_transform.slope(z))
+            plain = Chunk(z, chunk.ids[block], block_transform)
+            self.grad(plain, block_stats, take(without_divergence, block), z)
+            z.add_(divergence_part)
         if out is not logits:
             out.copy_(logits)
 
@@ -171,11 +172,12 @@ def _divergence_terms(chunk: Chunk, block: slice, stats: RowStats) -> tuple[Tens
     # z - y is NaN if both are -inf: then p = q = 0. Any other NaN is in the offset.
     d = torch.where(torch.isnan(d), 0.0, d - _offset(stats, divergence)[:, None])
     ahead = d >= 0.0
-    ours, its = stats.max_logit, divergence.reference_max_logit
-    lead = torch.where(ahead, z - ours[:, None], y - its[:, None]).exp_()
-    ours, its = torch.exp(-stats.log_sum), torch.exp(-divergence.reference_log_sum)
-    lead.mul_(torch.where(ahead, ours[:, None], its[:, None]))
-    return terms_of(chunk.jsd_beta)(d, lead, chunk.jsd_beta)
+    m, reference_m = stats.max_logit[:, None], divergence.reference_max_logit[:, None]
+    lead = torch.where(ahead, z - m, y - reference_m).exp_()
+    inv_sum = torch.exp(-stats.log_sum)[:, None]
+    reference_inv_sum = torch.exp(-divergence.reference_log_sum)[:, None]
+    lead.mul_(torch.where(ahead, inv_sum, reference_inv_sum))
+    return terms_function(chunk.jsd_beta)(d, lead, chunk.jsd_beta)
 
 
 def _block_stats(

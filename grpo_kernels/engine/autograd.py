@@ -31,7 +31,7 @@ from grpo_kernels.base.tensors import (
     spread,
     take,
 )
-from grpo_kernels.engine.plan import Job, RowLoss
+from grpo_kernels.engine.plan import Job, RowGradient
 from grpo_kernels.engine.slices import sweep_slices
 from grpo_kernels.engine.sweep import FirstPass, first_pass, indices_of, sweep
 from grpo_kernels.engine.workspace import device_of
@@ -39,7 +39,7 @@ from grpo_kernels.head import HeadTensors
 from grpo_kernels.tokens import Layout
 
 F = TypeVar("F", bound=type[torch.autograd.Function])
-OF_ROWS = ("hidden", "lora_u")  # the head's tensors with one row per position
+PER_POSITION = ("hidden", "lora_u")  # the head's tensors with one row per position
 
 
 def first_order(function: F) -> F:
@@ -246,18 +246,18 @@ class LinearScores(torch.autograd.Function):
         with ctx.job.gather():
             upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk_logps)
             job, first = saved(ctx)
-            found = _scores_gradient(job, first, upstream)
-            return None, None, *_input_gradients(ctx.shapes_and_dtypes, job, *found)
+            gradient = _scores_gradient(job, first, upstream)
+            return None, None, *_input_gradients(ctx.shapes_and_dtypes, job, *gradient)
 
 
 def run_scores(
-    job: Job, row_loss: RowLoss, shape: torch.Size, *, has_ids: bool = True
+    job: Job, row_gradient: RowGradient, shape: torch.Size, *, has_ids: bool = True
 ) -> dict[str, Tensor]:
     """Run one forward; return the results by name, in the shape of the positions."""
-    first = first_pass(job, row_loss)
-    logps, *others = LinearScores.apply(job, first, *job.head.tensors)
+    first = first_pass(job, row_gradient)
+    logps, *more_scores = LinearScores.apply(job, first, *job.head.tensors)
     names = ("entropies", "divergence", "topk_logps", *first.stats.extras)
-    results = {"logps": logps if has_ids else None, **dict(zip(names, others, strict=True))}
+    results = {"logps": logps if has_ids else None, **dict(zip(names, more_scores, strict=True))}
     return {name: x.view(*shape, *x.shape[1:]) for name, x in results.items() if x is not None}
 
 
@@ -317,12 +317,12 @@ def _scores_gradient(
             return *second_pass(job, stats, upstream), None
     if not any_left:
         return stored, live_rows, factor
-    more, more_rows = second_pass(job, stats, remainder)
-    if job.when == "now" and 2 * len(more_rows) > len(rows):
+    rest, rest_rows = second_pass(job, stats, remainder)
+    if job.when == "now" and 2 * len(rest_rows) > len(rows):
         warn_once(WRONG_EXPECTATION)
     scaled = map_tensors(lambda x: _scaled(x, factor, x.dtype, job.backend), stored)
-    ratio = ratio_at(upstream, remainder, more_rows)
-    total = _merge(scaled, live_rows, more, more_rows, len(rows), ratio)
+    ratio = ratio_at(upstream, remainder, rest_rows)
+    total = _merge(scaled, live_rows, rest, rest_rows, len(rows), ratio)
     return total, torch.arange(len(rows), device=rows.positions.device), None
 
 
@@ -342,7 +342,7 @@ def second_pass(
     if job.order == "slices":
         return sweep_slices(job, stats, coefficients), live_rows
     job = job.converted()
-    _, grads = sweep(job, lambda at, _: take(coefficients, at), known=stats)
+    _, grads = sweep(job, lambda index, _: take(coefficients, index), known_stats=stats)
     assert grads is not None
     return grads, live_rows
 
@@ -442,8 +442,8 @@ def _scaled(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBa
     """
     if factor is None:
         return x.to(dtype)
-    known = factor.dim() == 0 and factor.device.type == "cpu"  # without a wait for the device
-    if known and factor.item() == 1.0:  # as in `loss.backward()`
+    is_number = factor.dim() == 0 and factor.device.type == "cpu"  # no wait for the device
+    if is_number and factor.item() == 1.0:  # as in `loss.backward()`
         return x.to(dtype, copy=_retains_graph())  # never give the stored gradient to the caller
     if x.dtype != dtype and not device_of(x.device).casts_into:
         return (x * factor if _retains_graph() else x.mul_(factor)).to(dtype)
@@ -456,12 +456,12 @@ def _scaled(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBa
 def _merge(
     stored: HeadTensors,
     stored_rows: Tensor,
-    more: HeadTensors,
-    more_rows: Tensor,
+    rest: HeadTensors,
+    rest_rows: Tensor,
     n: int,
     ratio: Tensor,
 ) -> HeadTensors:
-    """Add the stored gradients (of `stored_rows`) and a second pass's gradients (of `more_rows`).
+    """Add the stored gradients, of `stored_rows`, and a second pass's, the `rest`.
 
     A row with only one coefficient gets `ratio` (m,) times its gradient from the second pass, and
     nothing from the stored gradient: the sum could be a small difference of large numbers. `ratio`
@@ -469,12 +469,12 @@ def _merge(
     """
     retains = _retains_graph()
     total = []
-    for name, x, y in zip(HeadTensors._fields, stored, more, strict=True):
-        if name in OF_ROWS and x is not None and y is not None:
+    for name, x, y in zip(HeadTensors._fields, stored, rest, strict=True):
+        if name in PER_POSITION and x is not None and y is not None:
             rows = x.new_zeros(n, x.shape[1])
             rows[stored_rows] = x
-            added = rows[more_rows] + y
-            rows[more_rows] = torch.where(ratio.isnan()[:, None], added, y * ratio[:, None])
+            added = rows[rest_rows] + y
+            rows[rest_rows] = torch.where(ratio.isnan()[:, None], added, y * ratio[:, None])
             total.append(rows)
         elif x is None or y is None:
             total.append(y if x is None else x)
@@ -497,7 +497,7 @@ def _input_gradients(
     """
     rows, shard, backend = job.rows, job.shard, job.backend
 
-    def row_by_row(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def place_rows(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if shard is not None:
             # exchange all rows of the call, since every rank has the same number of them
             summed = shard.sum_(spread(_scaled(x, factor, x.dtype, backend), live_rows, len(rows)))
@@ -510,8 +510,8 @@ def _input_gradients(
     for name, x, spec in zip(HeadTensors._fields, grads, shapes_and_dtypes, strict=True):
         if x is None or spec is None:
             returned.append(None)
-        elif name in OF_ROWS:
-            returned.append(row_by_row(x, *spec))
+        elif name in PER_POSITION:
+            returned.append(place_rows(x, *spec))
         else:
             returned.append(_scaled(x, factor, spec[1], backend))
     return tuple(returned)

@@ -25,11 +25,11 @@ HIGHEST_FP16 = 2.0**12  # bound of scaled d logits, 1/16 of the largest fp16
 ENTROPY_BOUND = 16.0  # bound of |p_j (log p_j + entropy)|, for V up to e^15
 
 
-class Products:
-    """The products of the head `weight` (V, H) with chunks of rows, in `operand_dtype` operands.
+class Product:
+    """The product of chunks of rows with one matrix of a head, and those of its backward.
 
     Args:
-        weight: (V, H), of any floating dtype.
+        weight: the matrix (V, H), of any floating dtype.
         operand_dtype: dtype that the operands are rounded to.
         accumulator_dtype: dtype of the results.
         slice_bytes: bytes of the weight to convert at a time, if it must be converted.
@@ -66,7 +66,7 @@ class Products:
         return hidden.to(self.operand_dtype).to(self.d_logits_dtype)
 
     @property
-    def scales_gradient(self) -> bool:
+    def needs_fp16_scale(self) -> bool:
         """True if d logits carry a factor that `with_fp16_scale` chooses."""
         return self.d_logits_dtype == torch.float16
 
@@ -85,7 +85,7 @@ class Products:
         d_logp, d_entropy, d_divergence, d_topk = coefficients
         d_logp = torch.zeros_like(stats.logps) if d_logp is None else d_logp
         coefficients = coefficients._replace(d_logp=d_logp)
-        if not self.scales_gradient or d_logp.numel() == 0:
+        if not self.needs_fp16_scale or d_logp.numel() == 0:
             return coefficients, None
         inv_t = transform.inv_temperature
         size = d_logp.abs() if d_entropy is None else d_logp.abs() + ENTROPY_BOUND * d_entropy.abs()
@@ -98,9 +98,9 @@ class Products:
         if d_topk is not None:  # at most |g_k| + p_k |G|
             size = size + 2.0 * d_topk.abs().sum(dim=1)
         size = size * abs(transform.scale) * (inv_t[:, 0] if isinstance(inv_t, Tensor) else inv_t)
-        scale = torch.exp2(torch.floor(torch.log2(HIGHEST_FP16 / size.amax().clamp(min=1e-30))))
-        scale = torch.where(torch.isfinite(size).all(), scale, 1.0)
-        return map_tensors(scale.mul, coefficients), scale
+        power = torch.floor(torch.log2(HIGHEST_FP16 / size.amax().clamp(min=1e-30)))
+        fp16_scale = torch.where(torch.isfinite(size).all(), torch.exp2(power), 1.0)
+        return map_tensors(fp16_scale.mul, coefficients), fp16_scale
 
     def logits(self, hidden: Tensor, out: Tensor, *, add: bool = False) -> None:
         """``out = hidden @ weight.T``: (n, H) operand -> (n, V); ``+=`` if `add`.
@@ -115,14 +115,14 @@ class Products:
         for columns, weight in self._weights():
             for start in range(0, hidden.shape[0], at_once):
                 rows = slice(start, start + at_once)
-                _product(hidden[rows], weight.t(), out[rows, columns], add=add)
+                _multiply(hidden[rows], weight.t(), out[rows, columns], add=add)
             del weight  # before the next slice is made
 
     def d_hidden(self, d_logits: Tensor, out: Tensor, *, add: bool = False) -> None:
         """``out = d_logits @ weight``: (n, V) -> (n, H); ``+=`` if `add`."""
         for columns, weight in self._weights():
             weight = weight.to(d_logits.dtype)  # an adapter's weight may be more precise
-            _product(d_logits[:, columns], weight, out, add=columns.start > 0 or add)
+            _multiply(d_logits[:, columns], weight, out, add=columns.start > 0 or add)
             del weight  # before the next slice is made
 
     def d_weight(self, d_logits: Tensor, hidden: Tensor, out: Tensor, *, add: bool) -> None:
@@ -130,7 +130,7 @@ class Products:
 
         (n, V) in `d_logits_dtype` and an (n, H) operand -> (V, H).
         """
-        _product(d_logits.t(), hidden.to(d_logits.dtype), out, add=add)
+        _multiply(d_logits.t(), hidden.to(d_logits.dtype), out, add=add)
 
     def _weights(self) -> Iterator[tuple[slice, Tensor]]:
         vocab = self.weight.shape[0]
@@ -158,7 +158,7 @@ def mixed_mm(left: Tensor, right: Tensor, out: Tensor, *, add: bool) -> None:
         torch.mm(left, right, out_dtype=out.dtype, out=out)
 
 
-def _product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
+def _multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
     if left.dtype != out.dtype:
         mixed_mm(left, right, out, add=add)
     elif add:

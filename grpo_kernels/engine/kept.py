@@ -34,8 +34,8 @@ from grpo_kernels.base import OnMissingSet
 from grpo_kernels.base.checks import HIGHEST_LOGP
 from grpo_kernels.base.tensors import scatter, take
 from grpo_kernels.engine.autograd import first_order, run_scores, save, saved
-from grpo_kernels.engine.plan import Job, RowLoss, Rows, Run, with_engine
-from grpo_kernels.engine.sweep import Sums
+from grpo_kernels.engine.plan import Job, RowGradient, Rows, Run, with_engine
+from grpo_kernels.engine.sweep import GradientSums
 from grpo_kernels.head import HeadTensors
 from grpo_kernels.kept_ids import KeptIds
 
@@ -44,18 +44,18 @@ WORKSPACE_BYTES = 64 * 2**20  # the default: a larger workspace is no faster
 ENTRY_BYTES = 64
 
 
-class Span(NamedTuple):
+class Block(NamedTuple):
     """Rows that are projected together."""
 
-    at: Tensor  # (r,), index of the call's rows
+    row_index: Tensor  # (r,), of the call's rows
     width: int  # size of their largest set
     longest: int  # length of their longest list, padding included
 
 
-class Block(NamedTuple):
-    """The sets of a span's rows on this rank, and their logits."""
+class BlockLogits(NamedTuple):
+    """The sets of a block's rows on this rank, and their logits."""
 
-    # (r, w) int32, counted from this rank's first id, each once; padding repeats a row's first id
+    # (r, w) int32, from this rank's first id on, each once; padding repeats a row's first id
     kept: Tensor
     logits: Tensor  # (r, w), -inf in the padding
     target: Tensor  # (r,) column of the sampled id, -1 if another rank has it
@@ -85,16 +85,16 @@ class KeptSets:
     A set with a single id is in no block: its log-probability and entropy are 0 with gradient 0.
 
     Attributes:
-        job: the call, with rows whose ids are counted from this rank's first id.
+        job: the call, with rows whose ids start at this rank's first id.
         kept_ids: all entries, and the bounds of each position's entries; -1 is padding.
         projected: (n,) bool, rows whose set is projected, on any rank.
-        spans: the rows with ids on this rank, the largest sets first.
+        blocks: the rows with ids on this rank, the largest sets first.
     """
 
     job: Job
     kept_ids: KeptIds
     projected: Tensor
-    spans: list[Span]
+    blocks: list[Block]
 
 
 def score_kept(
@@ -103,38 +103,38 @@ def score_kept(
     kept_ids: KeptIds,
     ids: Tensor,
     on_missing_set: OnMissingSet,
-    row_loss_at: Callable[[Tensor], RowLoss],
+    row_gradient_at: Callable[[Tensor], RowGradient],
     *,
     entropy: bool | str = True,
-    others: Mapping[str, Tensor | None] | None = None,
+    other_logps: Mapping[str, Tensor | None] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
     """Score rows over their sets, and rows without a set over the whole vocabulary.
 
     Args:
         job: planned without an engine, and without a check that its ids are in range.
-        row_loss_at: function from positions (m,) that are scored over the whole vocabulary to
-            their loss.
+        row_gradient_at: function from positions (m,) that are scored over the whole vocabulary to
+            their gradient.
         entropy: True for the sets, "full" for the whole vocabulary, False for none.
-        others: other policies' log-probabilities, (...) each, which must be over the same sets.
+        other_logps: of other policies, (...) each, which must be over the same sets.
 
     Returns:
         The scores by name, and the metrics of the sets, as (sum, count).
     """
     budget = run.workspace_bytes or WORKSPACE_BYTES
     over_sets = replace(job, workspace_bytes=budget, entropy=entropy is True)
-    survey = survey_sets(over_sets, kept_ids, ids, on_missing_set, others or {})
+    survey = survey_sets(over_sets, kept_ids, ids, on_missing_set, other_logps or {})
     planned, any_without = plan_sets(over_sets, kept_ids, survey)
     whole_vocab, in_full, shape = None, entropy == "full", ids.shape
     if any_without or in_full:
         rows = job.rows if in_full else take(job.rows, survey.without.nonzero()[:, 0])
-        row_loss = row_loss_at(rows.positions)
+        row_gradient = row_gradient_at(rows.positions)
         whole_vocab = replace(job, rows=rows, entropy=bool(entropy))
-        whole_vocab = with_engine(whole_vocab, run, row_loss)
+        whole_vocab = with_engine(whole_vocab, run, row_gradient)
     logps, entropies = KeptSetLogprob.apply(planned, *job.head.tensors)
     logps, entropies = logps.view(shape), None if entropies is None else entropies.view(shape)
     if whole_vocab is not None:
         without = scatter(survey.without, job.rows.positions, shape.numel()).view(shape)
-        full = run_scores(whole_vocab, row_loss, shape)
+        full = run_scores(whole_vocab, row_gradient, shape)
         logps = torch.where(without, full["logps"], logps)
         if entropies is not None:
             entropies = torch.where(without, full["entropies"], entropies)
@@ -149,31 +149,31 @@ def survey_sets(
     kept_ids: KeptIds,
     ids: Tensor,
     on_missing_set: str,
-    others: Mapping[str, Tensor | None],
+    other_logps: Mapping[str, Tensor | None],
 ) -> Survey:
     """Count the kept ids of all positions, a workspace at a time, without waiting for a GPU.
 
     Args:
         ids: (...) the ids to score.
-        others: other policies' log-probabilities, (...) each, which must be over the same sets.
+        other_logps: of other policies, (...) each, which must be over the same sets.
     """
     rows, sampled = job.rows, ids.detach().reshape(-1)
-    vocab, own = job.vocab, job.shard_start
-    next_rank = own + job.head.tensors.weight.shape[0]
+    vocab, start_id = job.vocab, job.shard_start
+    stop_id = start_id + job.head.tensors.weight.shape[0]
     # per position: ids, ids among this rank's rows, ids that do not exist, the sampled id
     counts = kept_ids.offsets.new_zeros(4, sampled.shape[0])
     step = max(1, job.workspace_bytes // ENTRY_BYTES)
     for start in range(0, kept_ids.ids.shape[0], step):
-        some = kept_ids.ids[start : start + step]
-        entry = torch.arange(start, start + some.shape[0], device=some.device)
-        owner = torch.searchsorted(kept_ids.offsets, entry, right=True) - 1
-        exists = (some >= 0) & (some < vocab)
+        entries = kept_ids.ids[start : start + step]
+        place = torch.arange(start, start + entries.shape[0], device=entries.device)
+        owner = torch.searchsorted(kept_ids.offsets, place, right=True) - 1
+        exists = (entries >= 0) & (entries < vocab)
         flags = (
             exists,
-            exists & (some >= own) & (some < next_rank),
-            (some < -1) | (some >= vocab),
+            exists & (entries >= start_id) & (entries < stop_id),
+            (entries < -1) | (entries >= vocab),
         )
-        for count, flag in zip(counts, (*flags, exists & (some == sampled[owner])), strict=True):
+        for count, flag in zip(counts, (*flags, exists & (entries == sampled[owner])), strict=True):
             count.index_add_(0, owner, flag.long())
     sizes, local, outside, hits = counts[:, rows.positions]
     missing = hits == 0
@@ -183,11 +183,11 @@ def survey_sets(
         return Survey(sizes, local, without, invalid)
     if bool(invalid.any()):
         i = int(invalid.nonzero()[0])
-        position, size, wrong = rows.positions[i], int(sizes[i]), int(outside[i])
-        raise ValueError(_wrong(kept_ids, ids, position, size, wrong, vocab))
-    alone = rows.positions[(sizes == 1) & ~missing]
-    for name, x in others.items():  # 0 where a set is one id, unless they are over other sets
-        logps = None if x is None else x.detach().reshape(-1)[alone]
+        position, size, has_outside = rows.positions[i], int(sizes[i]), bool(outside[i])
+        raise ValueError(_refusal(kept_ids, ids, position, size, has_outside, vocab))
+    single = rows.positions[(sizes == 1) & ~missing]  # their log-probability is 0
+    for name, x in other_logps.items():
+        logps = None if x is None else x.detach().reshape(-1)[single]
         if logps is not None and bool((logps.abs() > HIGHEST_LOGP).any()):
             raise ValueError(
                 f"{name}: expected log-probabilities over the same kept sets, so 0 where a set is "
@@ -197,16 +197,16 @@ def survey_sets(
     return Survey(sizes, local, missing, None)
 
 
-def _wrong(
+def _refusal(
     kept_ids: KeptIds,
     ids: Tensor,
     position: Tensor,
     size: int,
-    outside: int,
+    has_outside: bool,
     vocab: int,
 ) -> str:
     at = tuple(int(x) for x in torch.unravel_index(position, ids.shape))
-    if outside:
+    if has_outside:
         entries = kept_ids.ids[
             int(kept_ids.offsets[position]) : int(kept_ids.offsets[position + 1])
         ]
@@ -230,13 +230,13 @@ def plan_sets(job: Job, kept_ids: KeptIds, survey: Survey) -> tuple[KeptSets, bo
     longest = kept_ids.offsets.diff()[rows.positions][order]
     sizes, lists, without = torch.stack([local, longest, survey.without.long()]).tolist()
     count = bisect.bisect_left(sizes, 0, key=operator.neg)
-    spans = plan_spans(job, order, sizes[:count], lists[:count])
-    own = replace(rows, ids=rows.ids - job.shard_start, invalid=survey.invalid)
-    return KeptSets(replace(job, rows=own), kept_ids, projected, spans), any(without)
+    blocks = plan_blocks(job, order, sizes[:count], lists[:count])
+    rows = replace(rows, ids=rows.ids - job.shard_start, invalid=survey.invalid)
+    return KeptSets(replace(job, rows=rows), kept_ids, projected, blocks), any(without)
 
 
-def plan_spans(job: Job, order: Tensor, sizes: list[int], longest: list[int]) -> list[Span]:
-    """Divide rows into spans that fit the budget, with sets at least half as long as the longest.
+def plan_blocks(job: Job, order: Tensor, sizes: list[int], longest: list[int]) -> list[Block]:
+    """Divide rows into blocks that fit the budget, with sets at least half as long as the longest.
 
     Padding then costs at most as much as the sets themselves.
 
@@ -246,9 +246,9 @@ def plan_spans(job: Job, order: Tensor, sizes: list[int], longest: list[int]) ->
         longest: number of entries in each row's list, padding included.
     """
     budget, head_bytes = job.workspace_bytes, entry_bytes(job)
-    features = sum(x.shape[1] for _, x in job.head.tensors.factors())
+    features = sum(matrix.shape[1] for matrix, _ in job.head.matrices())
     row_bytes = 2 * job.accumulator_dtype.itemsize * features
-    spans, start = [], 0
+    blocks, start = [], 0
     most_left = [*itertools.accumulate(reversed(longest), max)][::-1]  # from each row on
     while start < len(sizes):
         width = sizes[start]
@@ -256,9 +256,9 @@ def plan_spans(job: Job, order: Tensor, sizes: list[int], longest: list[int]) ->
         stop = bisect.bisect_right(
             sizes, -width / 2, lo=start, hi=min(len(sizes), start + most), key=operator.neg
         )
-        spans.append(Span(order[start:stop], width, max(longest[start:stop])))
+        blocks.append(Block(order[start:stop], width, max(longest[start:stop])))
         start = stop
-    return spans
+    return blocks
 
 
 @first_order
@@ -279,23 +279,24 @@ class KeptSetLogprob(torch.autograd.Function):
         numbers: dict[str, Any] = {"logps": zeros, "max_logit": nothing, "log_sum": zeros.clone()}
         if job.entropy:
             numbers["entropies"] = zeros.clone()
-        blocks: list[Block] = []
+        saved_logits: list[BlockLogits] = []
         with torch.autocast(zeros.device.type, enabled=False):
-            factors = _factors(job, planned.spans)
-            for span in planned.spans:
-                rows = take(job.rows, span.at)
-                block = _projected(factors, planned, rows, span)
-                chunk = Chunk(block.logits, block.target.clamp(min=0), _transform(job, rows))
-                of_block = job.backend.stats(chunk, entropy=job.entropy)
+            gathered = _gathered(job, planned.blocks)
+            for block in planned.blocks:
+                rows = take(job.rows, block.row_index)
+                block_logits = _projected(gathered, planned, rows, block)
+                target = block_logits.target.clamp(min=0)
+                chunk = Chunk(block_logits.logits, target, _transform(job, rows))
+                block_stats = job.backend.stats(chunk, entropy=job.entropy)
                 for name, x in numbers.items():
-                    x[span.at] = getattr(of_block, name)
+                    x[block.row_index] = getattr(block_stats, name)
                 if any(job.needs_grad):
-                    blocks.append(block)
+                    saved_logits.append(block_logits)
             stats = RowStats(**numbers)
             if job.shard is not None:
                 stats = job.shard.joined(stats, job.rows.ids, LogitTransform())
-        save(ctx, job, (stats, tuple(blocks)), projects=True)
-        ctx.spans = planned.spans
+        save(ctx, job, (stats, tuple(saved_logits)), projects=True)
+        ctx.blocks = planned.blocks
         entropies = None if stats.entropies is None else _result(stats.entropies, planned)
         return _result(stats.logps, planned), entropies
 
@@ -305,7 +306,7 @@ class KeptSetLogprob(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         device = ctx.job.rows.positions.device
         with ctx.job.gather(), torch.autocast(device.type, enabled=False):
-            job, (stats, blocks) = saved(ctx)
+            job, (stats, saved_logits) = saved(ctx)
             positions = job.rows.positions
             d_logp, d_entropy = (
                 None if x is None else x[positions] for x in (d_logps, d_entropies)
@@ -315,26 +316,27 @@ class KeptSetLogprob(torch.autograd.Function):
                     return None, *(None for _ in job.head.tensors)
                 d_logp = torch.zeros_like(d_entropy)
             upstream = Coefficients(d_logp, d_entropy)
-            sums, factors = _KeptGradientSums(job), _factors(job, ctx.spans)
-            for span, block in zip(ctx.spans, blocks, strict=True):
-                nonzero = [x[span.at] != 0 for x in upstream if x is not None]
+            sums, gathered = _KeptGradientSums(job), _gathered(job, ctx.blocks)
+            for block, block_logits in zip(ctx.blocks, saved_logits, strict=True):
+                nonzero = [x[block.row_index] != 0 for x in upstream if x is not None]
                 index = torch.stack(nonzero).any(dim=0).nonzero()[:, 0]
                 if len(index):
-                    rows, of_rows, coefficients = take((job.rows, stats, upstream), span.at[index])
-                    kept, logits, target = take(block, index)
+                    records = (job.rows, stats, upstream)
+                    rows, row_stats, coefficients = take(records, block.row_index[index])
+                    kept, logits, target = take(block_logits, index)
                     chunk = Chunk(logits, target, _transform(job, rows))
-                    job.backend.grad(chunk, of_rows, coefficients, logits)
-                    logits.masked_fill_(_padding(kept), 0.0)  # now d logits
-                    sums.add(factors, kept, logits, rows.positions)
+                    job.backend.grad(chunk, row_stats, coefficients, logits)
+                    d_logits = logits.masked_fill_(_padding(kept), 0.0)
+                    sums.add(gathered, kept, d_logits, rows.positions)
         return None, *sums.gradients()
 
 
-def _factors(job: Job, spans: list[Span]) -> list[_Gathered]:
-    """Memory for each factor's gathered rows, for as many entries as the workspace holds."""
-    largest = max((len(span.at) * span.width for span in spans), default=0)
+def _gathered(job: Job, blocks: list[Block]) -> list[_GatheredRows]:
+    """Memory for the gathered rows of each matrix: as many entries as the workspace holds."""
+    largest = max((len(block.row_index) * block.width for block in blocks), default=0)
     entries = min(max(1, job.workspace_bytes // entry_bytes(job)), largest)
     wide = job.accumulator_dtype
-    return [_Gathered(matrix, dtype, wide, entries) for _, matrix, dtype in job.head.factors()]
+    return [_GatheredRows(matrix, dtype, wide, entries) for matrix, dtype in job.head.matrices()]
 
 
 def _result(x: Tensor, planned: KeptSets) -> Tensor:
@@ -345,20 +347,22 @@ def _result(x: Tensor, planned: KeptSets) -> Tensor:
     return scatter(x, planned.job.rows.positions, planned.job.head.tensors.hidden.shape[0])
 
 
-def _projected(factors: list[_Gathered], planned: KeptSets, rows: Rows, span: Span) -> Block:
-    """Project the sets of the span's `rows`.
+def _projected(
+    gathered: list[_GatheredRows], planned: KeptSets, rows: Rows, block: Block
+) -> BlockLogits:
+    """Project the sets of the block's `rows`.
 
     Padding and repetitions become the row's first id, so NaN in a position's hidden state cannot
     reach the gradient of an id outside its set.
     """
     job, offsets = planned.job, planned.kept_ids.offsets
     tensors, device = job.head.tensors, rows.positions.device
-    entry = offsets[rows.positions][:, None] + torch.arange(span.longest, device=device)
+    entry = offsets[rows.positions][:, None] + torch.arange(block.longest, device=device)
     inside = entry < offsets[rows.positions + 1][:, None]
     kept = planned.kept_ids.ids[torch.where(inside, entry, 0)].long() - job.shard_start
     here = inside & (kept >= 0) & (kept < tensors.weight.shape[0])
     kept = torch.where(here, kept, -1).to(torch.int32)
-    kept = kept.sort(dim=1, descending=True).values[:, : span.width]
+    kept = kept.sort(dim=1, descending=True).values[:, : block.width]
     padding = kept < 0
     padding[:, 1:] |= kept[:, 1:] == kept[:, :-1]
     kept = torch.where(padding, kept[:, :1], kept)
@@ -366,13 +370,13 @@ def _projected(factors: list[_Gathered], planned: KeptSets, rows: Rows, span: Sp
     target = torch.where(is_target.any(dim=1), is_target.to(torch.uint8).argmax(dim=1), -1)
 
     z = tensors.hidden.new_zeros(kept.shape, dtype=job.accumulator_dtype)
-    for factor, (x, _) in zip(factors, tensors.factors(), strict=True):
-        states = factor.operand(x[rows.positions])
-        for columns in factor.pieces(*kept.shape):
-            z[:, columns] += torch.bmm(factor.of(kept[:, columns]), states[:, :, None])[..., 0]
+    for matrix, (x, _) in zip(gathered, tensors.factor_pairs(), strict=True):
+        states = matrix.operand(x[rows.positions])
+        for columns in matrix.pieces(*kept.shape):
+            z[:, columns] += torch.bmm(matrix.rows(kept[:, columns]), states[:, :, None])[..., 0]
     bias = None if tensors.bias is None else tensors.bias.detach()[kept].to(z.dtype)
     job.backend.prepare_(z, replace(_transform(job, rows), bias=bias))
-    return Block(kept, z.masked_fill_(_padding(kept), -torch.inf), target)
+    return BlockLogits(kept, z.masked_fill_(_padding(kept), -torch.inf), target)
 
 
 def _padding(kept: Tensor) -> Tensor:
@@ -391,40 +395,41 @@ class _KeptGradientSums:
 
     def __init__(self, job: Job) -> None:
         self._job, tensors, dtype = job, job.head.tensors, job.accumulator_dtype
-        of_bias = job.needs_grad.bias
-        bias = torch.zeros_like(tensors.bias, dtype=dtype) if of_bias else None
-        self._sums = sums = Sums([], [], bias)
-        pairs = zip(tensors.factors(), job.needs_grad.factors(), strict=True)
-        for (x, matrix), (needs_rows, needs_matrix) in pairs:
+        d_bias = torch.zeros_like(tensors.bias, dtype=dtype) if job.needs_grad.bias else None
+        self._sums = sums = GradientSums([], [], d_bias)
+        pairs = zip(tensors.factor_pairs(), job.needs_grad.factor_pairs(), strict=True)
+        for (x, matrix), (needs_states, needs_matrix) in pairs:
             # with a sharded head, the ranks sum d hidden before it is rounded
-            of_rows = x.dtype if job.shard is None else dtype
-            sums.rows.append(torch.zeros_like(x, dtype=of_rows) if needs_rows else None)
-            sums.matrices.append(torch.zeros_like(matrix, dtype=dtype) if needs_matrix else None)
+            states_dtype = x.dtype if job.shard is None else dtype
+            d_states = torch.zeros_like(x, dtype=states_dtype) if needs_states else None
+            sums.d_states.append(d_states)
+            d_matrix = torch.zeros_like(matrix, dtype=dtype) if needs_matrix else None
+            sums.d_matrices.append(d_matrix)
 
     def add(
-        self, factors: list[_Gathered], kept: Tensor, d_logits: Tensor, positions: Tensor
+        self, gathered: list[_GatheredRows], kept: Tensor, d_logits: Tensor, positions: Tensor
     ) -> None:
         """Add the gradient of some rows, from their ids (r, w) and d raw logits (r, w)."""
-        of_factors, sums = self._job.head.tensors.factors(), self._sums
-        targets = zip(factors, of_factors, sums.rows, sums.matrices, strict=True)
-        for factor, (x, _), rows, matrix in targets:
-            states = factor.operand(x[positions])
-            d_states = torch.zeros_like(states)
-            for columns in factor.pieces(*kept.shape):
+        pairs, sums = self._job.head.tensors.factor_pairs(), self._sums
+        targets = zip(gathered, pairs, sums.d_states, sums.d_matrices, strict=True)
+        for matrix, (x, _), d_states, d_matrix in targets:
+            states = matrix.operand(x[positions])
+            total = torch.zeros_like(states)
+            for columns in matrix.pieces(*kept.shape):
                 index, part = kept[:, columns], d_logits[:, columns]
-                if rows is not None:
-                    d_states += torch.bmm(part[:, None, :], factor.of(index))[:, 0]
-                if matrix is not None:
-                    matrix.index_add_(0, index.reshape(-1), factor.outer(part, states))
-            if rows is not None:
-                rows[positions] = d_states.to(rows.dtype)
-        if sums.bias is not None:
-            sums.bias.index_add_(0, kept.reshape(-1), d_logits.reshape(-1))
+                if d_states is not None:
+                    total += torch.bmm(part[:, None, :], matrix.rows(index))[:, 0]
+                if d_matrix is not None:
+                    d_matrix.index_add_(0, index.reshape(-1), matrix.outer(part, states))
+            if d_states is not None:
+                d_states[positions] = total.to(d_states.dtype)
+        if sums.d_bias is not None:
+            sums.d_bias.index_add_(0, kept.reshape(-1), d_logits.reshape(-1))
 
     def gradients(self) -> HeadTensors:
         """The gradients in the dtypes of the head's tensors, summed over the ranks."""
         if self._job.shard is not None:
-            for x in self._sums.rows:
+            for x in self._sums.d_states:
                 if x is not None:
                     self._job.shard.sum_(x)
         pairs = zip(self._sums.tensors(), self._job.head.tensors, strict=True)
@@ -438,7 +443,7 @@ def entry_bytes(job: Job) -> int:
     wide = job.accumulator_dtype
     return sum(
         matrix.shape[1] * sum(x.itemsize for x in _stages(matrix.dtype, dtype, wide))
-        for _, matrix, dtype in job.head.factors()
+        for matrix, dtype in job.head.matrices()
     )
 
 
@@ -447,8 +452,8 @@ def _stages(*dtypes: torch.dtype) -> list[torch.dtype]:
     return [x for i, x in enumerate(dtypes) if i == 0 or x != dtypes[i - 1]]
 
 
-class _Gathered:
-    """The rows of a factor's matrix (V, K) for kept ids, in memory that all blocks reuse."""
+class _GatheredRows:
+    """The rows of a matrix (V, K) for kept ids, in memory that all blocks reuse."""
 
     def __init__(
         self, matrix: Tensor, dtype: torch.dtype, accumulator: torch.dtype, entries: int
@@ -461,7 +466,7 @@ class _Gathered:
         dtype, accumulator = self._dtypes
         return x.to(dtype).to(accumulator)
 
-    def of(self, kept: Tensor) -> Tensor:
+    def rows(self, kept: Tensor) -> Tensor:
         """Gather (r, w) ids -> (r, w, K); valid until the next call."""
         n = kept.numel()
         torch.index_select(self._matrix, 0, kept.reshape(-1), out=self._stages[0][:n])

@@ -52,7 +52,7 @@ from grpo_kernels.base.checks import (
     warn_once,
 )
 from grpo_kernels.base.tensors import accumulator_of, map_tensors, take
-from grpo_kernels.engine.gemm import Products
+from grpo_kernels.engine.gemm import Product
 from grpo_kernels.engine.ranks import Ranks, Shard
 from grpo_kernels.engine.topk import TopKLogps, TopKTeacher
 from grpo_kernels.engine.workspace import (
@@ -159,13 +159,13 @@ def check_run(run: Any) -> Run:
     return Run() if run is None else run
 
 
-class RowLoss(Protocol):
+class RowGradient(Protocol):
     """The gradient that a call's rows will get, as far as it is known before the backward.
 
-    It comes from a built-in or custom loss, or from what the caller expects.
+    A built-in loss, a custom loss and what a caller of scores expects each have these members.
 
     Attributes:
-        row_by_row: True if a row's own statistics, or less, determine its coefficients.
+        is_coupled: False if a row's own statistics, or less, determine its coefficients.
         is_expected: True if the caller only expects this gradient; the backward compares it with
             the upstream gradient, and computes what is missing.
         live: (n,) bool, rows that may have a coefficient other than 0; None means all rows.
@@ -177,7 +177,7 @@ class RowLoss(Protocol):
     is_expected: bool
 
     @property
-    def row_by_row(self) -> bool: ...
+    def is_coupled(self) -> bool: ...
     @property
     def live(self) -> Tensor | None: ...
     @property
@@ -196,8 +196,8 @@ class Rows:
 
     Attributes:
         positions: (n,) int64, indices into `hidden`.
-        ids: (n,) int64 in [0, V). On a shard they are counted from its first row, so another
-            shard's ids are out of range.
+        ids: (n,) int64 in [0, V). On a shard, 0 is the id of its first row, so another shard's ids
+            are out of range.
         inv_temperature: a number, or (n, 1).
         invalid: (n,) bool, rows whose log-probability is NaN; None if there are none.
         topk: K more ids of each row, to score, or with a teacher's log-probabilities.
@@ -217,10 +217,10 @@ class Rows:
     def __len__(self) -> int:
         return self.positions.shape[0]
 
-    def counted_from(self, first: int) -> Rows:
-        """The same rows with ids counted from the id `first`."""
-        topk = None if self.topk is None else replace(self.topk, ids=self.topk.ids - first)
-        return replace(self, ids=self.ids - first, topk=topk) if first else self
+    def with_ids_from(self, first_id: int) -> Rows:
+        """The same rows with ids that start at 0 for `first_id`."""
+        topk = None if self.topk is None else replace(self.topk, ids=self.topk.ids - first_id)
+        return replace(self, ids=self.ids - first_id, topk=topk) if first_id else self
 
 
 class JobHead(NamedTuple):
@@ -230,12 +230,12 @@ class JobHead(NamedTuple):
     operand_dtype: torch.dtype  # of its products
     transform: LogitTransform = _AS_IT_IS  # raw to scaled logits, without bias and temperature
 
-    def factors(self) -> list[tuple[Tensor, Tensor, torch.dtype]]:
-        """`HeadTensors.factors`, and the dtype of their operands; an adapter keeps its own."""
-        (first, *adapter), dtype = self.tensors.factors(), self.operand_dtype
+    def matrices(self) -> list[tuple[Tensor, torch.dtype]]:
+        """Weight and adapter, each with its operands' dtype; an adapter keeps its own."""
+        (_, weight), *adapter = self.tensors.factor_pairs()
         return [
-            (*first, dtype),
-            *((u, b, torch.promote_types(u.dtype, b.dtype)) for u, b in adapter),
+            (weight, self.operand_dtype),
+            *((b, torch.promote_types(u.dtype, b.dtype)) for u, b in adapter),
         ]
 
     def converted(self) -> JobHead:
@@ -300,23 +300,23 @@ class Job:
         """The same call for the rows at `index` (m,) alone."""
         return replace(self, rows=take(self.rows, index))
 
-    def with_tensors(self, of_head: HeadTensors, of_reference: Any) -> Job:
+    def with_tensors(self, tensors: HeadTensors, reference_tensors: Any) -> Job:
         """The same call with other tensors of its heads."""
-        reference = self.reference and self.reference._replace(tensors=of_reference)
-        return replace(self, head=self.head._replace(tensors=of_head), reference=reference)
+        reference = self.reference and self.reference._replace(tensors=reference_tensors)
+        return replace(self, head=self.head._replace(tensors=tensors), reference=reference)
 
     @property
     def accumulator_dtype(self) -> torch.dtype:
         """Dtype of logits, statistics, and gradients before their one rounding."""
         return accumulator_of(self.head.operand_dtype)
 
-    def loss_to_fuse(self, row_loss: RowLoss) -> FusedLoss | None:
-        """`row_loss` for a kernel that does a whole loss at once; None if none can do it here.
+    def loss_to_fuse(self, row_gradient: RowGradient) -> FusedLoss | None:
+        """The loss of `row_gradient`, for a kernel that does it at once; None if none can here.
 
-        All conditions stand here and in `row_loss`: it must be the loss of each row alone, and a
-        built-in one. Only one_pass asks for it. torch has no such kernel, and Triton has none with
-        a reference. The ranks of a sharded head must combine statistics before the loss is known.
-        An empty batch needs no kernel.
+        All conditions stand here and in `RowGradient.fused_loss`: its rows must not be coupled, and
+        a custom loss has none. Only one_pass asks for it. torch has no such kernel, and Triton has
+        none with a reference. The ranks of a sharded head must combine statistics before the loss
+        is known. An empty batch needs no kernel.
         """
         backend = self.backend
         if self.when != "now" or len(self.rows) == 0 or not isinstance(backend, FusedRowBackend):
@@ -325,7 +325,7 @@ class Job:
             return None
         if self.reference is not None and not backend.fuses_reference:
             return None
-        return row_loss.fused_loss()
+        return row_gradient.fused_loss()
 
     @property
     def d_result(self) -> Literal["d_logp", "d_divergence"]:
@@ -334,20 +334,20 @@ class Job:
         The result is the log-probability, or the divergence in a call that computes one. A loss
         with a reference depends on both, so this says nothing about it.
         """
-        of_teacher = self.reference is not None or isinstance(self.rows.topk, TopKTeacher)
-        return "d_divergence" if of_teacher else "d_logp"
+        diverges = self.reference is not None or isinstance(self.rows.topk, TopKTeacher)
+        return "d_divergence" if diverges else "d_logp"
 
-    def products(self, head: JobHead, columns: slice = slice(None)) -> list[Products]:
-        """The products with some columns of `head`, one for each of its factors."""
-        return [self._product(matrix[columns], dtype) for _, matrix, dtype in head.factors()]
+    def products(self, head: JobHead, columns: slice = slice(None)) -> list[Product]:
+        """The products with some columns of `head`, one for each of its matrices."""
+        return [self._product(matrix[columns], dtype) for matrix, dtype in head.matrices()]
 
-    def widest_product(self, head: JobHead) -> Products:
+    def widest_product(self, head: JobHead) -> Product:
         """The product with the weight of the rank that has the most rows: plans by it agree."""
         return self._product(_widest_part(head.tensors.weight, self.shard), head.operand_dtype)
 
-    def _product(self, matrix: Tensor, dtype: torch.dtype) -> Products:
+    def _product(self, matrix: Tensor, dtype: torch.dtype) -> Product:
         slice_bytes = min(SLICE_BYTES, self.workspace_bytes // 8)
-        return Products(matrix, dtype, self.accumulator_dtype, slice_bytes)
+        return Product(matrix, dtype, self.accumulator_dtype, slice_bytes)
 
     def converted(self) -> Job:
         """Convert both heads' weights to the dtype of 16-bit products, if memory allows copies.
@@ -406,8 +406,8 @@ def _with_dtypes(
     dtype = operand_dtype_of(hidden, head.weight)
     models = [(StatesAndHead(hidden, head), dtype)]
     if reference is not None:
-        of_reference = operand_dtype_of(reference.hidden, reference.head.weight, dtype)
-        models.append((reference, of_reference))
+        reference_dtype = operand_dtype_of(reference.hidden, reference.head.weight, dtype)
+        models.append((reference, reference_dtype))
     return models
 
 
@@ -418,7 +418,7 @@ def plan(
     run: Run,
     memory: Memory,
     ranks: Ranks | None,
-    row_loss: RowLoss | None,
+    row_gradient: RowGradient | None,
     *,
     reference: StatesAndHead | None = None,
     jsd_beta: float = 1.0,
@@ -431,7 +431,8 @@ def plan(
         rows: rows with ids of the whole vocabulary.
         memory: from `dtype_and_memory`.
         ranks: the ranks of a sharded head, which compare their calls here.
-        row_loss: what the engine is chosen for. None over kept sets: `with_engine` plans the rest.
+        row_gradient: the engine is chosen for it. None over kept sets: `with_engine` plans the
+            rest.
         jsd_beta, entropy, extras: as in `Job`.
     """
     needs_grad, models = needs_grad_of(hidden, head), _with_dtypes(hidden, head, reference)
@@ -446,8 +447,8 @@ def plan(
             "backend that serves": choose_backend(run.backend, hidden.device, models[0][1]).name,
         }
         shard, memory = ranks.agree(values, head, memory)
-        count = shard.sizes[shard.rank]
-        models = [(first_ids(model, count), dtype) for model, dtype in models]
+        own_ids = shard.sizes[shard.rank]
+        models = [(first_ids(model, own_ids), dtype) for model, dtype in models]
         if len(shard.sizes) == 1:
             shard = None
     workspace_bytes = run.workspace_bytes
@@ -455,14 +456,14 @@ def plan(
         widest = _widest_part(models[0][0].head.weight, shard)
         large = large_workspace(widest, needs_grad, heads=len(models))
         workspace_bytes = min(large, memory.workspace)
-    first, *second = [
-        JobHead(tensors_of(states, own, rows.positions), dtype, _transform(own, dtype))
-        for (states, own, _), dtype in models
+    policy, *references = [
+        JobHead(tensors_of(states, head, rows.positions), dtype, _transform(head, dtype))
+        for (states, head, _), dtype in models
     ]
-    constants = [x._replace(tensors=map_tensors(Tensor.detach, x.tensors)) for x in second]
+    constants = [x._replace(tensors=map_tensors(Tensor.detach, x.tensors)) for x in references]
     job = Job(
         rows=rows,
-        head=first,
+        head=policy,
         needs_grad=needs_grad,
         workspace_bytes=workspace_bytes,
         reference=constants[0] if constants else None,
@@ -473,26 +474,26 @@ def plan(
         extras=extras,
         gather=run.gather or nullcontext,
     )
-    return job if row_loss is None else with_engine(job, run, row_loss)
+    return job if row_gradient is None else with_engine(job, run, row_gradient)
 
 
-def with_engine(job: Job, run: Run, row_loss: RowLoss) -> Job:
-    """Check the ids of `job`, and choose its backend and the engine for `row_loss`."""
+def with_engine(job: Job, run: Run, row_gradient: RowGradient) -> Job:
+    """Check the ids of `job`, and choose its backend and the engine for `row_gradient`."""
     rows = in_range(job.rows, job.vocab, job.shard_start)
     backend = choose_backend(run.backend, rows.ids.device, job.head.operand_dtype)
-    engine = choose_engine(run.engine, row_loss, job)
+    engine = choose_engine(run.engine, row_gradient, job)
     return replace(job, rows=rows, backend=backend, engine=engine)
 
 
-def choose_engine(name: str, row_loss: RowLoss, job: Job) -> str:
+def choose_engine(name: str, row_gradient: RowGradient, job: Job) -> str:
     """Choose the cheapest engine that gives the exact gradient, or the engine `name`.
 
     Raises:
         ValueError: the engine `name` cannot give this gradient.
     """
-    row_by_row = row_loss.row_by_row
-    if row_loss.is_expected and device_of(job.rows.positions.device).is_capturing():
-        row_by_row = False  # in a CUDA graph, the comparison may not wait for the device
+    one_pass = not row_gradient.is_coupled
+    if row_gradient.is_expected and device_of(job.rows.positions.device).is_capturing():
+        one_pass = False  # in a CUDA graph, the comparison may not wait for the device
     head_trains, no_gradient = any(job.needs_grad[1:]), not any(job.needs_grad)
     if name == "auto" and job.memory.tight and head_trains:
         return "lean"
@@ -502,9 +503,9 @@ def choose_engine(name: str, row_loss: RowLoss, job: Job) -> str:
             not head_trains
             and not isinstance(job.rows.topk, TopKLogps)
             # without a gradient, this does not evaluate a user's function
-            and ((no_gradient and job.reference is None) or row_loss.one_coefficient)
+            and ((no_gradient and job.reference is None) or row_gradient.one_coefficient)
         ),
-        "one_pass": lambda: row_by_row,
+        "one_pass": lambda: one_pass,
         "two_pass": lambda: True,
         "lean": lambda: True,
     }
@@ -525,7 +526,7 @@ def choose_engine(name: str, row_loss: RowLoss, job: Job) -> str:
 
 
 def in_range(rows: Rows, vocab: int, shard_start: int) -> Rows:
-    """Check that ids are in range, and count them from this rank's first id.
+    """Check that ids are in range, and let them start at this rank's first id.
 
     On a GPU, out-of-range ids raise no error; the row's results become NaN.
 
@@ -539,12 +540,12 @@ def in_range(rows: Rows, vocab: int, shard_start: int) -> Rows:
     if topk is not None:
         outside = check_counted_ids(topk.name, topk.ids, vocab, padded=True)
         if outside is not None and isinstance(topk, TopKTeacher):
-            none = outside.any(dim=1, keepdim=True)
-            topk = replace(topk, logps=topk.logps.masked_fill(none, torch.nan))
+            any_outside = outside.any(dim=1, keepdim=True)
+            topk = replace(topk, logps=topk.logps.masked_fill(any_outside, torch.nan))
         elif outside is not None:
-            none = outside.any(dim=1)
-            invalid = none if invalid is None else invalid | none
-    return replace(rows, ids=ids, invalid=invalid, topk=topk).counted_from(shard_start)
+            any_outside = outside.any(dim=1)
+            invalid = any_outside if invalid is None else invalid | any_outside
+    return replace(rows, ids=ids, invalid=invalid, topk=topk).with_ids_from(shard_start)
 
 
 def _widest_part(weight: Tensor, shard: Shard | None) -> Tensor:
@@ -565,11 +566,11 @@ def _compared(
 ) -> dict[str, Any]:
     """The arguments that `plan` reads and that must agree between the ranks of a sharded head."""
     # without rows, since their number may differ
-    first, other = map_tensors(lambda x: x[:0], (replace(head, process_group=None), reference))
+    head, reference = map_tensors(lambda x: x[:0], (replace(head, process_group=None), reference))
     return {
-        **{x.name: getattr(first, x.name) for x in fields(Head)},
+        **{x.name: getattr(head, x.name) for x in fields(Head)},
         **{x: getattr(run, x) for x in ("engine", "backend", "workspace_bytes")},
-        "reference": other and (other.hidden, replace(other.head, process_group=None)),
+        "reference": reference and (reference.hidden, replace(reference.head, process_group=None)),
         "hidden": hidden,
         "counted tokens": len(rows),
     }

@@ -64,7 +64,7 @@ class Shard:
     ) -> RowStats:
         """Compute `RowBackend.stats` of the whole vocabulary; all ranks call it for the same rows.
 
-        The chunk's ids are counted from `start`; an id outside [0, V_r) belongs to another rank.
+        In the chunk's ids, 0 is the id `start`; an id outside [0, V_r) belongs to another rank.
         """
         is_here = (chunk.ids >= 0) & (chunk.ids < self.sizes[self.rank])
         stats = backend.stats(
@@ -88,9 +88,9 @@ class Shard:
             torch.stack([x.to(stats.logps.dtype) for x in columns]), self.process_group
         )
         parts = gathered.unbind(1)  # (R, n) each
-        first = [sum(self.sizes[:rank]) - self.start for rank in range(len(self.sizes))]
+        starts = [sum(self.sizes[:rank]) - self.start for rank in range(len(self.sizes))]
         here = torch.stack(  # (R, n): the rank that has the id
-            [(ids >= x) & (ids < x + size) for x, size in zip(first, self.sizes, strict=True)]
+            [(ids >= x) & (ids < x + size) for x, size in zip(starts, self.sizes, strict=True)]
         )
         maxima, log_sum, logps = parts[:3]
         nothing = maxima == -torch.inf  # a bias of -inf bans all ids of the rank: its sum is 0
@@ -123,20 +123,20 @@ class Shard:
         )
         # in a rank whose ids are all banned, a backend's statistics may be NaN
         pairs = zip(stats.extras, parts[3:], strict=False)
-        more = {name: x.masked_fill(nothing, -torch.inf) for name, x in pairs}
+        extras = {name: x.masked_fill(nothing, -torch.inf) for name, x in pairs}
         whole: dict[str, Tensor] = {}
-        if "log_sum_sq_probs" in more:
-            squares = 2 * log_weights + more["log_sum_sq_probs"]
+        if "log_sum_sq_probs" in extras:
+            squares = 2 * log_weights + extras["log_sum_sq_probs"]
             whole["log_sum_sq_probs"] = torch.logsumexp(squares, dim=0)
-        if "mean_logits" in more:
+        if "mean_logits" in extras:
             totals = [
-                mean * size for mean, size in zip(more["mean_logits"], self.sizes, strict=True)
+                mean * size for mean, size in zip(extras["mean_logits"], self.sizes, strict=True)
             ]
             whole["mean_logits"] = torch.stack(totals).sum(dim=0) / self.vocab
-        if "is_top1" in more:
-            is_top1 = more["is_top1"].masked_fill(~has_max | nothing, 0.0)
+        if "is_top1" in extras:
+            is_top1 = extras["is_top1"].masked_fill(~has_max | nothing, 0.0)
             whole["is_top1"] = at_target(is_top1) != 0
-        assert whole.keys() == more.keys(), "each statistic is joined above"
+        assert whole.keys() == extras.keys(), "each statistic is joined above"
         return RowStats(
             logps=-torch.logaddexp(torch.zeros_like(margin), margin),
             max_logit=max_logit[0],
@@ -175,28 +175,29 @@ class Ranks:
         Raises:
             ValueError: on all ranks, if one of them refuses its call or the calls differ.
         """
-        own = {"rows of weight": head.weight.shape[0], **memory._asdict()}
-        same = {**self.arguments, **values}
-        if "config" in same:  # a loss is compared by its fields
-            same |= vars(same.pop("config"))
-        numbers = [_checksum(x) for x in same.values()]
-        call = _checksum((self.call, *same))
+        rank_values = {"rows of weight": head.weight.shape[0], **memory._asdict()}
+        call_values = {**self.arguments, **values}
+        if "config" in call_values:  # a loss is compared by its fields
+            call_values |= vars(call_values.pop("config"))
+        numbers = [_checksum(x) for x in call_values.values()]
+        call = _checksum((self.call, *call_values))
         self.compared = True
-        refused, calls, *columns = self.exchange(0, call, *numbers, *own.values())
+        refused, calls, *columns = self.exchange(0, call, *numbers, *rank_values.values())
         if any(refused):
             raise ValueError(
                 f"process_group: rank {refused.index(1)} refuses the call of {self.call}"
             )
-        of_ranks = dict(zip((*same, *own), columns, strict=False))
-        differ = [name for name in same if len({*of_ranks[name]}) > 1]
+        names = (*call_values, *rank_values)
+        by_rank = dict(zip(names, columns, strict=False))  # a number of each rank, by name
+        differ = [name for name in call_values if len({*by_rank[name]}) > 1]
         if len({*calls}) > 1 or differ:
             what = f"{', '.join(differ)} of {self.call}"
             what = what if len({*calls}) == 1 else f"call, {self.call} here,"
             raise ValueError(f"process_group: expected the same {what} on every rank")
-        sizes = _sizes(head.vocab_size, of_ranks["rows of weight"])
-        tight, converts = any(of_ranks["tight"]), all(of_ranks["converts"])
+        sizes = _sizes(head.vocab_size, by_rank["rows of weight"])
+        tight, converts = any(by_rank["tight"]), all(by_rank["converts"])
         shard = Shard(self.group, torch.distributed.get_rank(self.group), tuple(sizes))
-        return shard, Memory(tight, converts, min(of_ranks["workspace"]))
+        return shard, Memory(tight, converts, min(by_rank["workspace"]))
 
 
 def _sizes(vocab_size: int | None, sizes: list[int]) -> list[int]:

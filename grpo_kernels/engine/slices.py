@@ -16,12 +16,12 @@ from torch import Tensor
 
 from grpo_kernels.backends import Coefficients, RowStats
 from grpo_kernels.base.tensors import take
-from grpo_kernels.engine.gemm import Products
+from grpo_kernels.engine.gemm import Product
 from grpo_kernels.engine.plan import Job, Rows
 from grpo_kernels.engine.sweep import (
+    GradientSums,
     Index,
     Projection,
-    Sums,
     padded_index,
     write_gradient,
 )
@@ -48,41 +48,41 @@ def sweep_slices(job: Job, stats: RowStats, coefficients: Coefficients) -> HeadT
     n, vocab = len(rows), tensors.weight.shape[0]
     rows_at_once, columns_at_once, _ = plan_slices(job)
     blocks = [
-        (span, count, *take((rows, stats, coefficients), index))
-        for span, count, index in _blocks(rows, rows_at_once)
+        (row_range, count, *take((rows, stats, coefficients), index))
+        for row_range, count, index in _blocks(rows, rows_at_once)
     ]
-    m = blocks[-1][0].stop if blocks else 0
-    sums = Sums.new(job, m, rounds=True)
+    padded_rows = blocks[-1][0].stop if blocks else 0
+    sums = GradientSums.new(job, padded_rows, rounds=True)
 
     def add_block(
         projection: Projection,
         columns: slice,
-        of_slice: Sums,
+        slice_sums: GradientSums,
         block: tuple[slice, int, Rows, RowStats, Coefficients],
     ) -> None:
-        span, count, rows, stats, coefficients = block
+        row_range, count, rows, stats, coefficients = block
         operands = projection.operands(rows.positions)
         chunk, rows = projection.project(operands, slice(None), rows)
         d_logits = projection.d_logits(len(rows))
         write_gradient(job, chunk, rows, stats, coefficients, d_logits)
         d_logits[count:] = 0.0
-        of_slice.at(span).add(
+        slice_sums.at(row_range).add(
             projection.products, operands[0], d_logits,
-            to_rows=columns.start > 0, to_matrices=span.start > 0,
+            to_states=columns.start > 0, to_matrices=row_range.start > 0,
         )  # fmt: skip
 
     def add_slice(columns: slice) -> None:
         projection = Projection(job, max(len(rows) for _, _, rows, *_ in blocks), columns)
-        targets = [None if x is None else x[columns] for x in sums.matrices]
+        targets = [None if x is None else x[columns] for x in sums.d_matrices]
         # a target in the accumulator's dtype is summed in place; any other is summed in a separate
         # tensor and then rounded
         parts = [
             x if x is None or x.dtype == dtype else torch.empty_like(x, dtype=dtype)
             for x in targets
         ]
-        bias = None if sums.bias is None else sums.bias[columns]
+        d_bias = None if sums.d_bias is None else sums.d_bias[columns]
         for block in blocks:
-            add_block(projection, columns, Sums(sums.rows, parts, bias), block)
+            add_block(projection, columns, GradientSums(sums.d_states, parts, d_bias), block)
         for target, part in zip(targets, parts, strict=True):
             if target is None or part is None:
                 continue
@@ -95,7 +95,7 @@ def sweep_slices(job: Job, stats: RowStats, coefficients: Coefficients) -> HeadT
         for first_id in range(0, vocab if blocks else 0, columns_at_once):
             add_slice(slice(first_id, min(first_id + columns_at_once, vocab)))
     if fp16_scale is not None:
-        for total in (*sums.rows, sums.bias):
+        for total in (*sums.d_states, sums.d_bias):
             if total is not None:
                 total.mul_(1.0 / fp16_scale)
     return sums.at(slice(n)).tensors()
@@ -129,12 +129,12 @@ def plan_slices(job: Job) -> tuple[int, int, int]:
     vocab, size = tensors.weight.shape[0], job.accumulator_dtype.itemsize
     budget = job.workspace_bytes
     tile, least = device_of(tensors.weight.device).fewest_rows, min(vocab, SLICE_MULTIPLE)
-    factors = job.products(job.head)
-    dtype = factors[0].d_logits_dtype
+    products = job.products(job.head)
+    dtype = products[0].d_logits_dtype
     logit_bytes = size + (0 if dtype == job.accumulator_dtype else dtype.itemsize)
     row_bytes = 0 if rows.topk is None else rows.topk.row_bytes()
     column_bytes = padding_bytes = 0
-    triples = zip(factors, tensors.factors(), job.needs_grad.factors(), strict=False)
+    triples = zip(products, tensors.factor_pairs(), job.needs_grad.factor_pairs(), strict=False)
     for p, (x, matrix), (_, wanted) in triples:
         # an adapter may be more precise than d logits
         converted = 0 if p.d_logits_dtype == dtype else dtype.itemsize
@@ -145,11 +145,11 @@ def plan_slices(job: Job) -> tuple[int, int, int]:
         padding_bytes += tile * x.shape[1] * size  # for d hidden
     if reference is not None:
         (p,), states = job.products(reference), reference.tensors.hidden
-        factors = [*factors, p]
+        products = [*products, p]
         logit_bytes += size
         row_bytes += p.hidden_bytes() + states.shape[1] * _copied_bytes(states, p)
     # weights are converted one at a time
-    row_free = padding_bytes + max(p.slice_bytes for p in factors)
+    row_free = padding_bytes + max(p.slice_bytes for p in products)
 
     def taken(m: int, columns: int) -> int:
         logits = (
@@ -166,7 +166,7 @@ def plan_slices(job: Job) -> tuple[int, int, int]:
     return m, columns, taken(m, columns)
 
 
-def _copied_bytes(x: Tensor, products: Products) -> int:
+def _copied_bytes(x: Tensor, product: Product) -> int:
     """Bytes of copies per element of `x`, besides the operand, while `x` is converted to it."""
-    steps = [x.dtype, products.operand_dtype, products.d_logits_dtype]
+    steps = [x.dtype, product.operand_dtype, product.d_logits_dtype]
     return sum(before.itemsize for before, after in itertools.pairwise(steps) if before != after)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,13 +33,12 @@ from grpo_kernels.backends import (
 )
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.base.tensors import take
-from grpo_kernels.engine.gemm import Products
-from grpo_kernels.engine.plan import Job, JobHead, RowLoss, Rows
+from grpo_kernels.engine.gemm import Product
+from grpo_kernels.engine.plan import Job, JobHead, RowGradient, Rows
 from grpo_kernels.engine.workspace import Group, device_of, divide
 from grpo_kernels.head import HeadTensors
 
-# Index of rows: (m,) int64, or a slice. In this file, `at` is the index of a chunk's rows among the
-# sweep's rows; `padded`, of a group's rows, with padding; `span`, a chunk's slice of its group's.
+# Index of rows: (m,) int64, or a slice.
 Index = Tensor | slice
 
 
@@ -56,7 +56,7 @@ class FirstPass(NamedTuple):
     coefficients: Coefficients | None = None
 
 
-def first_pass(job: Job, row_loss: RowLoss) -> FirstPass:
+def first_pass(job: Job, row_gradient: RowGradient) -> FirstPass:
     """Compute the statistics of all rows and, if due now, the gradient of the live rows.
 
     Waits for the device once, to count the live rows, unless all rows are live.
@@ -65,35 +65,35 @@ def first_pass(job: Job, row_loss: RowLoss) -> FirstPass:
         job = job.converted()
         if job.when in ("never", "later"):
             return FirstPass(sweep(job)[0])
-        n, live = len(job.rows), row_loss.live
+        n, live = len(job.rows), row_gradient.live
         every = torch.arange(n, device=job.rows.positions.device)
         live_rows = every if live is None else indices_of(live)
-        fused_loss = job.loss_to_fuse(row_loss)
+        fused_loss = job.loss_to_fuse(row_gradient)
         all_live = live is None or live_rows.shape[0] == n
-        live_job, of_live = job, fused_loss
+        live_job, live_loss = job, fused_loss
         if not all_live:
-            live_job, of_live = job.at(live_rows), take(fused_loss, live_rows)
-        used: dict[str, Tensor] = {}  # expected coefficients, (n,) each, by name
+            live_job, live_loss = job.at(live_rows), take(fused_loss, live_rows)
+        expected: dict[str, Tensor] = {}  # coefficients (n,) by name
 
-        def coefficients_of(at: Index, stats: RowStats) -> Coefficients:
+        def coefficients_of(index: Index, stats: RowStats) -> Coefficients:
             if job.when == "now_unscaled":
                 return Coefficients(**{job.d_result: torch.ones_like(stats.logps)})
-            found = row_loss.coefficients_at(live_rows[at], stats)
-            if row_loss.is_expected:  # a user's function may answer differently later
-                found.put(live_rows[at], used, n)
-            return found
+            coefficients = row_gradient.coefficients_at(live_rows[index], stats)
+            if row_gradient.is_expected:  # a user's function may answer differently later
+                coefficients.put(live_rows[index], expected, n)
+            return coefficients
 
-        stats, grads = sweep(live_job, coefficients_of, fused_loss=of_live)
+        stats, grads = sweep(live_job, coefficients_of, fused_loss=live_loss)
         coefficients = None
-        if row_loss.is_expected and job.when == "now":
+        if row_gradient.is_expected and job.when == "now":
             if fused_loss is not None:  # a kernel does not ask for the coefficients
                 coefficients_of(slice(None), stats)
-            coefficients = Coefficients(**{job.d_result: stats.logps.new_zeros(n), **used})
+            coefficients = Coefficients(**{job.d_result: stats.logps.new_zeros(n), **expected})
         if live is not None and not all_live:
-            others = indices_of(~live, n - len(live_rows))
-            of_others, _ = sweep(job.at(others), fused_loss=take(fused_loss, others))
-            parts = [stats, of_others] if len(live_rows) else [of_others]
-            order = torch.cat([live_rows, others]).argsort()
+            dead_rows = indices_of(~live, n - len(live_rows))
+            dead_stats, _ = sweep(job.at(dead_rows), fused_loss=take(fused_loss, dead_rows))
+            parts = [stats, dead_stats] if len(live_rows) else [dead_stats]
+            order = torch.cat([live_rows, dead_rows]).argsort()
             stats = take(RowStats.concatenate(parts), order)
         return FirstPass(stats, grads, live_rows, coefficients)
 
@@ -116,20 +116,22 @@ def statistics(job: Job, chunk: Chunk, rows: Rows) -> RowStats:
     Rows have a divergence only with a second head or with a teacher's K ids.
     """
 
-    def of_head(chunk: Chunk, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
+    def head_stats(chunk: Chunk, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
         if job.shard is None:
             return job.backend.stats(chunk, entropy=entropy, extras=extras)
         return job.shard.stats(job.backend, chunk, entropy=entropy, extras=extras)
 
-    stats = of_head(chunk, entropy=job.entropy, extras=job.extras)
+    stats = head_stats(chunk, entropy=job.entropy, extras=job.extras)
     if chunk.reference is not None:
-        reference_stats = of_head(chunk.reference, entropy=False, extras=())
+        reference_stats = head_stats(chunk.reference, entropy=False, extras=())
         value, sum_k = job.backend.diverge(chunk, stats, reference_stats)
         if job.shard is not None:
             parts = gather_stacked(torch.stack([value, sum_k]), job.shard.process_group)
             value, sum_k = parts.sum(dim=0).unbind()
-        of_reference = reference_stats.max_logit, reference_stats.log_sum
-        stats = replace(stats, divergence=DivergenceStats(value, sum_k, *of_reference))
+        divergence = DivergenceStats(
+            value, sum_k, reference_stats.max_logit, reference_stats.log_sum
+        )
+        stats = replace(stats, divergence=divergence)
     if rows.invalid is not None:
         stats.logps.masked_fill_(rows.invalid, torch.nan)
     return stats if rows.topk is None else rows.topk.completed(stats, job.shard)
@@ -143,8 +145,8 @@ def write_gradient(
         job.backend.grad(chunk, stats, coefficients, out)
         return
     d_z, total = rows.topk.slopes(stats, coefficients)
-    nowhere = replace(chunk, ids=torch.full_like(chunk.ids, -1))
-    job.backend.grad(nowhere, stats, Coefficients(total, coefficients.d_entropy), out)
+    without_target = replace(chunk, ids=torch.full_like(chunk.ids, -1))
+    job.backend.grad(without_target, stats, Coefficients(total, coefficients.d_entropy), out)
     rows.topk.write(d_z, chunk, out)
 
 
@@ -152,7 +154,7 @@ def sweep(
     job: Job,
     coefficients_of: Callable[[Index, RowStats], Coefficients] | None = None,
     *,
-    known: RowStats | None = None,
+    known_stats: RowStats | None = None,
     fused_loss: FusedLoss | None = None,
 ) -> tuple[RowStats, HeadTensors | None]:
     """Project all rows, a chunk at a time, and do the row work on the logits.
@@ -161,9 +163,9 @@ def sweep(
     accumulator's dtype; gradients of rows cover only the job's rows.
 
     Args:
-        coefficients_of: function from the index `at` of rows and their statistics to their
-            coefficients; None: no gradient is wanted.
-        known: the rows' statistics, if an earlier pass computed them.
+        coefficients_of: function from the index of rows and their statistics to their coefficients;
+            None: no gradient is wanted.
+        known_stats: the rows' statistics, if an earlier pass computed them.
         fused_loss: a loss that one kernel computes with statistics and d logits
             (`Job.loss_to_fuse`); nothing asks for the coefficients unless these are in fp16.
     """
@@ -174,29 +176,29 @@ def sweep(
         sums = None if coefficients_of is None else _GroupSums(job, projection, groups)
         # fp16 d logits need a factor that depends on all coefficients of a chunk, so a kernel then
         # computes only statistics and loss
-        by_kernel = fused_loss is not None and not projection.products[0].scales_gradient
+        by_kernel = fused_loss is not None and not projection.products[0].needs_fp16_scale
         for group in groups:
-            padded = padded_index(group.start, group.n, group.padded_rows, hidden.device)
-            operands = projection.operands(_positions(rows, padded, hidden.shape[0]))
+            group_index = padded_index(group.start, group.n, group.padded_rows, hidden.device)
+            operands = projection.operands(_positions(rows, group_index, hidden.shape[0]))
             fp16_scale = None
-            for span in group.chunks:
-                at = _part(padded, span)
-                chunk, of_chunk = projection.project(operands, span, take(rows, at))
-                out = None if sums is None else sums.d_logits(span)
-                if known is not None:
-                    stats = take(known, at)
+            for in_group in group.chunks:
+                index = _part(group_index, in_group)
+                chunk, chunk_rows = projection.project(operands, in_group, take(rows, index))
+                d_logits = None if sums is None else sums.d_logits(in_group)
+                if known_stats is not None:
+                    stats = take(known_stats, index)
                 elif fused_loss is not None:
-                    to = out if by_kernel else None
-                    stats = _fused(job, chunk, of_chunk, take(fused_loss, at), to)
+                    out = d_logits if by_kernel else None
+                    stats = _fused(job, chunk, chunk_rows, take(fused_loss, index), out)
                 else:
-                    stats = statistics(job, chunk, of_chunk)
-                if not by_kernel and coefficients_of is not None and out is not None:
+                    stats = statistics(job, chunk, chunk_rows)
+                if not by_kernel and coefficients_of is not None and d_logits is not None:
                     coefficients, fp16_scale = projection.products[0].with_fp16_scale(
-                        coefficients_of(at, stats), stats, chunk.transform
+                        coefficients_of(index, stats), stats, chunk.transform
                     )
-                    write_gradient(job, chunk, of_chunk, stats, coefficients, out)
+                    write_gradient(job, chunk, chunk_rows, stats, coefficients, d_logits)
                 # of rows before the padding; none if all are padding
-                parts.append(take(stats, slice(max(0, group.n - span.start))))
+                parts.append(take(stats, slice(max(0, group.n - in_group.start))))
             if sums is not None:
                 sums.add(group, operands[0], fp16_scale)
         stats = RowStats.concatenate(parts) if parts else _no_stats(job)
@@ -238,9 +240,9 @@ def plan_groups(job: Job, *, with_gradient: bool) -> list[Group]:
     if job.rows.topk is not None:
         chunk_row_bytes += job.rows.topk.row_bytes()
     if reference is not None:
-        other = job.widest_product(reference)
-        chunk_row_bytes = 2 * row_bytes + other.hidden_bytes()
-        slice_bytes = max(slice_bytes, other.slice_bytes)
+        reference_product = job.widest_product(reference)
+        chunk_row_bytes = 2 * row_bytes + reference_product.hidden_bytes()
+        slice_bytes = max(slice_bytes, reference_product.slice_bytes)
     d_logits = width * product.d_logits_dtype.itemsize if separate else 0
 
     def scratch_bytes(m: int) -> int:  # products and row work never run at the same time
@@ -253,29 +255,29 @@ def plan_groups(job: Job, *, with_gradient: bool) -> list[Group]:
         device,
         chunk_row_bytes=chunk_row_bytes,
         group_row_bytes=product.hidden_bytes() + d_logits,
-        grouped=separate and job.needs_grad.weight and not product.scales_gradient,
+        grouped=separate and job.needs_grad.weight and not product.needs_fp16_scale,
         scratch_bytes=scratch_bytes,
     )
 
 
-def padded_index(start: int, n: int, padded: int, device: torch.device) -> Index:
+def padded_index(start: int, n: int, padded_rows: int, device: torch.device) -> Index:
     """Index of `n` rows from `start` on, and of padding, which repeats the first of them."""
-    if n == padded:
+    if n == padded_rows:
         return slice(start, start + n)
-    index = torch.arange(start, start + padded, device=device)
+    index = torch.arange(start, start + padded_rows, device=device)
     index[n:] = start
     return index
 
 
-def _part(padded: Index, span: slice) -> Index:
-    if isinstance(padded, slice):
-        return slice(padded.start + span.start, padded.start + span.stop)
-    return padded[span]
+def _part(index: Index, part: slice) -> Index:
+    if isinstance(index, slice):
+        return slice(index.start + part.start, index.start + part.stop)
+    return index[part]
 
 
-def _positions(rows: Rows, padded: Index, n: int) -> Index:
+def _positions(rows: Rows, index: Index, n: int) -> Index:
     # a slice, which needs no copy, if the rows are all n positions
-    return padded if isinstance(padded, slice) and len(rows) == n else rows.positions[padded]
+    return index if isinstance(index, slice) and len(rows) == n else rows.positions[index]
 
 
 class _HeadLogits:
@@ -314,92 +316,94 @@ class Projection:
 
     def d_logits(self, n: int) -> Tensor:
         """Memory for `n` rows of d logits: that of the logits, if both have one dtype."""
-        dtype, of_logits = self.products[0].d_logits_dtype, self._head.memory
-        return of_logits[:n] if dtype == of_logits.dtype else self._head.new_rows(n, dtype)
+        dtype, logits = self.products[0].d_logits_dtype, self._head.memory
+        return logits[:n] if dtype == logits.dtype else self._head.new_rows(n, dtype)
 
     def operands(self, positions: Index) -> tuple[list[Tensor], Any]:
         """Operands of m positions, (m, K) per product; the reference's hidden states, (m, H')."""
-        pairs = zip(self.products, self._job.head.tensors.factors(), strict=True)
-        of_head = [product.operand(x[positions]) for product, (x, _) in pairs]
+        pairs = zip(self.products, self._job.head.tensors.factor_pairs(), strict=True)
+        operands = [product.operand(x[positions]) for product, (x, _) in pairs]
         reference = self._job.reference
-        return of_head, None if reference is None else reference.tensors.hidden[positions]
+        return operands, None if reference is None else reference.tensors.hidden[positions]
 
     def project(
-        self, operands: tuple[list[Tensor], Any], span: slice, rows: Rows
+        self, operands: tuple[list[Tensor], Any], in_group: slice, rows: Rows
     ) -> tuple[Chunk, Rows]:
         """Project a chunk; return it and its rows, with the logits of their K ids gathered.
 
         Args:
             operands: the operands of a group of rows.
-            span: the chunk's slice of them.
+            in_group: the chunk's slice of them.
             rows: the chunk's rows.
         """
-        (of_head, of_reference), backend = operands, self._job.backend
-        rows = rows.counted_from(self._first_column)
-        chunk = self._head.chunk((x[span] for x in of_head), rows)
+        (head_operands, reference_hidden), backend = operands, self._job.backend
+        rows = rows.with_ids_from(self._first_column)
+        chunk = self._head.chunk((x[in_group] for x in head_operands), rows)
         if rows.topk is not None:
             rows = replace(rows, topk=rows.topk.gathered(chunk.logits, chunk.transform))
         backend.prepare_(chunk.logits, chunk.transform)
         if self._reference is None:
             return chunk, rows
-        operand = self._reference.products[0].operand(of_reference[span])
+        operand = self._reference.products[0].operand(reference_hidden[in_group])
         reference = self._reference.chunk([operand], rows)
         backend.prepare_(reference.logits, reference.transform)
         return replace(chunk, reference=reference, jsd_beta=self._job.jsd_beta), rows
 
 
-class Sums(NamedTuple):
+class GradientSums(NamedTuple):
     """Gradients of a head's tensors, while they are summed."""
 
-    rows: list[Tensor | None]  # per factor (n, K)
-    matrices: list[Tensor | None]  # per factor (V, K)
-    bias: Tensor | None  # (V,)
+    d_states: list[Tensor | None]  # of hidden and lora_u: (n, K) each
+    d_matrices: list[Tensor | None]  # of weight and lora_b: (V, K) each
+    d_bias: Tensor | None  # (V,)
 
     @staticmethod
-    def new(job: Job, n: int, *, rounds: bool = False) -> Sums:
+    def new(job: Job, n: int, *, rounds: bool = False) -> GradientSums:
         """Memory for the gradients that `job` needs, of `n` rows.
 
-        The first product overwrites that of the factors, unless there are no rows. With `rounds`,
-        the matrices have their own dtype instead of the accumulator's.
+        The first product overwrites all but the bias's, unless there are no rows. With `rounds`,
+        gradients of matrices have the matrices' dtype instead of the accumulator's.
         """
         tensors, like, dtype = job.head.tensors, job.head.tensors.hidden, job.accumulator_dtype
         new = like.new_empty if n else like.new_zeros
-        of_bias = job.needs_grad.bias
-        bias = like.new_zeros(tensors.weight.shape[0], dtype=dtype) if of_bias else None
-        sums = Sums([], [], bias)
-        pairs = zip(tensors.factors(), job.needs_grad.factors(), strict=True)
-        for (x, matrix), (needs_rows, needs_matrix) in pairs:
-            sums.rows.append(new(n, x.shape[1], dtype=dtype) if needs_rows else None)
-            own = matrix.dtype if rounds else dtype
-            sums.matrices.append(new(matrix.shape, dtype=own) if needs_matrix else None)
+        d_bias = None
+        if job.needs_grad.bias:
+            d_bias = like.new_zeros(tensors.weight.shape[0], dtype=dtype)
+        sums = GradientSums([], [], d_bias)
+        pairs = zip(tensors.factor_pairs(), job.needs_grad.factor_pairs(), strict=True)
+        for (x, matrix), (needs_states, needs_matrix) in pairs:
+            sums.d_states.append(new(n, x.shape[1], dtype=dtype) if needs_states else None)
+            matrix_dtype = matrix.dtype if rounds else dtype
+            d_matrix = new(matrix.shape, dtype=matrix_dtype) if needs_matrix else None
+            sums.d_matrices.append(d_matrix)
         return sums
 
-    def at(self, span: slice) -> Sums:
-        """The same sums, but only of the rows at `span`."""
-        return self._replace(rows=[None if x is None else x[span] for x in self.rows])
+    def at(self, rows: slice) -> GradientSums:
+        """The same sums, but only of these `rows`."""
+        return self._replace(d_states=[None if x is None else x[rows] for x in self.d_states])
 
     def add(
         self,
-        products: list[Products],
+        products: list[Product],
         operands: list[Tensor],
         d_logits: Tensor,
         *,
-        to_rows: bool = False,
+        to_states: bool = False,
         to_matrices: bool,
     ) -> None:
         """Add the gradients from `d_logits` (n, V), or write those that are not added to."""
-        pairs = zip(products, operands, self.rows, self.matrices, strict=True)
-        for product, x, d_x, d_matrix in pairs:
+        gradients = zip(products, operands, self.d_states, self.d_matrices, strict=True)
+        for product, x, d_x, d_matrix in gradients:
             if d_x is not None:
-                product.d_hidden(d_logits, d_x, add=to_rows)
+                product.d_hidden(d_logits, d_x, add=to_states)
             if d_matrix is not None:
                 product.d_weight(d_logits, x, d_matrix, add=to_matrices)
-        if self.bias is not None:
-            self.bias.add_(d_logits.sum(dim=0, dtype=self.bias.dtype))
+        if self.d_bias is not None:
+            self.d_bias.add_(d_logits.sum(dim=0, dtype=self.d_bias.dtype))
 
     def tensors(self) -> HeadTensors:
-        (hidden, *lora_u), (weight, *lora_b) = self.rows, self.matrices
-        return HeadTensors(hidden, weight, self.bias, *lora_u, *lora_b)
+        (d_hidden, *d_lora_u), (d_weight, *d_lora_b) = self.d_states, self.d_matrices
+        return HeadTensors(d_hidden, d_weight, self.d_bias, *d_lora_u, *d_lora_b)
 
 
 class _GroupSums:
@@ -408,27 +412,27 @@ class _GroupSums:
     def __init__(self, job: Job, projection: Projection, groups: list[Group]) -> None:
         self._job, self._projection = job, projection
         self._group_rows = max((group.padded_rows for group in groups), default=0)
-        self._padded = max((group.start + group.padded_rows for group in groups), default=0)
-        self._d_logits: Tensor | None = None  # of a group
         # n rows plus padding, which the next group overwrites
-        self._made: Sums | None = None
-        # () factor that matrices and bias carry, but the rows do not
+        self._padded_rows = max((group.start + group.padded_rows for group in groups), default=0)
+        # () factor that d_matrices and d_bias carry, but d_states do not
         self._fp16_scale: Tensor | None = None
 
-    def d_logits(self, span: slice) -> Tensor:
+    def d_logits(self, in_group: slice) -> Tensor:
         """Memory for the d logits of a chunk.
 
         A group is one chunk if they overwrite the logits or carry a scale (`plan_groups`).
         """
-        if self._d_logits is None:  # the device already computes the first product
-            self._d_logits = self._projection.d_logits(self._group_rows)
-        return self._d_logits[span]
+        return self._group_d_logits[in_group]
 
-    @property
-    def _sums(self) -> Sums:
-        if self._made is None:  # the device already computes the first group's d logits
-            self._made = Sums.new(self._job, self._padded)
-        return self._made
+    # Both are made late, while the device already computes the first logits or d logits.
+
+    @cached_property
+    def _group_d_logits(self) -> Tensor:
+        return self._projection.d_logits(self._group_rows)
+
+    @cached_property
+    def _sums(self) -> GradientSums:
+        return GradientSums.new(self._job, self._padded_rows)
 
     def add(self, group: Group, operands: list[Tensor], fp16_scale: Tensor | None) -> None:
         """Add a group's gradient, from its operands (m, K) and its d logits.
@@ -443,7 +447,7 @@ class _GroupSums:
             self._rescale(fp16_scale / self._fp16_scale)
         self._fp16_scale = fp16_scale
         sums.add(self._projection.products, operands, d_logits, to_matrices=group.start > 0)
-        for x in sums.rows:
+        for x in sums.d_states:
             if x is not None and fp16_scale is not None:
                 x[: group.n].div_(fp16_scale)
 
@@ -453,6 +457,6 @@ class _GroupSums:
         return self._sums.at(slice(len(self._job.rows))).tensors()
 
     def _rescale(self, factor: Tensor) -> None:
-        for x in (*self._sums.matrices, self._sums.bias):
+        for x in (*self._sums.d_matrices, self._sums.d_bias):
             if x is not None:
                 self._job.backend.scale(x, factor, x)

@@ -57,7 +57,7 @@ class TopK:
     """K ids of each row.
 
     Attributes:
-        ids: (n, K) int32, counted like `Rows.ids`; the ids of a row differ from each other, except
+        ids: (n, K) int32, as in `Rows.ids`; the ids of a row differ from each other, except
             in padding.
         padding: (n, K) bool.
         z: (n, K) logits of the ids among a chunk's columns, 0 for other ids; None until they are
@@ -116,18 +116,18 @@ class TopKLogps(TopK):
     index_in_ids: Tensor
 
     @staticmethod
-    def of(given: Tensor, own: Tensor, name: str = "topk_ids") -> tuple[TopKLogps, Tensor]:
+    def of(topk_ids: Tensor, row_ids: Tensor, name: str = "topk_ids") -> tuple[TopKLogps, Tensor]:
         """Make the record from ids (n, K'), -1 where padded, and each row's own id (n,).
 
-        Also returns (n, K') bool, True for a given id that is padding or repeats an earlier one.
+        Also returns (n, K') bool, True where a given id is padding or repeats an earlier one.
         """
-        ids, order, repeats = _sorted(torch.cat([given, own[:, None]], dim=1))
+        ids, order, repeats = _sorted(torch.cat([topk_ids, row_ids[:, None]], dim=1))
         columns = torch.arange(ids.shape[1], device=ids.device, dtype=torch.int32)
-        first = torch.where(repeats, 0, columns).cummax(dim=1).values  # of equal ids
-        index_in_ids = torch.empty_like(first).scatter_(1, order, first)
+        first_of_equal = torch.where(repeats, 0, columns).cummax(dim=1).values
+        index_in_ids = torch.empty_like(first_of_equal).scatter_(1, order, first_of_equal)
         padding = repeats | (ids == -1)
-        of_given = torch.empty_like(padding).scatter_(1, order, padding)[:, :-1]
-        return TopKLogps(ids, padding, index_in_ids, name=name), of_given
+        callers_padding = torch.empty_like(padding).scatter_(1, order, padding)[:, :-1]
+        return TopKLogps(ids, padding, index_in_ids, name=name), callers_padding
 
     def completed(self, stats: RowStats, shard: Shard | None) -> RowStats:
         """Add to `stats` the log-probabilities of the given ids, (n, K'), -inf at padding."""
@@ -142,8 +142,8 @@ class TopKLogps(TopK):
         assert d_logp is not None
         if d_topk is None:
             d_topk = d_logp.new_zeros(len(d_logp), self.index_in_ids.shape[1] - 1)
-        arrives = torch.cat([d_topk, d_logp[:, None]], dim=1).double()
-        g = torch.zeros_like(arrives).scatter_add_(1, self.index_in_ids.long(), arrives)
+        upstream = torch.cat([d_topk, d_logp[:, None]], dim=1).double()
+        g = torch.zeros_like(upstream).scatter_add_(1, self.index_in_ids.long(), upstream)
         g = g.masked_fill_(self.padding, 0.0)
         logp, total = self._logps(stats), g.sum(dim=1)
         p = logp.exp()
@@ -175,14 +175,14 @@ class TopKTeacher(TopK):
     loss_max_clamp: float | None = None
 
     @staticmethod
-    def of(given: Tensor, logps: Tensor, measure: dict[str, Any]) -> TopKTeacher:
+    def of(teacher_ids: Tensor, logps: Tensor, measure: dict[str, Any]) -> TopKTeacher:
         """Make the record from ids (n, K), -1 where padded, and their log-probabilities.
 
         `measure` holds the other fields. Padding and repeated ids get the log-probability -inf.
         """
         logps = logps.double()
         # an entry of -inf counts as padding, so that it does not hide a later entry of the same id
-        ids, order, repeats = _sorted(torch.where(logps == -torch.inf, -1, given))
+        ids, order, repeats = _sorted(torch.where(logps == -torch.inf, -1, teacher_ids))
         padding = repeats | (ids == -1)
         logps = logps.gather(1, order).masked_fill(padding, -torch.inf)
         return TopKTeacher(ids, padding, logps, **measure, name="teacher_ids")
@@ -243,8 +243,8 @@ def check_topk(name: str, ids: Any, hidden: Tensor, logps: Any = None) -> None:
     shape = (*hidden.shape[:-1], max(1, ids.shape[-1] if ids.dim() else 0))
     check_shape(name, ids, ("(*hidden.shape[:-1], K), K > 0", shape))
     if logps is not None:
-        of_them = name.replace("_ids", "_logps")
-        check_tensor(of_them, logps, (f"{name}.shape", shape), like=hidden, floating=True)
+        logps_name = name.replace("_ids", "_logps")
+        check_tensor(logps_name, logps, (f"{name}.shape", shape), like=hidden, floating=True)
 
 
 def _sorted(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -270,9 +270,9 @@ def _with_tail(logp: Tensor, logq: Tensor, least: float, reversed_: bool) -> tup
 
 def _tail(logps: Tensor) -> Tensor:
     # 1 - sum exp(logps) of each row: expm1 subtracts the largest first, without cancellation
-    largest, at = logps.max(dim=1, keepdim=True)
-    others = logps.exp().scatter(1, at, 0.0).sum(dim=1)
-    return -torch.expm1(largest[:, 0]) - others
+    largest, place = logps.max(dim=1, keepdim=True)
+    rest = logps.exp().scatter(1, place, 0.0).sum(dim=1)
+    return -torch.expm1(largest[:, 0]) - rest
 
 
 def _overwrite(out: Tensor, columns: Tensor, here: Tensor, values: Tensor) -> None:

@@ -264,7 +264,7 @@ class LossConfig:
     @property
     def corrects_kl(self) -> bool:
         """True if the KL estimate is multiplied by the ratio."""
-        return self.estimates_kl and self.use_bias_correction_kl and self.definition.has_factors
+        return self.estimates_kl and self.use_bias_correction_kl and self.definition.has_gate
 
     @property
     def shares_ratio(self) -> bool:
@@ -275,12 +275,12 @@ class LossConfig:
     @property
     def couples_tokens(self) -> bool:
         """True if a token's policy term depends on the log-ratios of its sequence."""
-        return self.shares_ratio or self.definition.argument is not None
+        return self.shares_ratio or self.definition.surrogate_input is not None
 
     @property
     def corrects_sampling(self) -> bool:
         """True if the loss computes the ratio to the sampler, from `sampling_per_token_logps`."""
-        return self.vllm_importance_sampling_correction and self.definition.has_factors
+        return self.vllm_importance_sampling_correction and self.definition.has_gate
 
     @property
     def sampling_ratio_is_per_sequence(self) -> bool:
@@ -295,7 +295,7 @@ class LossConfig:
     @property
     def masks_off_policy(self) -> bool:
         """True if off-policy sequences are dropped."""
-        return self.off_policy_mask_threshold is not None and self.definition.has_factors
+        return self.off_policy_mask_threshold is not None and self.definition.has_gate
 
     @property
     def divides_by_length(self) -> bool:
@@ -329,9 +329,15 @@ class LossConfig:
                 ``DistillationConfig``), or has none of the fields. A mapping raises this error too,
                 because misspelled keys of a mapping would go unnoticed.
         """
-        own = [x.__name__ for x in type(args).__mro__ if x.__module__.partition(".")[0] == "trl"]
-        is_like = "GRPOConfig" in own
-        if own and own[0] != "GRPOConfig" and not (is_like and "loss_type" in overrides):
+        trl_names = [
+            x.__name__ for x in type(args).__mro__ if x.__module__.partition(".")[0] == "trl"
+        ]
+        is_like = "GRPOConfig" in trl_names
+        if (
+            trl_names
+            and trl_names[0] != "GRPOConfig"
+            and not (is_like and "loss_type" in overrides)
+        ):
             hint = "; to keep its fields: from_trl(args, loss_type=...)" if is_like else ""
             raise TypeError(
                 f"args: expected trl.GRPOConfig or similar, got {type(args).__name__}, which "
@@ -357,20 +363,20 @@ _BESIDE_AN_OBJECTIVE = ("loss_type", "max_completion_length", "temperature")
 
 def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
     """Do as `LossConfig.from_trl`, but accept the options that TRL's trainer handles itself."""
-    found = {name: getattr(args, name) for name in FIELDS if hasattr(args, name)}
+    options = {name: getattr(args, name) for name in FIELDS if hasattr(args, name)}
     # the trainer computes the ratio, so the loss must not
-    found.pop("vllm_importance_sampling_correction", None)
-    if not found:
+    options.pop("vllm_importance_sampling_correction", None)
+    if not options:
         # nobody would notice a misspelled key of a mapping
         is_mapping = isinstance(args, Mapping)
         hint = "; for a mapping, trl.GRPOConfig(**args) or LossConfig(**args)" if is_mapping else ""
         raise TypeError(
             f"args: expected trl.GRPOConfig or similar, got {type(args).__name__}{hint}"
         )
-    found = {name: x for name, x in found.items() if x is not None or _is_optional(name)}
+    options = {name: x for name, x in options.items() if x is not None or _is_optional(name)}
     if getattr(args, "vllm_importance_sampling_cap", None) is not None:
-        found["vllm_importance_sampling_clip_max"] = args.vllm_importance_sampling_cap
-    config = LossConfig(**{**found, **overrides})
+        options["vllm_importance_sampling_clip_max"] = args.vllm_importance_sampling_cap
+    config = LossConfig(**{**options, **overrides})
     if "max_completion_length" in overrides or config.divides_by_length:
         return config
     return replace(config, max_completion_length=None)  # it only limits the generation
@@ -453,8 +459,8 @@ def config_with_fields(arguments: dict[str, Any], function: str) -> LossConfig:
 
     Errors call the public call `function`.
     """
-    fields, given = arguments.pop("fields"), arguments["config"]
-    config: LossConfig = _DEFAULT if given is None else given
+    fields, config = arguments.pop("fields"), arguments["config"]
+    config = _DEFAULT if config is None else config
     if fields:
         check_kind(config)
         for name in fields:
@@ -568,8 +574,8 @@ def check_inputs(
             f"'full' and beta = {config.beta}, got None"
         )
     if has_reference and (objective is not None or config.kl_estimator != "full"):
-        of_config = f"with kl_estimator = {config.kl_estimator!r}"
-        why = of_config if objective is None else "with an objective"
+        why = f"with kl_estimator = {config.kl_estimator!r}"
+        why = why if objective is None else "with an objective"
         raise ValueError(
             f"reference: expected None {why}, which does not read it, got one; pass "
             "ref_per_token_logps, from linear_logps, instead, or leave it out"
@@ -614,12 +620,12 @@ def _check_centering(config: LossConfig, inputs: Mapping[str, Any]) -> None:
 
     That is a policy term -A w logp, where w is a constant known for every id.
     """
-    given = [inputs["sampling_topk_ids"] is not None, inputs["sampling_topk_logps"] is not None]
-    if not any(given):
+    names = "sampling_topk_ids", "sampling_topk_logps"
+    absent = [name for name in names if inputs[name] is None]
+    if len(absent) == 2:
         return
-    if not all(given):
-        absent = "sampling_topk_ids" if given[1] else "sampling_topk_logps"
-        raise ValueError(f"{absent}: expected a tensor, like its partner, got None")
+    if absent:
+        raise ValueError(f"{absent[0]}: expected a tensor, like its partner, got None")
     why = "with sampling_topk_ids, which center the score"
     for name in ("objective", "kept_ids", "old_per_token_logps", "importance_sampling_ratio"):
         if inputs[name] is not None:
@@ -701,15 +707,15 @@ def _unread(config: LossConfig) -> tuple[str, ...]:
     read = {*config.definition.reads}
     if "epsilon_high" in read and config.epsilon_high is None:
         read.add("epsilon")
-    of_others = {name for x in LOSSES.values() for name in x.reads} - read
-    if not config.definition.has_factors:
-        of_others |= {"off_policy_mask_threshold", "vllm_importance_sampling_correction"}
-    if config.definition.argument is not None and not config.corrects_kl:
-        of_others.add("importance_sampling_level")  # no term has R
+    unread = {name for x in LOSSES.values() for name in x.reads} - read
+    if not config.definition.has_gate:
+        unread |= {"off_policy_mask_threshold", "vllm_importance_sampling_correction"}
+    if config.definition.surrogate_input is not None and not config.corrects_kl:
+        unread.add("importance_sampling_level")  # no term has R
     if not config.divides_by_length:
-        of_others.add("max_completion_length")
+        unread.add("max_completion_length")
     is_set = {x.name: getattr(config, x.name) != x.default for x in fields(config)}
-    return tuple(name for name in is_set if is_set[name] and name in of_others)
+    return tuple(name for name in is_set if is_set[name] and name in unread)
 
 
 def warn_of_loss(config: LossConfig, tokens: Tokens) -> None:
@@ -729,7 +735,7 @@ def warn_of_loss(config: LossConfig, tokens: Tokens) -> None:
     options = [f"vllm_importance_sampling_{x}" for x in ("mode", "clip_max", "clip_min")]
     is_set = [x for x in options if getattr(config, x) != getattr(_DEFAULT, x)]
     if tokens.importance_sampling_ratio is not None:  # may come from a trainer with these options
-        if not definition.has_factors:
+        if not definition.has_gate:
             warn_once(f"importance_sampling_ratio: {_UNUSED.format(config.loss_type)}")
     elif is_set and not config.vllm_importance_sampling_correction:
         warn_once(

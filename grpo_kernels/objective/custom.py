@@ -116,8 +116,8 @@ class TokenInputs:
 
     def __repr__(self) -> str:
         shapes = ((name, getattr(self, name)) for name in INPUTS)
-        given = (f"{name}={tuple(x.shape)}" for name, x in shapes if x is not None)
-        return f"TokenInputs({', '.join(given)})"
+        shown = (f"{name}={tuple(x.shape)}" for name, x in shapes if x is not None)
+        return f"TokenInputs({', '.join(shown)})"
 
 
 _INDEX = (
@@ -128,10 +128,10 @@ INPUTS = tuple(x.name for x in fields(TokenInputs) if x.init)
 PerTokenLoss = Callable[[TokenInputs], Tensor]
 
 
-def with_loss(tokens: TokenInputs, loss: Callable[[], Tensor]) -> TokenInputs:
-    """Set the function that `tokens.loss` calls."""
-    object.__setattr__(tokens, "_loss", loss)
-    return tokens
+def with_loss(inputs: TokenInputs, loss: Callable[[], Tensor]) -> TokenInputs:
+    """Set the function that `inputs.loss` calls."""
+    object.__setattr__(inputs, "_loss", loss)
+    return inputs
 
 
 def token_level(objective: PerTokenLoss) -> PerTokenLoss:
@@ -185,7 +185,7 @@ class CustomLoss:
         self,
         function: PerTokenLoss,
         tokens: Tokens,
-        of_config: PolicyLoss,
+        config_loss: PolicyLoss,
         chosen: Tensor | None = None,
         *,
         has_entropies: bool = True,
@@ -195,12 +195,12 @@ class CustomLoss:
         `chosen` (n,) are the indices of the tokens in the layout; None means all of it. Unless the
         call `has_entropies`, the function gets None.
         """
-        self.function, self.tokens, self.of_config = function, tokens, of_config
-        self.config, self.loss_over = of_config.config, of_config.loss_over
+        self.function, self.tokens, self.config_loss = function, tokens, config_loss
+        self.config, self.loss_over = config_loss.config, config_loss.loss_over
         self._chosen, self.has_entropies = chosen, has_entropies
-        # what chunks of tokens gave, (n,) each, by name; on a CPU alone
-        self._of_chunks: dict[str, Tensor] = {}
-        self.row_by_row = _declared(function, "token_level", False)
+        # from the chunks so far, (n,) each, by name; on a CPU alone
+        self._chunk_coefficients: dict[str, Tensor] = {}
+        self.is_coupled = not _declared(function, "token_level", False)
 
     @cached_property
     def has_entropy_gradient(self) -> bool:
@@ -219,24 +219,24 @@ class CustomLoss:
 
     def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
         """Compute the coefficients of the tokens at `index` (m,) from these tokens alone."""
-        some = CustomLoss(self.function, self.tokens.at(index), self.of_config.at(index), index)
-        coefficients = some.evaluate(stats).coefficients
+        chunk = CustomLoss(self.function, self.tokens.at(index), self.config_loss.at(index), index)
+        coefficients = chunk.evaluate(stats).coefficients
         if index.device.type == "cpu":  # elsewhere, `check_chunks` would wait for the device
-            coefficients.put(index, self._of_chunks, len(self.tokens))
+            coefficients.put(index, self._chunk_coefficients, len(self.tokens))
         return coefficients
 
-    def check_chunks(self, of_all: Coefficients) -> None:
-        """Raise if the gradient from chunks of tokens differs from that of all tokens.
+    def check_chunks(self, coefficients: Coefficients) -> None:
+        """Raise if the coefficients from chunks differ from `coefficients`, of all tokens at once.
 
         Raises:
             ValueError: the function is not what `token_level` declares.
         """
-        rounding = 1e-6 * self.of_config.token_weights.sum()
-        for name, of_chunks in self._of_chunks.items():
-            whole = getattr(of_all, name)
+        rounding = 1e-6 * self.config_loss.token_weights.sum()
+        for name, from_chunks in self._chunk_coefficients.items():
+            whole = getattr(coefficients, name)
             if whole is None:
                 continue
-            error = (of_chunks - whole).abs().sum()
+            error = (from_chunks - whole).abs().sum()
             finite = whole.isfinite().all()  # else the loss of all tokens has no gradient either
             if bool(finite & ~(error <= 1e-3 * whole.abs().sum() + rounding)):
                 raise ValueError(
@@ -255,7 +255,7 @@ class CustomLoss:
         Raises:
             ValueError: the function does not return a per-token loss.
         """
-        logps, entropies, weights = stats.logps, stats.entropies, self.of_config.token_weights
+        logps, entropies, weights = stats.logps, stats.entropies, self.config_loss.token_weights
         if torch.is_inference_mode_enabled():  # no gradient can follow
             per_token, metric_inputs = self._call(logps, entropies)
             loss = (weights * per_token).sum()
@@ -278,25 +278,25 @@ class CustomLoss:
 
         The latter belong to the config's own loss; None if the function does not read that loss.
         """
-        layout, tokens, couples = self.tokens.layout, self.tokens, not self.row_by_row
+        layout, tokens, is_coupled = self.tokens.layout, self.tokens, self.is_coupled
 
         def shaped(x: Any) -> Any:  # a copy: the function may write into it
             if x is None:
                 return None
-            return layout.dense(x) if couples else x.clone()
+            return layout.dense(x) if is_coupled else x.clone()
 
         old = logps.detach() if tokens.old_per_token_logps is None else tokens.old_per_token_logps
         optional = {name: shaped(getattr(tokens, name)) for name in OPTIONAL}
-        own_entropies: Any = shaped(entropies) if self.has_entropies else None
+        visible_entropies: Any = shaped(entropies) if self.has_entropies else None
         places = {"index": layout.positions, "sequence": layout.sequence, "position": layout.column}
         if self._chosen is not None:
             places = {name: x[self._chosen] for name, x in places.items()}
-        read: list[MetricInputs] = []
+        read_inputs: list[MetricInputs] = []  # of the config's loss, once the function reads it
 
-        visible = shaped(logps)
+        visible_logps = shaped(logps)
         inputs = TokenInputs(
-            logps=visible,
-            entropies=own_entropies,
+            logps=visible_logps,
+            entropies=visible_entropies,
             mask=shaped(torch.ones_like(logps, dtype=torch.bool)),
             advantages=shaped(tokens.advantages),
             old_per_token_logps=shaped(old),
@@ -305,29 +305,30 @@ class CustomLoss:
         )
 
         def rows(x: Tensor) -> Tensor:
-            return x[layout.sequence, layout.column] if couples else x
+            return x[layout.sequence, layout.column] if is_coupled else x
 
         @functools.cache
-        def of_config() -> Tensor:  # differentiable in the `logps` that the function gets
-            own, alone = self.of_config, not couples
+        def config_loss_per_token() -> Tensor:  # differentiable in the function's own `logps`
             # not `inputs`, which holds this function: a cycle would keep all these tensors
-            losses, metric_inputs = own.per_token_loss(rows(visible), entropies, alone=alone)
-            read.append(metric_inputs)
+            losses, metric_inputs = self.config_loss.per_token_loss(
+                rows(visible_logps), entropies, token_level=not is_coupled
+            )
+            read_inputs.append(metric_inputs)
             return shaped(losses)
 
         try:
-            per_token = self.function(with_loss(inputs, of_config))
+            per_token = self.function(with_loss(inputs, config_loss_per_token))
         except (TypeError, AttributeError) as error:
-            given = {**optional, "entropies": own_entropies}
-            absent = ", ".join(name for name, x in given.items() if x is None)
+            may_be_absent = {**optional, "entropies": visible_entropies}
+            absent = ", ".join(name for name, x in may_be_absent.items() if x is None)
             if "NoneType" not in str(error) or not absent:
                 raise
             raise type(error)(f"{error}; the call was given no {absent}") from error
         except (RuntimeError, IndexError) as error:
-            if couples and not re.search("size of tensor|shape|broadcast", str(error)):
+            if is_coupled and not re.search("size of tensor|shape|broadcast", str(error)):
                 raise
-            expected = f"a function of tokens.logps of shape {tuple(visible.shape)}"
-            if not couples:
+            expected = f"a function of tokens.logps of shape {tuple(visible_logps.shape)}"
+            if not is_coupled:
                 expected = f"a function of {len(logps)} tokens, since it is declared token_level "
                 expected += "and gets some of the counted tokens, (n,), at a time"
             raise ValueError(
@@ -340,7 +341,7 @@ class CustomLoss:
                 "objective: expected a per-token loss of the shape of tokens.logps = "
                 f"{tuple(inputs.logps.shape)}, got {got}{_INDEX if is_tensor else ''}"
             )
-        if not read:
+        if not read_inputs:
             check_loss_is_read(self.config)
             for name, x in optional.items():
                 if x is not None and name not in inputs._read and self._chosen is None:
@@ -351,7 +352,7 @@ class CustomLoss:
             return rows(per_token), None
         if self._chosen is None:
             warn_of_loss(self.config, tokens)
-        return rows(per_token), read[0]
+        return rows(per_token), read_inputs[0]
 
 
 def _check_leaves(loss: Tensor, *inputs: Tensor) -> None:

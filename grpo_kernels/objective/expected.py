@@ -51,23 +51,23 @@ class Expectation:
             raise TypeError(f"coefficients: expected a function or None, got {got}")
 
 
-def expectation_of(row_loss: PolicyLoss | CustomLoss) -> Expectation:
+def expectation_of(token_loss: PolicyLoss | CustomLoss) -> Expectation:
     """Make the `Expectation` of a loss, for ids of the batch's shape."""
-    layout, dtype = row_loss.tokens.layout, row_loss.tokens.advantages.dtype
+    layout, dtype = token_loss.tokens.layout, token_loss.tokens.advantages.dtype
     row = layout.positions.new_zeros(math.prod(layout.shape))
     row[layout.positions] = torch.arange(layout.total, device=row.device)
-    live = row_loss.live
+    live = token_loss.live
     live = torch.ones_like(layout.positions, dtype=torch.bool) if live is None else live
 
     def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Coefficients:
         logps = logps.to(dtype)
         entropies = logps if entropies is None else entropies.to(dtype)
-        return row_loss.coefficients_at(row[index], stats_of(logps, entropies))
+        return token_loss.coefficients_at(row[index], stats_of(logps, entropies))
 
     return Expectation(
-        None if not row_loss.row_by_row else coefficients,
+        None if token_loss.is_coupled else coefficients,
         live=layout.scatter(live),
-        has_entropy_gradient=row_loss.has_entropy_gradient,
+        has_entropy_gradient=token_loss.has_entropy_gradient,
     )
 
 
@@ -83,45 +83,45 @@ class ExpectedGradient:
     The comparison would wait for the device, so nothing is expected in a CUDA graph.
 
     Attributes:
-        known: coefficients (n,), if known before the forward.
+        known_coefficients: coefficients (n,), if known before the forward.
         compute: otherwise, a function from the index (m,) of rows, their log-probabilities and
             their entropies to coefficients. None: a row alone does not determine them.
         live: (n,) bool, rows that may have a coefficient other than 0; None means all rows.
         one_coefficient: True if each row has a single coefficient.
     """
 
-    known: Coefficients | None = None
+    known_coefficients: Coefficients | None = None
     compute: Callable[[Tensor, Tensor, Tensor | None], Coefficients] | None = None
     live: Tensor | None = None
     one_coefficient: bool = True
     is_expected = True
 
     @property
-    def row_by_row(self) -> bool:
-        return self.known is not None or self.compute is not None
+    def is_coupled(self) -> bool:
+        return self.known_coefficients is None and self.compute is None
 
     def coefficients_at(self, index: Tensor, stats: RowStats) -> Coefficients:
-        if self.known is not None:
-            return take(self.known, index)
+        if self.known_coefficients is not None:
+            return take(self.known_coefficients, index)
         assert self.compute is not None
         return self.compute(index, stats.logps, stats.entropies)
 
     def fused_loss(self) -> FusedLoss | None:
         """The gradient of divergences from a second head, as a loss."""
-        known = self.known
-        if known is None or known.d_divergence is None:
+        coefficients = self.known_coefficients
+        if coefficients is None or coefficients.d_divergence is None:
             return None
-        weights, d_logp = known.d_divergence, known.d_logp
-        d_policy = torch.zeros_like(weights) if d_logp is None else d_logp
+        weights, d_policy = coefficients.d_divergence, coefficients.d_logp
+        d_policy = torch.zeros_like(weights) if d_policy is None else d_policy
         return FusedLoss(weights, kl_estimator="full", beta=1.0, d_policy=d_policy)
 
 
-def divergence_weights(
+def read_d_result(
     name: str, expected: Tensor | None, hidden: Tensor, positions: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Read the expected gradient (n,) with respect to the divergences at `positions` (n,).
+    """Read d loss / d result, (n,), at `positions` (n,); the result is usually a divergence.
 
-    If `expected` is None, it is the gradient of the mean divergence. Errors call it `name`.
+    None means that the loss is the mean of the results. Errors call `expected` by `name`.
     """
     if expected is None:
         return torch.full_like(positions, 1.0 / max(1, len(positions)), dtype=dtype)
@@ -129,7 +129,7 @@ def divergence_weights(
     return _usable(expected.detach().reshape(-1)[positions], dtype)
 
 
-def expected_divergence(
+def read_expected_divergence(
     expected: Any,
     hidden: Tensor,
     ids: Tensor | None,
@@ -150,13 +150,12 @@ def expected_divergence(
         raise ValueError(
             f"expected: expected a tensor, or two with completion_ids, got a tuple of {len(pair)}"
         )
-    weights = [
-        divergence_weights(name, x, hidden, positions, dtype)
+    d_divergence, *d_logp = [
+        read_d_result(name, x, hidden, positions, dtype)
         for name, x in zip(("expected", "expected[1]"), pair, strict=False)
     ]
-    is_one = len(weights) == 1
-    known = Coefficients(None if is_one else weights[1], None, weights[0])
-    return ExpectedGradient(known, one_coefficient=is_one)
+    known = Coefficients(d_logp[0] if d_logp else None, None, d_divergence)
+    return ExpectedGradient(known, one_coefficient=not d_logp)
 
 
 def read_expected(
@@ -209,11 +208,11 @@ def read_expected(
         answer = function(positions[index], logps, entropies)
         a, b, c, *_ = (*answer, None, None) if isinstance(answer, tuple) else (answer, None, None)
         # no gradient can come from a result that the call does not have
-        given = (a, None if entropies is None else b, c if divergence else None)
-        for name, x in zip(("expected", "expected[1]", "expected[2]"), given, strict=True):
+        numbers = (a, None if entropies is None else b, c if divergence else None)
+        for name, x in zip(("expected", "expected[1]", "expected[2]"), numbers, strict=True):
             if x is not None or name == "expected":
                 check_tensor(name, x, ("index.shape", index.shape), like=ids)
-        return Coefficients(*(None if x is None else _usable(x, dtype) for x in given))
+        return Coefficients(*(None if x is None else _usable(x, dtype) for x in numbers))
 
     return ExpectedGradient(None, compute, live, one_coefficient)
 

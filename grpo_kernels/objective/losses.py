@@ -152,17 +152,17 @@ class LossType:
     # R of a sequence, whatever `importance_sampling_level` says: tokens, token log-ratios (n,),
     # entropy mask (n,) or None, config
     log_ratio: Callable[[Tokens, Tensor, Tensor | None, LossConfig], LogRatio] | None = None
-    # the surrogate's argument (n,) in place of R, with the importance sampling ratio in it: tokens,
+    # what the surrogate gets (n,) in place of R, with the importance sampling ratio in it: tokens,
     # token log-ratios, config
-    argument: Callable[[Tokens, Tensor, LossConfig], Tensor] | None = None
-    # the masks and, without `argument`, the importance sampling ratio multiply the policy term;
-    # the ratio may multiply the KL estimate
-    has_factors: bool = True
+    surrogate_input: Callable[[Tokens, Tensor, LossConfig], Tensor] | None = None
+    # True if the masks and, without `surrogate_input`, the importance sampling ratio multiply the
+    # policy term
+    has_gate: bool = True
 
     # metrics of the tokens that are clipped, by name, (n,) bool each: ratios, token log-ratios,
     # advantages, config
     clipped_tokens: Callable[..., dict[str, Tensor]] = lambda *_: {}
-    # more metrics by name, (n,) each: the surrogate's argument, advantages, config
+    # more metrics by name, (n,) each: what the surrogate gets, advantages, config
     more_metrics: Callable[[Tensor, Tensor, LossConfig], dict[str, Tensor]] = lambda *_: {}
 
     @property
@@ -246,14 +246,14 @@ LOSSES = {
         LossType(
             "vespo", "vespo",
             ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "num_items",
-            vespo_shape, argument=sequence_log_weight,
+            vespo_shape, surrogate_input=sequence_log_weight,
             more_metrics=lambda log_weight, advantages, config: {
                 "vespo/phi_seq_mean": phi(log_weight, advantages, *vespo_shape(config))
             },
         ),
         LossType(  # `log_ratio` has the range, and the surrogate no constants
             "gmpo", "unclipped", ("epsilon", "epsilon_high"), "sequence_mean", lambda _: (),
-            log_ratio=clipped_mean, has_factors=False, clipped_tokens=outside_log_range,
+            log_ratio=clipped_mean, has_gate=False, clipped_tokens=outside_log_range,
         ),
     )
 }  # fmt: skip

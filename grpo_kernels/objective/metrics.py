@@ -86,11 +86,11 @@ class Metrics(Mapping[str, Tensor]):
             TypeError, ValueError: `parts` is empty, contains objects that are not `Metrics`, or
                 mixes metrics of different losses.
         """
-        given: Any = parts
-        if isinstance(given, Metrics):
+        any_parts: Any = parts
+        if isinstance(any_parts, Metrics):
             raise TypeError("parts: expected a list of the metrics of calls, got Metrics alone")
-        parts = given = [*given]
-        for part in given:
+        parts = any_parts = [*any_parts]
+        for part in any_parts:
             if not isinstance(part, Metrics):
                 hint = "; pass its metrics" if hasattr(part, "metrics") else ""
                 got = f"{type(part).__name__}{hint}"
@@ -115,8 +115,8 @@ class Metrics(Mapping[str, Tensor]):
         pairs["policy_loss"] = loss, torch.ones_like(loss)
         extremes = {}
         for name in first._extremes:
-            found = torch.stack([part[name] for part in parts])
-            extremes[name] = extreme(found, largest=name.endswith("max"))
+            values = torch.stack([part[name] for part in parts])
+            extremes[name] = extreme(values, largest=name.endswith("max"))
         return cls(pairs, extremes, sequences=sum(sequences), loss_over=first.loss_over)
 
     def floats(self) -> dict[str, float]:
@@ -162,7 +162,7 @@ class Metrics(Mapping[str, Tensor]):
 
 
 def loss_metrics(
-    row_loss: PolicyLoss | CustomLoss,
+    token_loss: PolicyLoss | CustomLoss,
     logps: Tensor,
     entropies: Tensor,
     evaluation: Evaluation,
@@ -174,8 +174,8 @@ def loss_metrics(
     there is one value per sequence. A sequence without a counted token has ratio 1. Sums over the
     tokens are computed together at the end: one sum for all numbers, one for all flags.
     """
-    config, inputs = row_loss.config, evaluation.metric_inputs
-    tokens = row_loss.tokens if inputs is None else inputs.tokens
+    config, inputs = token_loss.config, evaluation.metric_inputs
+    tokens = token_loss.tokens if inputs is None else inputs.tokens
     layout, n = tokens.layout, len(tokens)
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     summed: dict[str, Tensor] = {}  # (n,) each
@@ -193,9 +193,9 @@ def loss_metrics(
         pairs[name] = (x.to(entropies.dtype).sum(), number(layout.batch))
 
     def shared(x: Tensor, empty: float = 0.0) -> Tensor:  # shared by a sequence's tokens -> (B,)
-        of_sequence = entropies.new_full((layout.batch,), empty)
-        of_sequence[layout.sequence] = x.to(of_sequence.dtype)
-        return of_sequence
+        per_sequence = entropies.new_full((layout.batch,), empty)
+        per_sequence[layout.sequence] = x.to(per_sequence.dtype)
+        return per_sequence
 
     def mean_of(name: str, x: Tensor, per_sequence: bool, empty: float = 0.0) -> None:
         if per_sequence:
@@ -250,8 +250,8 @@ def loss_metrics(
         # with one ratio and one advantage per sequence, TRL counts clipped sequences, else tokens
         follows_level = definition.log_ratio is None
         counts_sequences = follows_level and per_sequence and tokens.advantages_per_sequence
-        more = definition.more_metrics(inputs.argument, tokens.advantages, config)
-        for name, x in more.items():
+        own_metrics = definition.more_metrics(inputs.surrogate_input, tokens.advantages, config)
+        for name, x in own_metrics.items():
             mean_of(name, x, tokens.advantages_per_sequence, empty=1.0)
         clipped = definition.clipped_tokens(
             ratios, inputs.token_log_ratio, tokens.advantages, config
@@ -274,4 +274,4 @@ def loss_metrics(
         if summands:
             sums = torch.stack([*summands.values()]).sum(dim=1, dtype=entropies.dtype)
             pairs |= {k: (x, pairs[k][1]) for k, x in zip(summands, sums.unbind(), strict=True)}
-    return Metrics(pairs, extremes, sequences=layout.batch, loss_over=row_loss.loss_over)
+    return Metrics(pairs, extremes, sequences=layout.batch, loss_over=token_loss.loss_over)

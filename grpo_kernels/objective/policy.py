@@ -59,7 +59,7 @@ class MetricInputs:
     tokens: Tokens  # with the importance sampling ratio, if the loss computes it
     log_ratio: LogRatio  # R
     token_log_ratio: Tensor
-    argument: Tensor  # of the surrogate: R, or in "vespo" another number
+    surrogate_input: Tensor  # R, or in "vespo" another number
     off_policy_mask: Tensor | None = None  # bool: not dropped by the off-policy mask
     kl: Tensor | None = None
 
@@ -77,8 +77,8 @@ class Evaluation:
     @property
     def has_gradient(self) -> Tensor:
         """(n,) bool: the tokens with a non-zero coefficient."""
-        given = [is_nonzero(x) for x in self.coefficients if x is not None]
-        return functools.reduce(torch.logical_or, given)
+        nonzero = [is_nonzero(x) for x in self.coefficients if x is not None]
+        return functools.reduce(torch.logical_or, nonzero)
 
 
 def stats_of(logps: Tensor, entropies: Tensor) -> RowStats:
@@ -125,7 +125,7 @@ class PolicyLoss:
         is_centered: True with a sampler's K most likely ids (score centering).
         lacks_sampling_ratio: True if the importance sampling ratio must be computed from this
             call's log-probabilities.
-        row_by_row: True if a token's gradient is known with the token's own numbers, or before.
+        is_coupled: False if a token's gradient is known with the token's own numbers, or before.
         has_entropy_gradient: True if the loss depends on the entropies.
         loss_over: see `LossType.loss_over`.
     """
@@ -153,29 +153,29 @@ class PolicyLoss:
         self.has_entropy_gradient = config.entropy_coef != 0.0
 
     @cached_property
-    def row_by_row(self) -> bool:
+    def is_coupled(self) -> bool:
         config, has_sampler = self.config, self.tokens.sampling_per_token_logps is not None
         compares = config.masks_off_policy and (has_sampler or not self.on_policy)
         if config.top_entropy_quantile < 1.0 or compares:
-            return False
+            return True
         couples = config.couples_tokens
         if self.on_policy:
             reads_sequence = config.vllm_importance_sampling_mode.startswith("sequence_")
             couples = config.corrects_sampling and (reads_sequence or couples)
             couples |= config.corrects_kl and config.importance_sampling_level == "sequence"
-        return not couples
+        return couples
 
     @cached_property
     def _at_ratio_one(self) -> tuple[Tensor, Tensor, MetricInputs]:
-        """`_policy_term`, (l, a, read), where every ratio is 1: a depends on no log-probability."""
+        """`_policy_term` where every ratio is 1: its a depends on no log-probability."""
         return self._policy_term(torch.zeros_like(self.tokens.advantages), None)
 
     @property
-    def _known_term(self) -> bool:
+    def _is_at_ratio_one(self) -> bool:
         """True if the policy term is `_at_ratio_one`, but for logps that are not finite."""
         if not self.on_policy or self.lacks_sampling_ratio or self.definition.is_linear:
             return False
-        return self.row_by_row and not self.config.couples_tokens
+        return not (self.is_coupled or self.config.couples_tokens)
 
     @property
     def one_coefficient(self) -> bool:
@@ -192,7 +192,7 @@ class PolicyLoss:
         config, tokens = self.config, self.tokens
         if config.beta != 0.0 or self.has_entropy_gradient:
             return None
-        reads_logps = not self.row_by_row or self.is_centered or config.corrects_sampling
+        reads_logps = self.is_coupled or self.is_centered or config.corrects_sampling
         if self.on_policy and not reads_logps:
             return self._at_ratio_one[1] != 0
         live, gate = tokens.advantages != 0, _gate(config, tokens)
@@ -213,8 +213,8 @@ class PolicyLoss:
         if self.on_policy and not self.lacks_sampling_ratio:
             d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one[1][index])
             if self.config.estimates_kl:
-                at_one = LogRatio(torch.zeros_like(logps))
-                d_logp = d_logp + self.at(index)._estimated_kl(at_one, logps)[1]
+                no_log_ratio = LogRatio(torch.zeros_like(logps))
+                d_logp = d_logp + self.at(index)._estimated_kl(no_log_ratio, logps)[1]
         else:
             d_logp = self.at(index)._per_token(logps, None, None)[1]
         d_entropy = torch.full_like(logps, self._d_entropy) if self.has_entropy_gradient else None
@@ -243,7 +243,7 @@ class PolicyLoss:
 
     def fused_loss(self) -> FusedLoss | None:
         """The loss in a row kernel's form; None if tokens are coupled or lack their ratio."""
-        if not self.row_by_row or self.lacks_sampling_ratio or self.is_centered:
+        if self.is_coupled or self.lacks_sampling_ratio or self.is_centered:
             return None
         config, tokens = self.config, self.tokens
         if self.on_policy:
@@ -270,19 +270,23 @@ class PolicyLoss:
     def evaluate(self, stats: RowStats) -> Evaluation:
         """Compute the loss and its gradient from the statistics of all tokens."""
         config, logps, entropies = self.config, stats.logps, stats.entropies
-        terms, entropy_mask, d_topk = stats.loss_terms, None, None
-        if terms:  # a row kernel has computed `fused_loss`; no mask depends on entropies
-            loss, d_logp, ratio = terms["loss"].sum(), terms["d_logp"], terms["log_ratio"]
-            read = MetricInputs(self.tokens, LogRatio(ratio), ratio, ratio, kl=terms.get("kl"))
+        fused, entropy_mask, d_topk = stats.loss_stats, None, None
+        if fused:  # a row kernel has computed `fused_loss`; no mask depends on entropies
+            loss, d_logp, r = fused["loss"].sum(), fused["d_logp"], fused["log_ratio"]
+            metric_inputs = MetricInputs(self.tokens, LogRatio(r), r, r, kl=fused.get("kl"))
             if self.on_policy:
-                of_policy, _, known = self._at_ratio_one
-                read = replace(read, argument=known.argument, off_policy_mask=known.off_policy_mask)
+                policy_term, _, at_one = self._at_ratio_one
+                metric_inputs = replace(
+                    metric_inputs,
+                    surrogate_input=at_one.surrogate_input,
+                    off_policy_mask=at_one.off_policy_mask,
+                )
                 if not self.definition.is_linear:
-                    loss = loss + (self.token_weights * of_policy).sum()
+                    loss = loss + (self.token_weights * policy_term).sum()
         else:
             entropy_mask = _entropy_mask(config, entropies)
             divergences = None if stats.divergence is None else stats.divergence.value
-            per_token, d_logp, read = self._per_token(logps, entropy_mask, divergences)
+            per_token, d_logp, metric_inputs = self._per_token(logps, entropy_mask, divergences)
             if stats.topk_logps is not None:
                 centering, d_topk = self._centering(stats.topk_logps, logps, entropy_mask)
                 per_token = per_token + centering
@@ -294,19 +298,19 @@ class PolicyLoss:
             shares = config.entropy_coef * counts / counts.sum().clamp(min=1.0)
             loss, d_entropy = loss - times_or_zero(entropies, shares).sum(), -shares
         coefficients = Coefficients(d_logp, d_entropy, self._d_divergence(), d_topk)
-        return Evaluation(loss, coefficients, loss_without_entropy, read)
+        return Evaluation(loss, coefficients, loss_without_entropy, metric_inputs)
 
     def per_token_loss(
-        self, logps: Tensor, entropies: Tensor, *, alone: bool
+        self, logps: Tensor, entropies: Tensor, *, token_level: bool
     ) -> tuple[Tensor, MetricInputs]:
         """Compute l_t (n,) without the entropy bonus, and the inputs of the metrics.
 
         l_t is differentiable once in `logps`.
 
         Raises:
-            ValueError: tokens are coupled, and `alone` says that these may be only some of them.
+            ValueError: tokens are coupled, but a `token_level` objective reads their loss.
         """
-        if alone and (not self.row_by_row or self.config.couples_tokens):
+        if token_level and (self.is_coupled or self.config.couples_tokens):
             raise ValueError(
                 "tokens.loss: expected a loss of each token alone in a token_level objective, got "
                 f"{self.config}, whose tokens depend on each other: do not declare it token_level"
@@ -323,18 +327,18 @@ class PolicyLoss:
         self, topk_logps: Tensor, logps: Tensor, entropy_mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """A_t sum_K c_v log p_v (n,), and d loss / d log p_v (n, K)."""
-        factor = self.tokens.advantages
+        advantages = self.tokens.advantages
         for mask in (_off_policy_mask(self.config, self.tokens, logps), entropy_mask):
-            factor = factor if mask is None else torch.where(mask, factor, 0.0)
+            advantages = advantages if mask is None else torch.where(mask, advantages, 0.0)
         sampler_logps: Any = self.tokens.sampling_topk_logps
-        value, d_topk = torch.empty_like(factor), torch.empty_like(sampler_logps)
-        for start in range(0, len(factor), CENTERED_ROWS):
+        value, d_topk = torch.empty_like(advantages), torch.empty_like(sampler_logps)
+        for start in range(0, len(advantages), CENTERED_ROWS):
             rows = slice(start, start + CENTERED_ROWS)
             logp = topk_logps[rows].double()
             c = _centering_weights(self.config, logp, sampler_logps[rows].double())
             value[rows], d_topk[rows] = times_or_zero(logp, c).sum(dim=1), c
-        weights = (self.token_weights * factor)[:, None]
-        return times_or_zero(value, factor), times_or_zero(d_topk, weights)
+        weights = (self.token_weights * advantages)[:, None]
+        return times_or_zero(value, advantages), times_or_zero(d_topk, weights)
 
     def _per_token(
         self, logps: Tensor, entropy_mask: Tensor | None, divergences: Tensor | None
@@ -343,12 +347,12 @@ class PolicyLoss:
 
         Without `divergences` l_t lacks beta D_t; a_t never includes it.
         """
-        if self._known_term:
-            loss, a, known = self._at_ratio_one
+        if self._is_at_ratio_one:
+            loss, a, at_one = self._at_ratio_one
             is_nan = torch.isnan(logps)
             loss, a = loss + (logps - logps), torch.where(is_nan, logps, a)
             r = torch.where(is_nan, logps, 0.0)
-            metric_inputs = MetricInputs(known.tokens, LogRatio(r), r, r, known.off_policy_mask)
+            metric_inputs = MetricInputs(at_one.tokens, LogRatio(r), r, r, at_one.off_policy_mask)
         else:
             loss, a, metric_inputs = self._policy_term(logps, entropy_mask)
         kl = divergences
@@ -376,12 +380,12 @@ class PolicyLoss:
             log_ratio = definition.log_ratio(tokens, token_log_ratio, entropy_mask, config)
         else:
             log_ratio = LogRatio(token_log_ratio, tokens.layout if config.shares_ratio else None)
-        argument, advantages = log_ratio.value, tokens.advantages
-        if definition.argument is not None:
-            argument = definition.argument(tokens, token_log_ratio, config)
+        surrogate_input, advantages = log_ratio.value, tokens.advantages
+        if definition.surrogate_input is not None:
+            surrogate_input = definition.surrogate_input(tokens, token_log_ratio, config)
         surrogate = SURROGATES[definition.surrogate]
         loss, d_log_ratio, d_at_fixed_ratio = surrogate(
-            argument, advantages, logps, *self._constants
+            surrogate_input, advantages, logps, *self._constants
         )
 
         off_policy_mask = _off_policy_mask(config, tokens, logps)
@@ -395,7 +399,10 @@ class PolicyLoss:
             loss = loss + (logps - logps)
         # d loss / d logp: through R, of which GSPO has one per sequence, and besides it
         a = log_ratio.to_logps(weights * d_log_ratio) + weights * d_at_fixed_ratio
-        return loss, a, MetricInputs(tokens, log_ratio, token_log_ratio, argument, off_policy_mask)
+        metric_inputs = MetricInputs(
+            tokens, log_ratio, token_log_ratio, surrogate_input, off_policy_mask
+        )
+        return loss, a, metric_inputs
 
     def _estimated_kl(self, log_ratio: LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
         """The KL estimate per token, without beta; and the part of a_t from it, with beta."""
@@ -412,10 +419,10 @@ class PolicyLoss:
 
 
 class _TokenLosses(torch.autograd.Function):
-    """``forward(ctx, logps, loss, row_loss, mask)`` -> `loss` (n,), with its gradient in logps.
+    """``forward(ctx, logps, loss, policy_loss, entropy_mask)`` -> `loss` (n,), and its gradient.
 
-    That gradient is a_t with the upstream gradient as the weights. It cannot be differentiated
-    again.
+    The gradient in logps is a_t with the upstream gradient as the weights. It cannot be
+    differentiated again.
     """
 
     @staticmethod
@@ -423,10 +430,10 @@ class _TokenLosses(torch.autograd.Function):
         ctx: Any,
         logps: Tensor,
         loss: Tensor,
-        row_loss: PolicyLoss,
-        mask: Tensor | None,
+        policy_loss: PolicyLoss,
+        entropy_mask: Tensor | None,
     ) -> Tensor:
-        ctx.row_loss, ctx.entropy_mask = row_loss, mask
+        ctx.policy_loss, ctx.entropy_mask = policy_loss, entropy_mask
         ctx.save_for_backward(logps)
         return loss.clone()
 
@@ -436,8 +443,8 @@ class _TokenLosses(torch.autograd.Function):
             raise RuntimeError(
                 "tokens.loss: expected to be differentiated once, got create_graph=True"
             )
-        own = ctx.row_loss
-        weighted = PolicyLoss(own.config, own.tokens, upstream)
+        config, tokens = ctx.policy_loss.config, ctx.policy_loss.tokens
+        weighted = PolicyLoss(config, tokens, token_weights=upstream)
         d_logps = weighted._per_token(ctx.saved_tensors[0], ctx.entropy_mask, None)[1]
         return d_logps, None, None, None
 
@@ -451,9 +458,9 @@ def _gate(config: LossConfig, tokens: Tokens, *masks: Tensor | None) -> Tensor |
     It is 0 if one of the `masks` drops the token, else the importance sampling ratio.
     """
     definition = config.definition
-    if not definition.has_factors:
+    if not definition.has_gate:
         return None
-    gate = None if definition.argument else tokens.importance_sampling_ratio
+    gate = None if definition.surrogate_input else tokens.importance_sampling_ratio
     for mask in masks:
         if mask is not None:
             gate = torch.ones_like(tokens.advantages) if gate is None else gate
@@ -520,8 +527,8 @@ def _centering_weights(config: LossConfig, logp: Tensor, logq: Tensor) -> Tensor
 
     p, q = torch.where(logq == -torch.inf, 0.0, logp.exp()), logq.exp()
     rho = (1.0 - q.sum(dim=1)).clamp(min=LEAST_TAIL) / (1.0 - p.sum(dim=1)).clamp(min=LEAST_TAIL)
-    of_tail = rho * weight(-rho.log())
-    return torch.where(q == 0.0, 0.0, q * weight(logp - logq)) - of_tail[:, None] * p
+    tail_weight = rho * weight(-rho.log())
+    return torch.where(q == 0.0, 0.0, q * weight(logp - logq)) - tail_weight[:, None] * p
 
 
 def _with_sampling_ratio(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tokens:

@@ -102,7 +102,7 @@ def foreseen(
         if config.estimates_kl:  # without scores yet, zeros predict the same rows
             zeros = torch.zeros_like(inputs["completion_mask"], dtype=torch.float32)
             given[REFERENCE] = inputs.get(REFERENCE, zeros)
-        if is_corrected(trainer) or config.definition.argument is not None:
+        if is_corrected(trainer) or config.definition.surrogate_input is not None:
             given[RATIO] = inputs.get(RATIO)
         expected = policy_expectation(config, completion_mask=counted_tokens(inputs), **given)
     except (TypeError, ValueError) as error:  # options or shapes that TRL accepts and we do not

@@ -28,7 +28,7 @@ from tests.support.case_builder import make_case
 from tests.support.on_device import run_on
 from tests.support.reference import reference_loss
 from tests.support.row_cases import PLAIN, make_loss, make_transform, statistics, tensors_of
-from tests.support.row_truth import FLOOR, U, divergence, gradient, loss_terms, rounding, truth
+from tests.support.row_truth import FLOOR, U, divergence, gradient, loss_stats, rounding, truth
 from tests.support.tolerance import assert_matches
 
 pytestmark = pytest.mark.unit
@@ -92,10 +92,10 @@ def compared(
     if kernel == "fused":
         loss = make_loss(stats.logps, 9)
         fused = kernels.fused(chunk, loss, out)
-        terms = loss_terms(loss, fused.logps, fused.loss_terms["log_ratio"])
+        terms = loss_stats(loss, fused.logps, fused.loss_stats["log_ratio"])
         for term, (want, size) in terms.items():
-            yield term, fused.loss_terms[term], want, 8 * U * size
-        a, b = fused.loss_terms["d_logp"], torch.full_like(a, loss.d_entropy)
+            yield term, fused.loss_stats[term], want, 8 * U * size
+        a, b = fused.loss_stats["d_logp"], torch.full_like(a, loss.d_entropy)
     elif kernel == "grad":
         kernels.grad(chunk, stats, Coefficients(a, b), out)
     else:

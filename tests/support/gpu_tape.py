@@ -137,13 +137,13 @@ class NotedRows(FusedRowBackend):
 
     def fused(self, chunk: Chunk, fused_loss: FusedLoss, out: Tensor | None) -> RowStats:
         self._tape.rows("fused", chunk.logits, out)
-        return self._statistics(chunk.logits, loss_terms=fused_loss.terms)
+        return self._statistics(chunk.logits, loss_stats=fused_loss.stats)
 
     def _statistics(
-        self, logits: Tensor, extras: tuple[str, ...] = (), loss_terms: tuple[str, ...] = ()
+        self, logits: Tensor, extras: tuple[str, ...] = (), loss_stats: tuple[str, ...] = ()
     ) -> RowStats:
         new = lambda: pretend_gpu.OnGPU(torch.zeros(logits.shape[0]))  # noqa: E731
-        more = ({name: new() for name in names} for names in (extras, loss_terms))
+        more = ({name: new() for name in names} for names in (extras, loss_stats))
         return RowStats(new(), new(), new(), new(), *more)
 
 

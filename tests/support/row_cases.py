@@ -27,9 +27,7 @@ FIELDS = ("logps", "max_logit", "log_sum", "entropies")
 EXTRAS: tuple[Extra, ...] = get_args(Extra)
 PLAIN = LogitTransform()
 ISAS = ("portable", "avx2", "avx512")  # of the C++ kernels
-FUSED = {
-    loss.surrogate: loss for loss in LOSSES.values() if not loss.log_ratio and not loss.argument
-}
+FUSED = {x.surrogate: x for x in LOSSES.values() if not (x.log_ratio or x.surrogate_input)}
 ON_POLICY = ("constant", "linear")  # losses whose derivative is known
 
 
@@ -94,7 +92,7 @@ def tensors_of(stats: RowStats) -> dict[str, Tensor]:
     found = {x: getattr(stats, x) for x in FIELDS if getattr(stats, x) is not None}
     of_pair = {} if stats.divergence is None else stats.divergence._asdict()
     diverged = {f"divergence {field}": x for field, x in of_pair.items()}
-    return found | stats.extras | stats.loss_terms | diverged
+    return found | stats.extras | stats.loss_stats | diverged
 
 
 def same(x: Tensor, y: Tensor) -> bool:

@@ -25,7 +25,7 @@ from tests.support.row_cases import (
     rows,
     statistics,
 )
-from tests.support.row_truth import U, check, check_stats, gradient, loss_terms, rounding, truth
+from tests.support.row_truth import U, check, check_stats, gradient, loss_stats, rounding, truth
 
 INF, NAN = math.inf, math.nan
 
@@ -60,12 +60,12 @@ def check_kernels(
     loss, out = make_loss(stats.logps, kind), torch.empty_like(out)
     fused = kernels.fused(chunk, loss, out)
     assert_same(fused, stats, name)
-    assert set(fused.loss_terms) == set(loss.terms)
-    terms = loss_terms(loss, fused.logps, fused.loss_terms["log_ratio"])
+    assert set(fused.loss_stats) == set(loss.stats)
+    terms = loss_stats(loss, fused.logps, fused.loss_stats["log_ratio"])
     for term, (of_loss, size) in terms.items():
         of_term = f"{name}: {loss.surrogate} {loss.kl_estimator} {term}"
-        check(of_term, fused.loss_terms[term], of_loss, 8 * U * size)
-    d, bound = gradient(at, ids, fused.loss_terms["d_logp"], torch.full_like(a, loss.d_entropy))
+        check(of_term, fused.loss_stats[term], of_loss, 8 * U * size)
+    d, bound = gradient(at, ids, fused.loss_stats["d_logp"], torch.full_like(a, loss.d_entropy))
     check(f"{name}: d raw, fused", out, d, bound + rounding(d, dtype))
 
 
@@ -194,7 +194,7 @@ class SpecialSuite:
         fused = self.kernels.fused(chunk, loss, out)
         assert_same(fused, stats)
         b = torch.full_like(a, loss.d_entropy)
-        self.kernels.grad(chunk, stats, Coefficients(fused.loss_terms["d_logp"], b), by_grad)
+        self.kernels.grad(chunk, stats, Coefficients(fused.loss_stats["d_logp"], b), by_grad)
         assert torch.equal(out.nan_to_num(), by_grad.nan_to_num())
         return stats
 
@@ -329,6 +329,6 @@ class SpecialSuite:
         for kind in range(5):
             loss, out = make_loss(-torch.ones_like(raw[:, 0]), kind), torch.empty_like(raw)
             fused = self.kernels.fused(Chunk(raw, ids, PLAIN), loss, out)
-            for x in (fused.logps, fused.loss_terms["loss"], fused.loss_terms["d_logp"], out[:, 7]):
+            for x in (fused.logps, fused.loss_stats["loss"], fused.loss_stats["d_logp"], out[:, 7]):
                 assert x.isnan().tolist() == [False, True, False, True, True, True]
             assert fused.entropies.isfinite().all()

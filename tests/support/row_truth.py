@@ -105,7 +105,7 @@ def gradient(at: Truth, ids: Tensor, a: Tensor, b: Tensor | None) -> tuple[Tenso
     return d, (size + FEW * dz.abs()) * at.slope.abs() + d.abs() * at.slope_error
 
 
-def loss_terms(
+def loss_stats(
     loss: FusedLoss, logps: Tensor, log_ratio: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """The terms of `loss` (n,) by `formulas` in float64, and the sizes of what they are sums of."""

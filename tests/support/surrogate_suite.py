@@ -125,7 +125,7 @@ class SurrogateSuite:
             logps = self.fused(logps).logps
             old = torch.where(logps.isinf(), 0.0, logps) - log_ratio
             options = {"surrogate": name, "constants": constants, "old": old}
-            terms = self.fused(logps, advantages=advantages, **options).loss_terms
+            terms = self.fused(logps, advantages=advantages, **options).loss_stats
             assert same(terms["log_ratio"], logps - old)
             got = torch.stack([terms["loss"], terms["d_logp"]])
             inputs = terms["log_ratio"], advantages, logps
@@ -142,7 +142,7 @@ class SurrogateSuite:
             logps, a = torch.cartesian_prod(*both).to(self.device, dtype).T.contiguous()
             given = {"is_linear": is_linear, "d_policy": a, "weights": torch.full_like(a, 7.0)}
             found = self.fused(logps, **given)
-            assert not found.loss_terms["log_ratio"].any()
+            assert not found.loss_stats["log_ratio"].any()
             loss = times_or_zero(found.logps, a) if is_linear else torch.zeros_like(a)
-            assert same(found.loss_terms["loss"], loss + (found.logps - found.logps))
-            assert same(found.loss_terms["d_logp"], a)
+            assert same(found.loss_stats["loss"], loss + (found.logps - found.logps))
+            assert same(found.loss_stats["d_logp"], a)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import (
-    LOSS_TERMS,
+    LOSS_STATS,
     Chunk,
     Coefficients,
     DivergenceStats,
@@ -58,13 +58,15 @@ class CppRows(FusedRowBackend):
 
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
         new = _columns(chunk.logits)
-        found: dict[str, Any] = {name: new() for name in ("logps", "max_logit", "log_sum")}
-        entropies = new() if entropy else None
-        more = {name: new(dtype=statistic_dtype(name, found["logps"].dtype)) for name in extras}
+        stats: dict[str, Any] = {name: new() for name in ("logps", "max_logit", "log_sum")}
+        stats["entropies"] = new() if entropy else None
+        extra_stats = {
+            name: new(dtype=statistic_dtype(name, stats["logps"].dtype)) for name in extras
+        }
         torch.ops.grpo_kernels_cpp.stats(
-            *_rows(chunk), **found, entropies=entropies, extras=[more.get(x) for x in EXTRAS]
+            *_rows(chunk), **stats, extras=[extra_stats.get(x) for x in EXTRAS]
         )
-        return RowStats(**found, entropies=entropies, extras=more)
+        return RowStats(**stats, extras=extra_stats)
 
     def diverge(
         self, chunk: Chunk, stats: RowStats, reference_stats: RowStats
@@ -99,12 +101,12 @@ class CppRows(FusedRowBackend):
 
     def fused(self, chunk: Chunk, fused_loss: FusedLoss, out: Tensor | None) -> RowStats:
         loss, new = fused_loss, _columns(chunk.logits)
-        found: dict[str, Any] = {
+        stats: dict[str, Any] = {
             name: new() for name in ("logps", "max_logit", "log_sum", "entropies")
         }
-        terms = {name: new() for name in loss.terms}
+        loss_stats = {name: new() for name in loss.stats}
         full = loss.kl_estimator == "full"  # the divergence from the reference
-        diverged = DivergenceStats(terms["kl"], new(), new(), new()) if full else None
+        diverged = DivergenceStats(loss_stats["kl"], new(), new(), new()) if full else None
         torch.ops.grpo_kernels_cpp.fused(
             *_rows(chunk),
             *_reference(chunk),
@@ -112,14 +114,14 @@ class CppRows(FusedRowBackend):
             loss.surrogate or "none", loss.constants, loss.is_linear,
             "none" if full or loss.kl_estimator is None else loss.kl_estimator,
             loss.corrects_kl, loss.beta, loss.d_entropy,
-            **found,
-            **dict.fromkeys(LOSS_TERMS) | terms,
+            **stats,
+            **dict.fromkeys(LOSS_STATS) | loss_stats,
             sum_k=diverged and diverged.sum_k,
             reference_max_logit=diverged and diverged.reference_max_logit,
             reference_log_sum=diverged and diverged.reference_log_sum,
             out=out,
         )  # fmt: skip
-        return RowStats(**found, loss_terms=terms, divergence=diverged)
+        return RowStats(**stats, loss_stats=loss_stats, divergence=diverged)
 
 
 def _columns(logits: Tensor) -> Callable[..., Tensor]:

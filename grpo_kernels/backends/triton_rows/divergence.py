@@ -35,7 +35,7 @@ from grpo_kernels.backends.triton_rows.transform import (
     scaled,
 )
 
-DEGREE = tl.constexpr(divergence.TERMS[torch.float32] - 1)  # of the series
+DEGREE = tl.constexpr(divergence.SERIES_LENGTH[torch.float32] - 1)  # of the series
 PHI = tl.constexpr(divergence.PHI[: DEGREE.value + 1])
 MIXTURE = tl.constexpr(divergence.MIXTURE[: DEGREE.value + 1])
 
@@ -81,7 +81,7 @@ _NAMES: dict[str, Any] = {
     },
 }
 compiled(divergence.powers, _NAMES)
-_TERMS = {
+_TERM_FUNCTIONS = {
     f: compiled(f, _NAMES) for f in (divergence.forward, divergence.reverse, divergence.mixed)
 }
 
@@ -89,11 +89,11 @@ _TERMS = {
 def reference_arguments(chunk: Chunk, diverged: DivergenceStats) -> dict[str, Any]:
     """Kernel arguments that describe a chunk's reference and the divergence, except its value."""
     assert chunk.reference is not None
-    of_head = head_arguments(chunk.reference.logits, chunk.reference.transform).items()
+    arguments = head_arguments(chunk.reference.logits, chunk.reference.transform).items()
     return {
-        **{("REFERENCE_" if name.isupper() else "reference_") + name: x for name, x in of_head},
+        **{("REFERENCE_" if name.isupper() else "reference_") + name: x for name, x in arguments},
         "jsd_beta": chunk.jsd_beta,
-        "DIVERGENCE": _TERMS[divergence.terms_of(chunk.jsd_beta)],
+        "DIVERGENCE": _TERM_FUNCTIONS[divergence.terms_function(chunk.jsd_beta)],
         "reference_max_logit_ptr": diverged.reference_max_logit,
         "reference_log_sum_ptr": diverged.reference_log_sum,
         "sum_k_ptr": diverged.sum_k,
@@ -153,7 +153,7 @@ def diverge_kernel(
         reference_inner, reference_outer, REFERENCE_HAS_SOFTCAP,
     )  # fmt: skip
     reference = (reference_ptrs, reference_bias_ptr, reference_inner, reference_outer)
-    known = normalizers(
+    norms = normalizers(
         tl.load(max_logit_ptr + rows)[:, None],
         tl.load(log_sum_ptr + rows)[:, None],
         tl.load(reference_max_logit_ptr + rows)[:, None],
@@ -165,18 +165,18 @@ def diverge_kernel(
     whole = V // BLOCK_V * BLOCK_V
     if whole < V:
         value, sum_k = diverge_tile(
-            value, sum_k, source, reference, known, whole, V, jsd_beta, DIVERGENCE,
+            value, sum_k, source, reference, norms, whole, V, jsd_beta, DIVERGENCE,
             HAS_SOFTCAP, ROUNDED_TO, REFERENCE_HAS_SOFTCAP, REFERENCE_ROUNDED_TO,
         )  # fmt: skip
     for back in tl.range(BLOCK_V, whole + BLOCK_V, BLOCK_V, num_stages=NUM_STAGES):
         value, sum_k = diverge_tile(
-            value, sum_k, source, reference, known, whole - back, None, jsd_beta, DIVERGENCE,
+            value, sum_k, source, reference, norms, whole - back, None, jsd_beta, DIVERGENCE,
             HAS_SOFTCAP, ROUNDED_TO, REFERENCE_HAS_SOFTCAP, REFERENCE_ROUNDED_TO,
         )  # fmt: skip
-    offset = tl.reshape(known[4], (BLOCK_N,))
-    odd = offset - offset  # 0, or NaN
-    value = sum_lanes(value) + odd
-    sum_k = sum_lanes(sum_k) + odd
+    offset = tl.reshape(norms[4], (BLOCK_N,))
+    nan_or_0 = offset - offset
+    value = sum_lanes(value) + nan_or_0
+    sum_k = sum_lanes(sum_k) + nan_or_0
     tl.store(value_ptr + rows, value, mask=is_row)
     tl.store(sum_k_ptr + rows, sum_k, mask=is_row)
 
@@ -190,7 +190,7 @@ def normalizers(m, log_sum, reference_m, reference_log_sum):
 
 @triton.jit
 def diverge_tile(
-    value, sum_k, source, reference, known, start, end, jsd_beta, DIVERGENCE: tl.constexpr,
+    value, sum_k, source, reference, norms, start, end, jsd_beta, DIVERGENCE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     REFERENCE_HAS_SOFTCAP: tl.constexpr, REFERENCE_ROUNDED_TO: tl.constexpr,
 ):  # fmt: skip
@@ -202,17 +202,17 @@ def diverge_tile(
     y0, y1, y2, y3, _id0, _id1, _id2, _id3 = load_logits(
         reference, start, end, REFERENCE_HAS_SOFTCAP, REFERENCE_ROUNDED_TO, W
     )
-    value0, k0 = terms(z0, y0, known, jsd_beta, DIVERGENCE)
-    value1, k1 = terms(z1, y1, known, jsd_beta, DIVERGENCE)
-    value2, k2 = terms(z2, y2, known, jsd_beta, DIVERGENCE)
-    value3, k3 = terms(z3, y3, known, jsd_beta, DIVERGENCE)
+    value0, k0 = terms(z0, y0, norms, jsd_beta, DIVERGENCE)
+    value1, k1 = terms(z1, y1, norms, jsd_beta, DIVERGENCE)
+    value2, k2 = terms(z2, y2, norms, jsd_beta, DIVERGENCE)
+    value3, k3 = terms(z3, y3, norms, jsd_beta, DIVERGENCE)
     return value + ((value0 + value1) + (value2 + value3)), sum_k + ((k0 + k1) + (k2 + k3))
 
 
 @triton.jit
-def terms(z, y, known, jsd_beta, DIVERGENCE: tl.constexpr):
+def terms(z, y, norms, jsd_beta, DIVERGENCE: tl.constexpr):
     """The divergence's terms, and k, from logits z and the reference's logits y, (R, W)."""
-    m, inv_sum, reference_m, reference_inv_sum, offset = known
+    m, inv_sum, reference_m, reference_inv_sum, offset = norms
     d = z - y
     d = tl.where(d == d, d - offset, 0.0)  # -inf - -inf: p = q = 0
     ahead = d >= 0.0
@@ -224,10 +224,10 @@ def terms(z, y, known, jsd_beta, DIVERGENCE: tl.constexpr):
 
 @triton.jit
 def k_of(
-    x, y, source, reference, known, jsd_beta, DIVERGENCE: tl.constexpr,
+    x, y, source, reference, norms, jsd_beta, DIVERGENCE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, REFERENCE_HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """k from the student's x and the reference's y (`load_biased`), (R, W)."""
     z = scaled(x, source, HAS_SOFTCAP)
-    _value, k = terms(z, scaled(y, reference, REFERENCE_HAS_SOFTCAP), known, jsd_beta, DIVERGENCE)
+    _value, k = terms(z, scaled(y, reference, REFERENCE_HAS_SOFTCAP), norms, jsd_beta, DIVERGENCE)
     return k

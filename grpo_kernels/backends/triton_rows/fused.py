@@ -16,14 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends import LOSS_TERMS, Chunk, FusedLoss, RowStats
+from grpo_kernels.backends import LOSS_STATS, Chunk, FusedLoss, RowStats
 from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.grad import (
     barrier,
-    of_raw,
-    row_terms,
+    level_and_tilt,
     store_target,
     target_gradient,
+    through_transform,
     write_tile,
 )
 from grpo_kernels.backends.triton_rows.mathfn import ESTIMATORS, SURROGATES, exp, times_or_zero
@@ -44,11 +44,11 @@ def launch_fused(
     out: Tensor | None,  # (n, V), may be the chunk's logits
     config: RowConfig,
 ) -> RowStats:
-    """Compute statistics and the loss's terms; write d loss / d (raw logits) to `out` if given."""
+    """Compute all statistics; write d loss / d (raw logits) to `out` if given."""
     n, new = len(chunk.logits), chunk.logits.new_empty
-    found: dict[str, Any] = {x: new(n) for x in ("logps", "max_logit", "log_sum", "entropies")}
-    terms = {name: new(n) for name in loss.terms}
-    results = found | dict.fromkeys(LOSS_TERMS) | terms
+    stats: dict[str, Any] = {x: new(n) for x in ("logps", "max_logit", "log_sum", "entropies")}
+    loss_stats = {name: new(n) for name in loss.stats}
+    results = stats | dict.fromkeys(LOSS_STATS) | loss_stats
     fused_kernel[(triton.cdiv(n, config.block_n),)](
         **chunk_arguments(chunk),
         # the loss
@@ -63,7 +63,7 @@ def launch_fused(
         out_ptr=out, stride_out_n=0 if out is None else out.stride(0),
         **config.arguments(),
     )  # fmt: skip
-    return RowStats(**found, loss_terms=terms)
+    return RowStats(**stats, loss_stats=loss_stats)
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=PER_ROW)
@@ -91,15 +91,15 @@ def fused_kernel(
         logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
     )
     source = (row_ptrs, bias_ptr, inner, outer)  # see `row_pointers`
-    wanted = (True, False, False, False)  # which of (t, squares, total, top_id), see `reduce`
-    m, rest, t, _squares, _total, _top_id = reduce_rows(
+    wanted = (True, False, False, False)  # which sums, see `reduce`
+    m, rest, weighted, _squares, _total, _top_id = reduce_rows(
         source, V, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
     )
     ids = tl.load(ids_ptr + rows)
     is_id = (ids >= 0) & (ids < V)
     x_target = load_at(source, ids, is_id, ROUNDED_TO)
     z_target = tl.reshape(scaled(x_target, source, HAS_SOFTCAP), ids.shape)
-    rest, log_sum, entropy = finish(m, rest, t)
+    rest, log_sum, entropy = finish(m, rest, weighted)
     logp = tl.where(is_id, target_logp(m, rest, z_target), float("nan"))
 
     weight = tl.load(weights_ptr + rows)
@@ -142,7 +142,7 @@ def fused_kernel(
     tl.store(log_ratio_ptr + rows, log_ratio, mask=is_row)
     if out_ptr is not None:
         d_entropies = tl.zeros_like(d_logp) + d_entropy
-        level, tilt = row_terms(
+        level, tilt = level_and_tilt(
             source, log_sum[:, None], entropy[:, None], d_logp[:, None], d_entropies[:, None],
             HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
         )  # fmt: skip
@@ -163,6 +163,6 @@ def fused_kernel(
             logp[:, None], entropy[:, None], d_logp[:, None], d_entropies[:, None],
             HAS_ENTROPY_GRADIENT,
         )  # fmt: skip
-        d_target = of_raw(d_target, x_target, source, HAS_SOFTCAP)
+        d_target = through_transform(d_target, x_target, source, HAS_SOFTCAP)
         # overwrites a column that `write_tile` wrote, after a barrier
         store_target(out_ptrs, ids, is_id & is_row, d_target)

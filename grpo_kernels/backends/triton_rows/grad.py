@@ -93,8 +93,8 @@ def grad_kernel(
     """Write up to `TILES` tiles of the gradient, with the divergence's part if there is one."""
     parts = tl.cdiv(V, TILES * BLOCK_V)
     rows, is_row = row_block(tl.program_id(0) // parts, n, BLOCK_N)
-    first = (tl.program_id(0) % parts) * (TILES * BLOCK_V)
-    last = tl.minimum(first + TILES * BLOCK_V, V)
+    first_column = (tl.program_id(0) % parts) * (TILES * BLOCK_V)
+    end_column = tl.minimum(first_column + TILES * BLOCK_V, V)
     row_ptrs, inner, outer = row_pointers(
         logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
     )
@@ -112,7 +112,7 @@ def grad_kernel(
 
     # after the row's numbers: before them, a thread spills 8 bytes on sm_100 by Triton 3.6
     target = tl.load(ids_ptr + rows)
-    is_here = is_row & (target >= first) & (target < last)
+    is_here = is_row & (target >= first_column) & (target < end_column)
     has_target = tl.max(is_here.to(tl.int32), axis=0) > 0
     x_target = tl.zeros((BLOCK_N, 1), tl.float32)
     d_target = x_target
@@ -121,8 +121,8 @@ def grad_kernel(
         if has_target:
             barrier()  # `out` may be `logits`: all threads must have read before one writes
 
-    taken_off = d_logp  # coefficient of -p_j
-    of_reference = None
+    p_coefficient = d_logp  # of -p_j
+    reference_part = None
     if DIVERGENCE is not None:
         reference_ptrs, reference_inner, reference_outer = row_pointers(
             reference_logits_ptr, reference_stride_n, rows, reference_inv_t_ptr,
@@ -130,55 +130,57 @@ def grad_kernel(
         )  # fmt: skip
         reference = (reference_ptrs, reference_bias_ptr, reference_inner, reference_outer)
         reference_m = tl.load(reference_max_logit_ptr + rows)[:, None]
-        known = normalizers(m, log_sum, reference_m, tl.load(reference_log_sum_ptr + rows)[:, None])
+        reference_log_sum = tl.load(reference_log_sum_ptr + rows)[:, None]
+        norms = normalizers(m, log_sum, reference_m, reference_log_sum)
         sum_k = tl.load(sum_k_ptr + rows)[:, None]
         d_divergence = tl.load(d_divergence_ptr + rows)[:, None]
-        taken_off = d_logp + d_divergence * sum_k
-        of_reference = (reference, known, d_divergence * row_slope(source, HAS_SOFTCAP), jsd_beta)
+        p_coefficient = d_logp + d_divergence * sum_k
+        d_k = d_divergence * row_slope(source, HAS_SOFTCAP)
+        reference_part = (reference, norms, d_k, jsd_beta)
         if has_target:  # before the loop, which has no registers left for this
             logp = tl.load(logps_ptr + rows)[:, None]
             y_target = load_at(reference, target, is_here, REFERENCE_ROUNDED_TO)
             k = k_of(
-                x_target, y_target, source, reference, known, jsd_beta, DIVERGENCE,
+                x_target, y_target, source, reference, norms, jsd_beta, DIVERGENCE,
                 HAS_SOFTCAP, REFERENCE_HAS_SOFTCAP,
             )  # fmt: skip
             d_target = target_gradient(
                 logp, entropy, d_logp, d_entropy, d_entropy_ptr is not None
             ) + d_divergence * (k - exp(logp) * sum_k)
-            d_target = of_raw(d_target, x_target, source, HAS_SOFTCAP)
-    level, tilt = row_terms(
-        source, log_sum, entropy, taken_off, d_entropy, d_entropy_ptr is not None, HAS_SOFTCAP
+            d_target = through_transform(d_target, x_target, source, HAS_SOFTCAP)
+    level, tilt = level_and_tilt(
+        source, log_sum, entropy, p_coefficient, d_entropy, d_entropy_ptr is not None, HAS_SOFTCAP
     )
-    whole = tl.minimum(last, V // BLOCK_V * BLOCK_V)
-    for start in tl.range(first, whole, BLOCK_V, num_stages=NUM_STAGES):
+    whole = tl.minimum(end_column, V // BLOCK_V * BLOCK_V)
+    for start in tl.range(first_column, whole, BLOCK_V, num_stages=NUM_STAGES):
         write_tile(
             source, out_ptrs, start, None, is_row, m, level, tilt,
             d_entropy_ptr is not None, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
-            of_reference, DIVERGENCE, REFERENCE_HAS_SOFTCAP, REFERENCE_ROUNDED_TO,
+            reference_part, DIVERGENCE, REFERENCE_HAS_SOFTCAP, REFERENCE_ROUNDED_TO,
         )  # fmt: skip
-    if whole < last:
+    if whole < end_column:
         write_tile(
             source, out_ptrs, whole, V, is_row, m, level, tilt,
             d_entropy_ptr is not None, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
-            of_reference, DIVERGENCE, REFERENCE_HAS_SOFTCAP, REFERENCE_ROUNDED_TO,
+            reference_part, DIVERGENCE, REFERENCE_HAS_SOFTCAP, REFERENCE_ROUNDED_TO,
         )  # fmt: skip
     if has_target:
         if DIVERGENCE is None:
             logp = tl.load(logps_ptr + rows)[:, None]
             d_target = target_gradient(logp, entropy, d_logp, d_entropy, d_entropy_ptr is not None)
-            d_target = of_raw(d_target, x_target, source, HAS_SOFTCAP)
+            d_target = through_transform(d_target, x_target, source, HAS_SOFTCAP)
         store_target(out_ptrs, target, is_here, d_target)
 
 
 @triton.jit
-def row_terms(
+def level_and_tilt(
     source, log_sum, entropy, d_logp, d_entropy,
     HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """The row terms (R, 1) of a gradient, d x_j = e^(z_j - m) (level + tilt (z_j - m)).
+    """(level, tilt), (R, 1) each, of a gradient d x_j = e^(z_j - m) (level + tilt (z_j - m)).
 
     d z_j = d_logp (1[j = id] - p_j) - d_entropy p_j (log p_j + entropy), and log p_j = z_j - m -
-    log_sum. Both terms include the factors of p and of d z / d x that all columns of a row share.
+    log_sum. Both include the factors of p and of d z / d x that all columns of a row share.
     """
     common = exp(-log_sum) * row_slope(source, HAS_SOFTCAP)
     level = -d_logp
@@ -209,7 +211,7 @@ def write_tile(
     HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     BLOCK_V: tl.constexpr,
     # with a reference: (its source, `normalizers`, d_divergence times `row_slope` (R, 1), jsd_beta)
-    of_reference=None, DIVERGENCE: tl.constexpr = None,
+    reference_part=None, DIVERGENCE: tl.constexpr = None,
     REFERENCE_HAS_SOFTCAP: tl.constexpr = False, REFERENCE_ROUNDED_TO: tl.constexpr = None,
 ):  # fmt: skip
     """Write one tile (R, BLOCK_V) of d loss / d (raw logits), as if no column were the target.
@@ -224,31 +226,31 @@ def write_tile(
     y0, y1, y2, y3 = x0, x1, x2, x3
     if DIVERGENCE is not None:
         y0, y1, y2, y3, _id0, _id1, _id2, _id3 = load_tile(
-            of_reference[0], start, end, REFERENCE_ROUNDED_TO, BLOCK_V // 4
+            reference_part[0], start, end, REFERENCE_ROUNDED_TO, BLOCK_V // 4
         )
     common = (source, m, level, tilt, out_ptrs, end, is_row)
     write_quarter(
         x0, y0, columns0, common, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
-        of_reference, DIVERGENCE, REFERENCE_HAS_SOFTCAP,
+        reference_part, DIVERGENCE, REFERENCE_HAS_SOFTCAP,
     )  # fmt: skip
     write_quarter(
         x1, y1, columns1, common, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
-        of_reference, DIVERGENCE, REFERENCE_HAS_SOFTCAP,
+        reference_part, DIVERGENCE, REFERENCE_HAS_SOFTCAP,
     )  # fmt: skip
     write_quarter(
         x2, y2, columns2, common, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
-        of_reference, DIVERGENCE, REFERENCE_HAS_SOFTCAP,
+        reference_part, DIVERGENCE, REFERENCE_HAS_SOFTCAP,
     )  # fmt: skip
     write_quarter(
         x3, y3, columns3, common, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
-        of_reference, DIVERGENCE, REFERENCE_HAS_SOFTCAP,
+        reference_part, DIVERGENCE, REFERENCE_HAS_SOFTCAP,
     )  # fmt: skip
 
 
 @triton.jit
 def write_quarter(
     x, y, columns, common, HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    of_reference, DIVERGENCE: tl.constexpr, REFERENCE_HAS_SOFTCAP: tl.constexpr,
+    reference_part, DIVERGENCE: tl.constexpr, REFERENCE_HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Write d loss / dx of x (R, W), up to column `end`; y is the reference's x.
 
@@ -263,13 +265,14 @@ def write_quarter(
     if HAS_SOFTCAP:
         d = d * bend(x, source)
     if DIVERGENCE is not None:
-        reference, known, steep, jsd_beta = of_reference
-        more = steep * k_of(
-            x, y, source, reference, known, jsd_beta, DIVERGENCE, HAS_SOFTCAP, REFERENCE_HAS_SOFTCAP
-        )
+        reference, norms, d_k, jsd_beta = reference_part
+        divergence_part = d_k * k_of(
+            x, y, source, reference, norms, jsd_beta, DIVERGENCE,
+            HAS_SOFTCAP, REFERENCE_HAS_SOFTCAP,
+        )  # fmt: skip
         if HAS_SOFTCAP:
-            more = more * bend(x, source)
-        d = d + more
+            divergence_part = divergence_part * bend(x, source)
+        d = d + divergence_part
     d = d.to(out_ptrs.dtype.element_ty)
     if is_row.shape[0] > 1:
         mask = tl.broadcast_to(is_row[:, None], d.shape)
@@ -283,7 +286,7 @@ def write_quarter(
 
 
 @triton.jit
-def of_raw(d, x, source, HAS_SOFTCAP: tl.constexpr):
+def through_transform(d, x, source, HAS_SOFTCAP: tl.constexpr):
     """d loss / dx from d = d loss / dz, (R, 1)."""
     d = d * row_slope(source, HAS_SOFTCAP)
     if HAS_SOFTCAP:

@@ -3,17 +3,16 @@
 One program owns whole rows and reads each once. The width of a tile (`BLOCK_V`) depends on the
 vocabulary alone. So the bits of a row depend neither on other rows nor on the row's position.
 
-The reduction leaves out one instance of the largest logit. A running sum (m, rest, t) over scaled
-logits z stands for::
+The reduction leaves out one instance of the largest logit. A running sum (m, rest, weighted) over
+scaled logits z stands for::
 
     m = max z
     rest = sum of e^(z - m) over all z but one instance of m
-    t = sum of e^(z - m) (z - m)
+    weighted = sum of e^(z - m) (z - m)
 
 so that 1 + rest is the whole sum, and log1p(rest) keeps its precision when one token is nearly
-certain. Before any logit is read, or after -inf alone: m = -inf, rest = t = 0. A NaN makes m NaN.
-All kernels use these three names; `grad.row_terms` defines the names `level` and `tilt` of the
-gradient.
+certain. Before any logit is read, or after -inf alone: m = -inf, rest = weighted = 0. A NaN makes m
+NaN. All kernels use these three names; `grad.level_and_tilt` defines `level` and `tilt`.
 
 A program reads a row in tiles of `BLOCK_V` columns, and a tile in four adjacent quarters, with a
 lane for each column of a quarter. Whole tiles have no mask, so that loads are wide and no column is
@@ -23,10 +22,10 @@ into statistics. Nothing depends on how a tile is spread over threads: a sum ove
 single additions, so its bits follow from the tile's width alone, and not from warps, alignment or
 Triton's version.
 
-The sums of a row or of a lane form one tuple, `sums`: (m, rest, t), the sum of squares, the sum of
-z, and the lowest id of the largest z. A second tuple, `wanted`, says which of (t, squares, total,
-top_id) the kernel computes, each true or false when the kernel is compiled. A sum that is not
-wanted is an arbitrary number.
+The sums of a row or of a lane form one tuple, `sums`: (m, rest, weighted), the sum of squares, the
+sum of z, and the lowest id of the largest z. A second tuple, `wanted`, says which of (weighted,
+squares, total, top_id) the kernel computes, each true or false when the kernel is compiled. A sum
+that is not wanted is an arbitrary number.
 """
 
 from __future__ import annotations
@@ -61,14 +60,14 @@ def launch_stats(
     n, new = len(chunk.logits), chunk.logits.new_empty
     logps, max_logit, log_sum = new(n), new(n), new(n)
     entropies = new(n) if entropy else None
-    more = {name: new(n, dtype=statistic_dtype(name, logps.dtype)) for name in extras}
+    extra_stats = {name: new(n, dtype=statistic_dtype(name, logps.dtype)) for name in extras}
     stats_kernel[(triton.cdiv(n, config.block_n),)](
         **chunk_arguments(chunk),
         logps_ptr=logps, max_logit_ptr=max_logit, log_sum_ptr=log_sum, entropies_ptr=entropies,
-        **{f"{name}_ptr": more.get(name) for name in EXTRAS},
+        **{f"{name}_ptr": extra_stats.get(name) for name in EXTRAS},
         **config.arguments(),
     )  # fmt: skip
-    return RowStats(logps, max_logit, log_sum, entropies, more)
+    return RowStats(logps, max_logit, log_sum, entropies, extra_stats)
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=PER_ROW)
@@ -98,12 +97,12 @@ def stats_kernel(
         mean_logits_ptr is not None,
         is_top1_ptr is not None,
     )
-    m, rest, t, squares, total, top_id = reduce_rows(
+    m, rest, weighted, squares, total, top_id = reduce_rows(
         source, V, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
     )
     x_target = load_at(source, ids, (ids >= 0) & (ids < V), ROUNDED_TO)
     z_target = tl.reshape(scaled(x_target, source, HAS_SOFTCAP), ids.shape)
-    rest, log_sum, entropy = finish(m, rest, t)
+    rest, log_sum, entropy = finish(m, rest, weighted)
     logp = target_logp(m, rest, z_target)
     tl.store(logps_ptr + rows, logp, mask=is_row)
     tl.store(max_logit_ptr + rows, m, mask=is_row)
@@ -142,7 +141,7 @@ def reduce_tile(
     sums, source, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted
 ):
     """Load four logits per lane with `load_logits`, and add them to `sums` (R, W)."""
-    m, rest, t, squares, total, top_id = sums
+    m, rest, weighted, squares, total, top_id = sums
     with_entropy, with_squares, with_total, with_top_id = wanted
     z0, z1, z2, z3, id0, id1, id2, id3 = load_logits(
         source, start, end, HAS_SOFTCAP, ROUNDED_TO, m.shape[1]
@@ -153,14 +152,14 @@ def reduce_tile(
         )
     if with_top_id:
         top_id = first_top(m, top_id, z0, id0, z1, id1, z2, id2, z3, id3)
-    m, rest, t_new, keep, e0, e1, e2, e3 = fold(m, rest, t, z0, z1, z2, z3)
+    m, rest, new_weighted, keep, e0, e1, e2, e3 = fold(m, rest, weighted, z0, z1, z2, z3)
     if with_entropy:
-        t = t_new
+        weighted = new_weighted
     if with_squares:  # e^(2 (x - m)) over the terms of `rest`
         squares = tl.fma(
             keep * keep, squares, tl.fma(e3, e3, tl.fma(e2, e2, tl.fma(e1, e1, e0 * e0)))
         )
-    return m, rest, t, squares, total, top_id
+    return m, rest, weighted, squares, total, top_id
 
 
 @triton.jit
@@ -184,8 +183,8 @@ def first_top(m, top_id, z0, id0, z1, id1, z2, id2, z3, id3):
 
 
 @triton.jit
-def fold(m, rest, t, x0, x1, x2, x3):
-    """Add four logits to the running sums (m, rest, t); an x of -inf changes nothing.
+def fold(m, rest, weighted, x0, x1, x2, x3):
+    """Add four logits to the running sums (m, rest, weighted); an x of -inf changes nothing.
 
     Each x, and the old m, is a term of the sums unless it is the largest, so one instance of the
     largest stays out. One rescaling of the earlier sums serves all four.
@@ -201,15 +200,17 @@ def fold(m, rest, t, x0, x1, x2, x3):
     a1, e1 = _term(low1, top)
     a2, e2 = _term(low2, top)
     a3, e3 = _term(low3, top)
-    t = tl.fma(keep, tl.fma(d, rest, t), tl.fma(e3, a3, tl.fma(e2, a2, tl.fma(e1, a1, e0 * a0))))
+    weighted = tl.fma(
+        keep, tl.fma(d, rest, weighted), tl.fma(e3, a3, tl.fma(e2, a2, tl.fma(e1, a1, e0 * a0)))
+    )
     rest = tl.fma(keep, rest, (e0 + e1) + (e2 + e3))
-    return top, rest, t, keep, e0, e1, e2, e3
+    return top, rest, weighted, keep, e0, e1, e2, e3
 
 
 @triton.jit
 def merge(sums, V, wanted):
     """Join the sums of the lanes (R, W), W a power of 2, into the sums of the rows (R,)."""
-    lane_m, rest, t, squares, total, top_id = sums
+    lane_m, rest, weighted, squares, total, top_id = sums
     _with_entropy, with_squares, with_total, with_top_id = wanted
     W: tl.constexpr = lane_m.shape[1]
     m = tl.max(lane_m, axis=1)
@@ -219,7 +220,7 @@ def merge(sums, V, wanted):
     a = tl.where(a > LOWEST, a, LOWEST)  # replaces NaN too, such as -inf - -inf
     e = exp_term(a)
     rest_all = sum_lanes(e * (rest + tl.where(is_first, 0.0, 1.0)))
-    t_all = sum_lanes(e * (t + a * (rest + 1.0)))
+    weighted_all = sum_lanes(e * (weighted + a * (rest + 1.0)))
     m = tl.where(tl.max((lane_m != lane_m).to(tl.int32), axis=1) > 0, float("nan"), m)
     squares_all = m
     if with_squares:
@@ -230,7 +231,7 @@ def merge(sums, V, wanted):
     top_id_all = tl.full(m.shape, 0, tl.int32)
     if with_top_id:
         top_id_all = tl.min(tl.where(lane_m == m[:, None], top_id, V), axis=1)
-    return m, rest_all, t_all, squares_all, total_all, top_id_all
+    return m, rest_all, weighted_all, squares_all, total_all, top_id_all
 
 
 @triton.jit
@@ -250,16 +251,16 @@ def sum_lanes(x):
 
 
 @triton.jit
-def finish(m, rest, t):
+def finish(m, rest, weighted):
     """(rest, log sum_j e^(x_j - m), entropy of softmax(x)) of a whole row.
 
     All are NaN if m is NaN or -inf. If m is +inf, only the entropy is NaN, since all other logits
     have probability 0.
     """
-    odd = m - m  # 0, or NaN
-    rest = tl.where(m == float("inf"), rest, rest + odd)
+    nan_or_0 = m - m
+    rest = tl.where(m == float("inf"), rest, rest + nan_or_0)
     log_sum = log1p(rest)
-    return rest, log_sum, log_sum - (t + odd) / (1.0 + rest)
+    return rest, log_sum, log_sum - (weighted + nan_or_0) / (1.0 + rest)
 
 
 @triton.jit

@@ -40,7 +40,7 @@ from tests.support.row_cases import (
     tensors_of,
 )
 from tests.support.row_suite import RowSuite, SpecialSuite, check_kernels
-from tests.support.row_truth import U, check, loss_terms
+from tests.support.row_truth import U, check, loss_stats
 from tests.support.surrogate_suite import EACH, NAN, SurrogateSuite
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("cpp_library")]
@@ -94,17 +94,17 @@ class TestDivergence(DivergenceSuite):
             assert_same(self.kernels.fused(chunk, loss, None), want)
             found = self.kernels.fused(chunk, loss, out)
             assert_same(found, want)
-            assert set(found.loss_terms) == {"loss", "d_logp", "log_ratio", "kl"}
-            assert same(found.loss_terms["kl"], want.divergence.value)
-            terms = loss_terms(loss, found.logps, found.loss_terms["log_ratio"])
+            assert set(found.loss_stats) == {"loss", "d_logp", "log_ratio", "kl"}
+            assert same(found.loss_stats["kl"], want.divergence.value)
+            terms = loss_stats(loss, found.logps, found.loss_stats["log_ratio"])
             added = loss.beta * loss.weights.double() * want.divergence.value
             policy, size = terms["loss"]
-            check("loss", found.loss_terms["loss"], policy + added, 8 * U * (size + added))
+            check("loss", found.loss_stats["loss"], policy + added, 8 * U * (size + added))
             check(
-                "d_logp", found.loss_terms["d_logp"], terms["d_logp"][0], 8 * U * terms["d_logp"][1]
+                "d_logp", found.loss_stats["d_logp"], terms["d_logp"][0], 8 * U * terms["d_logp"][1]
             )
             b, c = torch.full_like(loss.weights, loss.d_entropy), loss.beta * loss.weights
-            d = self.grad(chunk, want, found.loss_terms["d_logp"], b if loss.d_entropy else None, c)
+            d = self.grad(chunk, want, found.loss_stats["d_logp"], b if loss.d_entropy else None, c)
             assert torch.equal(out, d)
             self.kernels.fused(chunk, loss, chunk.logits)
             assert torch.equal(chunk.logits, out)
@@ -160,7 +160,7 @@ def outcomes(chunk: Chunk, kind: int = 3) -> dict[str, Tensor]:
     CPP.grad(in_place, stats, Coefficients(a, b, c), found["in place"])
     fused = CPP.fused(chunk, loss, found["d fused"])
     assert_same(fused, stats, nan=True)
-    return found | tensors_of(stats) | fused.loss_terms
+    return found | tensors_of(stats) | fused.loss_stats
 
 
 def assert_all_same(got: dict[str, Tensor], want: dict[str, Tensor], name: object) -> None:
@@ -270,7 +270,7 @@ class TestCppSurrogates(SurrogateSuite):
         logps = torch.tensor([NAN, -1.0])
         for name, constants in [*EACH, (None, ())]:
             old = None if name is None else torch.zeros(2)
-            terms = self.fused(logps, surrogate=name, constants=constants, old=old).loss_terms
+            terms = self.fused(logps, surrogate=name, constants=constants, old=old).loss_stats
             for x in (terms["loss"], terms["d_logp"]):
                 assert x.isnan().tolist() == [True, False]
 
@@ -324,7 +324,7 @@ def check_random(seed: int) -> None:
     stats = kernels.stats(chunk, entropy=True, extras=EXTRAS)
     fused = kernels.fused(chunk, make_loss(stats.logps, kind), out)
     kernels.grad(chunk, stats, Coefficients(stats.logps, stats.logps), out)
-    for x in (fused.logps, *stats.extras.values(), *fused.loss_terms.values()):
+    for x in (fused.logps, *stats.extras.values(), *fused.loss_stats.values()):
         assert x.shape == (0,)
 
 

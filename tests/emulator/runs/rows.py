@@ -85,7 +85,7 @@ def test_offsets_beyond_32_bits(before: int, emulation: Emulation) -> None:
         stats = KERNELS.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
         fused = KERNELS.fused(Chunk(x, ids, transform), make_loss(torch.zeros(len(ids)), 9), x)
         KERNELS.grad(Chunk(y, ids, transform), stats, Coefficients(a, b), y)
-        return [stats.logps, stats.entropies, fused.loss_terms["loss"], x, y]
+        return [stats.logps, stats.entropies, fused.loss_stats["loss"], x, y]
 
     torch.manual_seed(1)
     want = everything()
