@@ -37,8 +37,8 @@ backend runs it (backends/torch_rows.py). For most losses the C++ (csrc/ops.cpp)
 at once and also returns w * l of its rows (on-policy, without the part that is known beforehand);
 `Job.loss_to_fuse` says when. Without such a kernel, the loss is evaluated for a and b of each
 chunk, and once more at the end for its value. Rows that certainly get no gradient
-(`RowGradient.live`), such as rows with A = 0 without a KL term and an entropy bonus, run through a
-separate loop without gradients.
+(`CoefficientSource.live`), such as rows with A = 0 without a KL term and an entropy bonus, run
+through a separate loop without gradients.
 
 Other engines compute the gradient later, or without a and b. A loss takes two passes if a token's a
 and b depend on other tokens (`PolicyLoss.is_coupled`): ratios per sequence, such as GSPO's, with
@@ -288,7 +288,7 @@ def grpo_loss(
         return within_module(grpo_loss, arguments)
     with checked_on_all_ranks("grpo_loss", arguments) as (head, run, ranks):
         # heads and ids
-        check_inputs(config, arguments, has_reference=reference is not None)
+        check_inputs(arguments, has_reference=reference is not None)
         reference_model = None
         if config.needs_reference_head:
             reference_model = read_reference(reference, head, "reference.")
@@ -309,8 +309,8 @@ def grpo_loss(
         sets = None
         if kept_ids is not None or on_missing_set != "error":
             sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
-        row_gradient = token_loss if sets is None else None
-        job = plan(hidden, head, rows, run, memory, ranks, row_gradient, reference=reference_model)
+        source = token_loss if sets is None else None
+        job = plan(hidden, head, rows, run, memory, ranks, source, reference=reference_model)
     if sets is not None:
         return _loss_over_sets(job, run, sets, token_loss, arguments)
 
@@ -517,7 +517,7 @@ def policy_loss_from_logps(
     """
     arguments = {**locals()}
     config = config_with_fields(arguments, "policy_loss_from_logps")
-    check_inputs(config, arguments)
+    check_inputs(arguments)
     if "temperature" in fields:
         warn_once("temperature: not used, since logps include it; pass it where you compute them")
     packed = "(N,) with cu_seqlens", (None,)
@@ -580,7 +580,7 @@ def policy_expectation(
     """
     arguments = {**locals()}
     check_kind(config)
-    check_inputs(config, arguments, has_reference=config.needs_reference_head)
+    check_inputs(arguments, has_reference=config.needs_reference_head)
     check_tensor("completion_mask", completion_mask, ("(B, T)", (None, None)))
     inputs = {name: arguments[name] for name in _TOKEN_INPUTS if name in arguments}
     tokens = read_tokens(completion_mask, completion_mask, advantages, torch.float32, **inputs)
@@ -632,7 +632,8 @@ def _token_loss(
     w = config.definition.token_weights(
         tokens.layout, num_items_in_batch, config.max_completion_length, tokens.advantages.dtype
     )
-    config_loss = PolicyLoss(config, tokens, w, has_num_items=num_items_in_batch is not None)
+    loss_over = config.definition.loss_over(num_items=num_items_in_batch is not None)
+    config_loss = PolicyLoss(config, tokens, w, loss_over)
     if objective is None:
         return config_loss
     return CustomLoss(objective, tokens, config_loss, has_entropies=has_entropies)

@@ -31,7 +31,7 @@ from grpo_kernels.base.tensors import (
     spread,
     take,
 )
-from grpo_kernels.engine.plan import Job, RowGradient
+from grpo_kernels.engine.plan import CoefficientSource, Job
 from grpo_kernels.engine.slices import sweep_slices
 from grpo_kernels.engine.sweep import FirstPass, first_pass, indices_of, sweep
 from grpo_kernels.engine.workspace import device_of
@@ -251,10 +251,10 @@ class LinearScores(torch.autograd.Function):
 
 
 def run_scores(
-    job: Job, row_gradient: RowGradient, shape: torch.Size, *, has_ids: bool = True
+    job: Job, source: CoefficientSource, shape: torch.Size, *, has_ids: bool = True
 ) -> dict[str, Tensor]:
     """Run one forward; return the results by name, in the shape of the positions."""
-    first = first_pass(job, row_gradient)
+    first = first_pass(job, source)
     logps, *more_scores = LinearScores.apply(job, first, *job.head.tensors)
     names = ("entropies", "divergence", "topk_logps", *first.stats.extras)
     results = {"logps": logps if has_ids else None, **dict(zip(names, more_scores, strict=True))}

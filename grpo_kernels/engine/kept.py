@@ -34,7 +34,7 @@ from grpo_kernels.base import OnMissingSet
 from grpo_kernels.base.checks import HIGHEST_LOGP
 from grpo_kernels.base.tensors import scatter, take
 from grpo_kernels.engine.autograd import first_order, run_scores, save, saved
-from grpo_kernels.engine.plan import Job, RowGradient, Rows, Run, with_engine
+from grpo_kernels.engine.plan import CoefficientSource, Job, Rows, Run, with_engine
 from grpo_kernels.engine.sweep import GradientSums
 from grpo_kernels.head import HeadTensors
 from grpo_kernels.kept_ids import KeptIds
@@ -103,7 +103,7 @@ def score_kept(
     kept_ids: KeptIds,
     ids: Tensor,
     on_missing_set: OnMissingSet,
-    row_gradient_at: Callable[[Tensor], RowGradient],
+    source_at: Callable[[Tensor], CoefficientSource],
     *,
     entropy: bool | str = True,
     other_logps: Mapping[str, Tensor | None] | None = None,
@@ -112,7 +112,7 @@ def score_kept(
 
     Args:
         job: planned without an engine, and without a check that its ids are in range.
-        row_gradient_at: function from positions (m,) that are scored over the whole vocabulary to
+        source_at: function from positions (m,) that are scored over the whole vocabulary to
             their gradient.
         entropy: True for the sets, "full" for the whole vocabulary, False for none.
         other_logps: of other policies, (...) each, which must be over the same sets.
@@ -127,14 +127,14 @@ def score_kept(
     whole_vocab, in_full, shape = None, entropy == "full", ids.shape
     if any_without or in_full:
         rows = job.rows if in_full else take(job.rows, survey.without.nonzero()[:, 0])
-        row_gradient = row_gradient_at(rows.positions)
+        source = source_at(rows.positions)
         whole_vocab = replace(job, rows=rows, entropy=bool(entropy))
-        whole_vocab = with_engine(whole_vocab, run, row_gradient)
+        whole_vocab = with_engine(whole_vocab, run, source)
     logps, entropies = KeptSetLogprob.apply(planned, *job.head.tensors)
     logps, entropies = logps.view(shape), None if entropies is None else entropies.view(shape)
     if whole_vocab is not None:
         without = scatter(survey.without, job.rows.positions, shape.numel()).view(shape)
-        full = run_scores(whole_vocab, row_gradient, shape)
+        full = run_scores(whole_vocab, source, shape)
         logps = torch.where(without, full["logps"], logps)
         if entropies is not None:
             entropies = torch.where(without, full["entropies"], entropies)

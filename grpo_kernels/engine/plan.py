@@ -82,15 +82,48 @@ Gather = Callable[[], AbstractContextManager[Any]]
 # forward for the coefficient 1 in each row ("now_unscaled"), to be scaled once that of the row is
 # known.
 When = Literal["never", "now_unscaled", "now", "later"]
-# name -> when, and in which order. The first engine that serves is the cheapest; frozen precedes
-# one_pass since it needs no coefficients.
-ENGINES: dict[str, tuple[When, Literal["rows", "slices"]]] = {
-    "score": ("never", "rows"),
-    "frozen": ("now_unscaled", "rows"),
-    "one_pass": ("now", "rows"),
-    "two_pass": ("later", "rows"),
-    "lean": ("later", "slices"),  # slices of the vocabulary, to save memory
-}
+
+
+class Engine(NamedTuple):
+    """When a gradient is computed, in which order, and whether that gives a call's gradient."""
+
+    when: When
+    order: Literal["rows", "slices"]  # slices of the vocabulary
+    serves: Callable[[CoefficientSource, Job], bool]
+    needs: str = ""  # what `serves` asks for, in errors
+
+
+def _has_one_number(source: CoefficientSource, job: Job) -> bool:
+    """True if the head gets no gradient, and the hidden states' is one number times a known one."""
+    if any(job.needs_grad[1:]) or isinstance(job.rows.topk, TopKLogps):
+        return False
+    # without a gradient, this does not evaluate a user's function
+    no_gradient = not job.needs_grad.hidden and job.reference is None
+    return no_gradient or source.one_coefficient
+
+
+def _is_known_by_row(source: CoefficientSource, job: Job) -> bool:
+    """True if the statistics of a row determine its coefficients, or the caller expects them."""
+    # in a CUDA graph, the comparison with expected ones may not wait for the device
+    waits = source.is_expected and device_of(job.rows.positions.device).is_capturing()
+    return not (source.is_coupled or waits)
+
+
+# The first that serves is the cheapest; frozen precedes one_pass since it needs no coefficients.
+ENGINES = {
+    "score": Engine(
+        "never", "rows", lambda _, job: not any(job.needs_grad), "a call without gradient"
+    ),
+    "frozen": Engine(
+        "now_unscaled", "rows", _has_one_number,
+        "a frozen head, without a lora of its own, and a loss that depends on one number per row",
+    ),
+    "one_pass": Engine(
+        "now", "rows", _is_known_by_row, "a loss of each row alone; for scores, pass expected="
+    ),
+    "two_pass": Engine("later", "rows", lambda *_: True),
+    "lean": Engine("later", "slices", lambda *_: True),  # to save memory
+}  # fmt: skip
 ENGINE_NAMES = get_args(EngineName)  # valid values of `engine=`: "auto" and these
 
 
@@ -159,7 +192,7 @@ def check_run(run: Any) -> Run:
     return Run() if run is None else run
 
 
-class RowGradient(Protocol):
+class CoefficientSource(Protocol):
     """The gradient that a call's rows will get, as far as it is known before the backward.
 
     A built-in loss, a custom loss and what a caller of scores expects each have these members.
@@ -196,8 +229,8 @@ class Rows:
 
     Attributes:
         positions: (n,) int64, indices into `hidden`.
-        ids: (n,) int64 in [0, V). On a shard, 0 is the id of its first row, so another shard's ids
-            are out of range.
+        ids: (n,) int64 in [0, V). From `with_engine` on, 0 is the id of this rank's first row of
+            the head, so another rank's ids are out of range.
         inv_temperature: a number, or (n, 1).
         invalid: (n,) bool, rows whose log-probability is NaN; None if there are none.
         topk: K more ids of each row, to score, or with a teacher's log-probabilities.
@@ -280,11 +313,11 @@ class Job:
 
     @property
     def when(self) -> When:
-        return ENGINES[self.engine][0]
+        return ENGINES[self.engine].when
 
     @property
     def order(self) -> Literal["rows", "slices"]:
-        return ENGINES[self.engine][1]
+        return ENGINES[self.engine].order
 
     @property
     def shard_start(self) -> int:
@@ -310,13 +343,13 @@ class Job:
         """Dtype of logits, statistics, and gradients before their one rounding."""
         return accumulator_of(self.head.operand_dtype)
 
-    def loss_to_fuse(self, row_gradient: RowGradient) -> FusedLoss | None:
-        """The loss of `row_gradient`, for a kernel that does it at once; None if none can here.
+    def loss_to_fuse(self, source: CoefficientSource) -> FusedLoss | None:
+        """The loss of `source`, for a kernel that does it at once; None if none can here.
 
-        All conditions stand here and in `RowGradient.fused_loss`: its rows must not be coupled, and
-        a custom loss has none. Only one_pass asks for it. torch has no such kernel, and Triton has
-        none with a reference. The ranks of a sharded head must combine statistics before the loss
-        is known. An empty batch needs no kernel.
+        All conditions stand here and in `CoefficientSource.fused_loss`: its rows must not be
+        coupled, and a custom loss has none. Only one_pass asks for it. torch has no such kernel,
+        and Triton has none with a reference. The ranks of a sharded head must combine statistics
+        before the loss is known. An empty batch needs no kernel.
         """
         backend = self.backend
         if self.when != "now" or len(self.rows) == 0 or not isinstance(backend, FusedRowBackend):
@@ -325,7 +358,7 @@ class Job:
             return None
         if self.reference is not None and not backend.fuses_reference:
             return None
-        return row_gradient.fused_loss()
+        return source.fused_loss()
 
     @property
     def d_result(self) -> Literal["d_logp", "d_divergence"]:
@@ -418,7 +451,7 @@ def plan(
     run: Run,
     memory: Memory,
     ranks: Ranks | None,
-    row_gradient: RowGradient | None,
+    source: CoefficientSource | None,
     *,
     reference: StatesAndHead | None = None,
     jsd_beta: float = 1.0,
@@ -431,7 +464,7 @@ def plan(
         rows: rows with ids of the whole vocabulary.
         memory: from `dtype_and_memory`.
         ranks: the ranks of a sharded head, which compare their calls here.
-        row_gradient: the engine is chosen for it. None over kept sets: `with_engine` plans the
+        source: the engine is chosen for it. None over kept sets: `with_engine` plans the
             rest.
         jsd_beta, entropy, extras: as in `Job`.
     """
@@ -474,59 +507,37 @@ def plan(
         extras=extras,
         gather=run.gather or nullcontext,
     )
-    return job if row_gradient is None else with_engine(job, run, row_gradient)
+    return job if source is None else with_engine(job, run, source)
 
 
-def with_engine(job: Job, run: Run, row_gradient: RowGradient) -> Job:
-    """Check the ids of `job`, and choose its backend and the engine for `row_gradient`."""
-    rows = in_range(job.rows, job.vocab, job.shard_start)
+def with_engine(job: Job, run: Run, source: CoefficientSource) -> Job:
+    """Check the ids of `job`, and choose its backend and the engine for `source`."""
+    rows = in_range(job.rows, job.vocab).with_ids_from(job.shard_start)
     backend = choose_backend(run.backend, rows.ids.device, job.head.operand_dtype)
-    engine = choose_engine(run.engine, row_gradient, job)
+    engine = choose_engine(run.engine, source, job)
     return replace(job, rows=rows, backend=backend, engine=engine)
 
 
-def choose_engine(name: str, row_gradient: RowGradient, job: Job) -> str:
+def choose_engine(name: str, source: CoefficientSource, job: Job) -> str:
     """Choose the cheapest engine that gives the exact gradient, or the engine `name`.
 
     Raises:
         ValueError: the engine `name` cannot give this gradient.
     """
-    one_pass = not row_gradient.is_coupled
-    if row_gradient.is_expected and device_of(job.rows.positions.device).is_capturing():
-        one_pass = False  # in a CUDA graph, the comparison may not wait for the device
-    head_trains, no_gradient = any(job.needs_grad[1:]), not any(job.needs_grad)
-    if name == "auto" and job.memory.tight and head_trains:
+    if name == "auto" and job.memory.tight and any(job.needs_grad[1:]):
         return "lean"
-    serves: dict[str, Callable[[], bool]] = {
-        "score": lambda: no_gradient,
-        "frozen": lambda: (
-            not head_trains
-            and not isinstance(job.rows.topk, TopKLogps)
-            # without a gradient, this does not evaluate a user's function
-            and ((no_gradient and job.reference is None) or row_gradient.one_coefficient)
-        ),
-        "one_pass": lambda: one_pass,
-        "two_pass": lambda: True,
-        "lean": lambda: True,
-    }
     if name == "auto":
-        return next(x for x in ENGINES if serves[x]())
-    if not serves[name]():
-        needed = {
-            "score": "a call without gradient",
-            "frozen": "a frozen head, without a lora of its own, and a loss that depends on one "
-            "number per row",
-            "one_pass": "a loss of each row alone; for scores, pass expected=",
-        }
+        return next(x for x, engine in ENGINES.items() if engine.serves(source, job))
+    if not ENGINES[name].serves(source, job):
         raise ValueError(
             f"engine: expected one that gives this gradient, got {name!r}, which needs "
-            f"{needed[name]}"
+            f"{ENGINES[name].needs}"
         )
-    return "score" if no_gradient else name
+    return name if any(job.needs_grad) else "score"
 
 
-def in_range(rows: Rows, vocab: int, shard_start: int) -> Rows:
-    """Check that ids are in range, and let them start at this rank's first id.
+def in_range(rows: Rows, vocab: int) -> Rows:
+    """Check that ids are in range.
 
     On a GPU, out-of-range ids raise no error; the row's results become NaN.
 
@@ -545,7 +556,7 @@ def in_range(rows: Rows, vocab: int, shard_start: int) -> Rows:
         elif outside is not None:
             any_outside = outside.any(dim=1)
             invalid = any_outside if invalid is None else invalid | any_outside
-    return replace(rows, ids=ids, invalid=invalid, topk=topk).with_ids_from(shard_start)
+    return replace(rows, ids=ids, invalid=invalid, topk=topk)
 
 
 def _widest_part(weight: Tensor, shard: Shard | None) -> Tensor:

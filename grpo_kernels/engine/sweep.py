@@ -34,7 +34,7 @@ from grpo_kernels.backends import (
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.gemm import Product
-from grpo_kernels.engine.plan import Job, JobHead, RowGradient, Rows
+from grpo_kernels.engine.plan import CoefficientSource, Job, JobHead, Rows
 from grpo_kernels.engine.workspace import Group, device_of, divide
 from grpo_kernels.head import HeadTensors
 
@@ -56,7 +56,7 @@ class FirstPass(NamedTuple):
     coefficients: Coefficients | None = None
 
 
-def first_pass(job: Job, row_gradient: RowGradient) -> FirstPass:
+def first_pass(job: Job, source: CoefficientSource) -> FirstPass:
     """Compute the statistics of all rows and, if due now, the gradient of the live rows.
 
     Waits for the device once, to count the live rows, unless all rows are live.
@@ -65,10 +65,10 @@ def first_pass(job: Job, row_gradient: RowGradient) -> FirstPass:
         job = job.converted()
         if job.when in ("never", "later"):
             return FirstPass(sweep(job)[0])
-        n, live = len(job.rows), row_gradient.live
+        n, live = len(job.rows), source.live
         every = torch.arange(n, device=job.rows.positions.device)
         live_rows = every if live is None else indices_of(live)
-        fused_loss = job.loss_to_fuse(row_gradient)
+        fused_loss = job.loss_to_fuse(source)
         all_live = live is None or live_rows.shape[0] == n
         live_job, live_loss = job, fused_loss
         if not all_live:
@@ -78,14 +78,14 @@ def first_pass(job: Job, row_gradient: RowGradient) -> FirstPass:
         def coefficients_of(index: Index, stats: RowStats) -> Coefficients:
             if job.when == "now_unscaled":
                 return Coefficients(**{job.d_result: torch.ones_like(stats.logps)})
-            coefficients = row_gradient.coefficients_at(live_rows[index], stats)
-            if row_gradient.is_expected:  # a user's function may answer differently later
+            coefficients = source.coefficients_at(live_rows[index], stats)
+            if source.is_expected:  # a user's function may answer differently later
                 coefficients.put(live_rows[index], expected, n)
             return coefficients
 
         stats, grads = sweep(live_job, coefficients_of, fused_loss=live_loss)
         coefficients = None
-        if row_gradient.is_expected and job.when == "now":
+        if source.is_expected and job.when == "now":
             if fused_loss is not None:  # a kernel does not ask for the coefficients
                 coefficients_of(slice(None), stats)
             coefficients = Coefficients(**{job.d_result: stats.logps.new_zeros(n), **expected})

@@ -548,14 +548,13 @@ def check_loss_is_read(config: LossConfig) -> None:
         warn_once(f"max_completion_length: {_UNUSED.format(config.loss_type)}")
 
 
-def check_inputs(
-    config: LossConfig, inputs: Mapping[str, Any], *, has_reference: bool = False
-) -> None:
-    """Require the inputs that the loss reads, and no contradicting ones.
+def check_inputs(inputs: Mapping[str, Any], *, has_reference: bool = False) -> None:
+    """Check the config, and require the inputs that its loss reads, and no contradicting ones.
 
     `inputs` are the arguments of a public call by name, as passed. Not every call has all of them.
     `read_tokens` checks their shapes.
     """
+    config = inputs["config"]
     check_config(config)
     objective, kept_ids = inputs.get("objective"), inputs.get("kept_ids")
     check_objective(config, objective)
@@ -597,7 +596,7 @@ def check_inputs(
     if kept_ids is not None:
         _refuse_full_kl(config, "with kept_ids, which truncate the policy")
     if "sampling_topk_ids" in inputs:
-        _check_centering(config, inputs)
+        _check_centering(inputs)
 
 
 def _check_num_items(num_items_in_batch: Any) -> None:
@@ -615,12 +614,12 @@ def _check_num_items(num_items_in_batch: Any) -> None:
         check_number("num_items_in_batch", num_items_in_batch, 0.0, True)
 
 
-def _check_centering(config: LossConfig, inputs: Mapping[str, Any]) -> None:
+def _check_centering(inputs: Mapping[str, Any]) -> None:
     """If the call has a sampler's top-K ids, require a loss whose score they can center.
 
     That is a policy term -A w logp, where w is a constant known for every id.
     """
-    names = "sampling_topk_ids", "sampling_topk_logps"
+    config, names = inputs["config"], ("sampling_topk_ids", "sampling_topk_logps")
     absent = [name for name in names if inputs[name] is None]
     if len(absent) == 2:
         return

@@ -120,8 +120,7 @@ class PolicyLoss:
     `tests/objective/test_from_logps.py` runs this code and compares.
 
     Attributes:
-        on_policy: True without old log-probabilities: R is 0, and the policy term's gradient is
-            known unless `lacks_sampling_ratio`.
+        on_policy: True without old log-probabilities: R is 0.
         is_centered: True with a sampler's K most likely ids (score centering).
         lacks_sampling_ratio: True if the importance sampling ratio must be computed from this
             call's log-probabilities.
@@ -137,8 +136,7 @@ class PolicyLoss:
         config: LossConfig,
         tokens: Tokens,
         token_weights: Tensor,
-        *,
-        has_num_items: bool = False,
+        loss_over: str = "nothing",
     ) -> None:
         old = tokens.old_per_token_logps
         self.on_policy = old is None
@@ -147,8 +145,7 @@ class PolicyLoss:
             tokens, lacks_ratio = _with_sampling_ratio(config, tokens, old), False
         self.lacks_sampling_ratio = lacks_ratio
         self.config, self.tokens, self.token_weights = config, tokens, token_weights
-        self.definition = config.definition
-        self.loss_over = self.definition.loss_over(num_items=has_num_items)
+        self.definition, self.loss_over = config.definition, loss_over
         self.is_centered = tokens.sampling_topk_logps is not None
         self.has_entropy_gradient = config.entropy_coef != 0.0
 
@@ -165,17 +162,18 @@ class PolicyLoss:
             couples |= config.corrects_kl and config.importance_sampling_level == "sequence"
         return couples
 
+    @property
+    def _knows_policy_gradient(self) -> bool:
+        """True if the a of each token's policy term is that of `_at_ratio_one`, unless it is NaN.
+
+        So is the term, unless it is linear in logp.
+        """
+        return self.on_policy and not (self.lacks_sampling_ratio or self.is_coupled)
+
     @cached_property
     def _at_ratio_one(self) -> tuple[Tensor, Tensor, MetricInputs]:
         """`_policy_term` where every ratio is 1: its a depends on no log-probability."""
         return self._policy_term(torch.zeros_like(self.tokens.advantages), None)
-
-    @property
-    def _is_at_ratio_one(self) -> bool:
-        """True if the policy term is `_at_ratio_one`, but for logps that are not finite."""
-        if not self.on_policy or self.lacks_sampling_ratio or self.definition.is_linear:
-            return False
-        return not (self.is_coupled or self.config.couples_tokens)
 
     @property
     def one_coefficient(self) -> bool:
@@ -192,8 +190,7 @@ class PolicyLoss:
         config, tokens = self.config, self.tokens
         if config.beta != 0.0 or self.has_entropy_gradient:
             return None
-        reads_logps = self.is_coupled or self.is_centered or config.corrects_sampling
-        if self.on_policy and not reads_logps:
+        if self._knows_policy_gradient and not self.is_centered:
             return self._at_ratio_one[1] != 0
         live, gate = tokens.advantages != 0, _gate(config, tokens)
         if gate is not None:
@@ -210,7 +207,7 @@ class PolicyLoss:
         Only valid if tokens are not coupled.
         """
         logps, topk_logps = stats.logps, stats.topk_logps
-        if self.on_policy and not self.lacks_sampling_ratio:
+        if self._knows_policy_gradient:
             d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one[1][index])
             if self.config.estimates_kl:
                 no_log_ratio = LogRatio(torch.zeros_like(logps))
@@ -225,7 +222,8 @@ class PolicyLoss:
 
     def at(self, index: Tensor) -> PolicyLoss:
         """The loss of the tokens at `index` (m,), with the ratios that they have here."""
-        return PolicyLoss(self.config, self.tokens.at(index), self.token_weights[index])
+        tokens, weights = self.tokens.at(index), self.token_weights[index]
+        return PolicyLoss(self.config, tokens, weights, self.loss_over)
 
     def _d_divergence(self, index: Tensor | slice = slice(None)) -> Tensor | None:
         if not self.config.needs_reference_head:
@@ -347,7 +345,7 @@ class PolicyLoss:
 
         Without `divergences` l_t lacks beta D_t; a_t never includes it.
         """
-        if self._is_at_ratio_one:
+        if self._knows_policy_gradient and not self.definition.is_linear:
             loss, a, at_one = self._at_ratio_one
             is_nan = torch.isnan(logps)
             loss, a = loss + (logps - logps), torch.where(is_nan, logps, a)
