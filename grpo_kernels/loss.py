@@ -103,9 +103,9 @@ from grpo_kernels.engine.plan import (
     Job,
     Rows,
     Run,
+    call_heads,
     check_run,
     checked_on_all_ranks,
-    dtype_and_memory,
     plan,
 )
 from grpo_kernels.engine.sweep import first_pass
@@ -297,8 +297,8 @@ def grpo_loss(
         check_ids("completion_ids", completion_ids, hidden)
 
         # the tokens that count, and their loss
-        dtype, memory = dtype_and_memory(hidden, head, run, reference_model)
-        tokens = _tokens(completion_ids, dtype, arguments)
+        heads = call_heads(hidden, head, run, reference_model)
+        tokens = _tokens(completion_ids, heads.dtype, arguments)
         rows = Rows.of(completion_ids, tokens.layout.positions, 1.0 / config.temperature)
         if sampling_topk_ids is not None:
             check_topk("sampling_topk_ids", sampling_topk_ids, hidden, sampling_topk_logps)
@@ -310,7 +310,7 @@ def grpo_loss(
         if kept_ids is not None or on_missing_set != "error":
             sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
         source = token_loss if sets is None else None
-        job = plan(hidden, head, rows, run, memory, ranks, source, reference=reference_model)
+        job = plan(heads, rows, run, ranks, source)
     if sets is not None:
         return _loss_over_sets(job, run, sets, token_loss, arguments)
 

@@ -42,8 +42,8 @@ from grpo_kernels.engine.kept import score_kept
 from grpo_kernels.engine.plan import (
     Rows,
     Run,
+    call_heads,
     checked_on_all_ranks,
-    dtype_and_memory,
     plan,
 )
 from grpo_kernels.engine.topk import TopKLogps, TopKTeacher, check_topk
@@ -159,7 +159,8 @@ def linear_logps(
         _check_requested(arguments)
         hidden, head, _ = read_heads(hidden, head)
         check_ids("completion_ids", completion_ids, hidden)
-        dtype, memory = dtype_and_memory(hidden, head, run)
+        heads = call_heads(hidden, head, run)
+        dtype = heads.dtype
         rows = _read_rows(dtype, completion_ids, completion_mask, temperature)
 
         def expected_at(positions: Tensor) -> ExpectedGradient:
@@ -174,7 +175,7 @@ def linear_logps(
             ids = topk_ids.detach().flatten(0, -2)[rows.positions]
             rows = replace(rows, topk=TopKLogps.of(ids, rows.ids)[0])
         job = plan(
-            hidden, head, rows, run, memory, ranks, gradient if sets is None else None,
+            heads, rows, run, ranks, gradient if sets is None else None,
             entropy=bool(entropy), extras=tuple(extras),
         )  # fmt: skip
     if sets is None:
@@ -265,16 +266,14 @@ def linear_divergence(
         hidden, head, teacher_model = read_heads(hidden, head, teacher_model)
         if completion_ids is not None:
             check_ids("completion_ids", completion_ids, hidden)
-        dtype, memory = dtype_and_memory(hidden, head, run, teacher_model)
+        heads = call_heads(hidden, head, run, teacher_model)
+        dtype = heads.dtype
         ids = _no_ids(hidden) if completion_ids is None else completion_ids
         rows = _read_rows(dtype, ids, completion_mask, temperature)
         gradient = read_expected_divergence(
             expected, hidden, completion_ids, rows.positions, dtype, entropy=entropy
         )
-        job = plan(
-            hidden, head, rows, run, memory, ranks, gradient,
-            reference=teacher_model, jsd_beta=jsd_beta, entropy=entropy,
-        )  # fmt: skip
+        job = plan(heads, rows, run, ranks, gradient, jsd_beta=jsd_beta, entropy=entropy)
     has_ids = completion_ids is not None
     return Scores(**run_scores(job, gradient, hidden.shape[:-1], has_ids=has_ids))
 
@@ -347,7 +346,8 @@ def topk_divergence(
         hidden, head, _ = read_heads(hidden, head)
         check_topk("teacher_ids", teacher_ids, hidden, teacher_logps)
         warn_of_graph("teacher_logps", teacher_logps)
-        dtype, memory = dtype_and_memory(hidden, head, run)
+        heads = call_heads(hidden, head, run)
+        dtype = heads.dtype
         rows = _read_rows(dtype, _no_ids(hidden), completion_mask, temperature)
         d_divergence = read_d_result("expected", expected, hidden, rows.positions, dtype)
         gradient = ExpectedGradient(Coefficients(d_divergence=d_divergence))
@@ -361,7 +361,7 @@ def topk_divergence(
         has_tail = topk.least_tail is not None and ids.shape[1] < head.weight.shape[0]
         check_masses("teacher_logps", topk.logps, has_tail=has_tail)
         rows = replace(rows, topk=topk)
-        job = plan(hidden, head, rows, run, memory, ranks, gradient, entropy=False)
+        job = plan(heads, rows, run, ranks, gradient, entropy=False)
     return Scores(**run_scores(job, gradient, hidden.shape[:-1], has_ids=False))
 
 

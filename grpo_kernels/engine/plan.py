@@ -419,41 +419,40 @@ def checked_on_all_ranks(
         raise
 
 
-def dtype_and_memory(
+class CallHeads(NamedTuple):
+    """What a call's heads need and what the device has for them, before the call waits for it."""
+
+    models: list[tuple[StatesAndHead, torch.dtype]]  # with the dtype of their products' operands
+    needs_grad: HeadTensors
+    memory: Memory
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the call's statistics and per-token inputs."""
+        return accumulator_of(self.models[0][1])
+
+
+def call_heads(
     hidden: Tensor, head: Head, run: Run, reference: StatesAndHead | None = None
-) -> tuple[torch.dtype, Memory]:
-    """The dtype of a call's statistics and per-token inputs, and what the device's memory allows.
-
-    Ask before the call waits for the device; after the wait, the device would idle meanwhile.
-    """
-    models = _with_dtypes(hidden, head, reference)
-    weights = [(model.head.weight, dtype) for model, dtype in models]
-    memory = free_memory(weights, hidden, needs_grad_of(hidden, head), run.workspace_bytes)
-    return accumulator_of(models[0][1]), memory
-
-
-def _with_dtypes(
-    hidden: Tensor, head: Head, reference: StatesAndHead | None
-) -> list[tuple[StatesAndHead, torch.dtype]]:
-    """The call's models, each with the dtype of its products' operands."""
+) -> CallHeads:
+    """Ask what a call's checked heads need; after a wait, the device would idle meanwhile."""
     dtype = operand_dtype_of(hidden, head.weight)
     models = [(StatesAndHead(hidden, head), dtype)]
     if reference is not None:
         reference_dtype = operand_dtype_of(reference.hidden, reference.head.weight, dtype)
         models.append((reference, reference_dtype))
-    return models
+    needs_grad, weights = needs_grad_of(hidden, head), [(x.head.weight, y) for x, y in models]
+    memory = free_memory(weights, hidden, needs_grad, run.workspace_bytes)
+    return CallHeads(models, needs_grad, memory)
 
 
 def plan(
-    hidden: Tensor,
-    head: Head,
+    heads: CallHeads,
     rows: Rows,
     run: Run,
-    memory: Memory,
     ranks: Ranks | None,
     source: CoefficientSource | None,
     *,
-    reference: StatesAndHead | None = None,
     jsd_beta: float = 1.0,
     entropy: bool = True,
     extras: tuple[str, ...] = (),
@@ -462,22 +461,21 @@ def plan(
 
     Args:
         rows: rows with ids of the whole vocabulary.
-        memory: from `dtype_and_memory`.
         ranks: the ranks of a sharded head, which compare their calls here.
-        source: the engine is chosen for it. None over kept sets: `with_engine` plans the
-            rest.
+        source: the engine is chosen for it. None over kept sets: `with_engine` plans the rest.
         jsd_beta, entropy, extras: as in `Job`.
     """
-    needs_grad, models = needs_grad_of(hidden, head), _with_dtypes(hidden, head, reference)
+    models, needs_grad, memory = heads
     for model, dtype in models:
         _warn_if_promoted(model, dtype)
     shard = None
     if ranks is not None:
+        (hidden, head, _), dtype = models[0]
         values = {
-            **_compared(hidden, head, reference, rows, run),
+            **_compared([model for model, _ in models], rows, run),
             "gradients wanted": [bool(x) for x in needs_grad],
             "dtype of the products": [dtype for _, dtype in models],
-            "backend that serves": choose_backend(run.backend, hidden.device, models[0][1]).name,
+            "backend that serves": choose_backend(run.backend, hidden.device, dtype).name,
         }
         shard, memory = ranks.agree(values, head, memory)
         own_ids = shard.sizes[shard.rank]
@@ -572,17 +570,16 @@ def _transform(head: Head, dtype: torch.dtype) -> LogitTransform:
     return LogitTransform(head.logit_scale, cap, rounded_to=dtype if rounds else None)
 
 
-def _compared(
-    hidden: Tensor, head: Head, reference: StatesAndHead | None, rows: Rows, run: Run
-) -> dict[str, Any]:
+def _compared(models: list[StatesAndHead], rows: Rows, run: Run) -> dict[str, Any]:
     """The arguments that `plan` reads and that must agree between the ranks of a sharded head."""
-    # without rows, since their number may differ
-    head, reference = map_tensors(lambda x: x[:0], (replace(head, process_group=None), reference))
+    # heads without rows, since their number may differ
+    alike = tuple(x._replace(head=replace(x.head, process_group=None)) for x in models)
+    (_, head, _), *references = map_tensors(lambda x: x[:0], alike)
     return {
         **{x.name: getattr(head, x.name) for x in fields(Head)},
         **{x: getattr(run, x) for x in ("engine", "backend", "workspace_bytes")},
-        "reference": reference and (reference.hidden, replace(reference.head, process_group=None)),
-        "hidden": hidden,
+        "reference": tuple((x.hidden, x.head) for x in references),
+        "hidden": models[0].hidden,
         "counted tokens": len(rows),
     }
 
