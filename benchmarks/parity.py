@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.machine import ROOT
 from grpo_kernels.commands.scripts import LOSS_FLOOR, METRIC_FLOOR, difference
-from grpo_kernels.objective.losses import LOSSES
+from grpo_kernels.objective.loss_types import LOSSES
 
 TOLERANCE = 1e-5
 LOSS_TYPES = [name for name in LOSSES if name != "gmpo"]  # which has a trainer of its own in TRL

@@ -43,7 +43,7 @@ LossStats<T> token_loss_stats(const LossConstants<T>& c, const Token<T>& token, 
     stats.loss = logp - logp;  // NaN without a finite log-probability: nothing else makes it NaN
     if (c.is_linear) stats.loss += times_or_zero(logp, token.d_policy);
   } else {
-    Surrogated<T> s = surrogate(c.surrogate, log_ratio, token.advantage, logp, c.constants);
+    SurrogateTerms<T> s = surrogate(c.surrogate, log_ratio, token.advantage, logp, c.constants);
     if (c.has_gate) {
       s = {times_or_zero(s.loss, token.gate), times_or_zero(s.d_log_ratio, token.gate),
            times_or_zero(s.d_logp_at_fixed_ratio, token.gate)};
@@ -52,7 +52,7 @@ LossStats<T> token_loss_stats(const LossConstants<T>& c, const Token<T>& token, 
     stats.d_logp = token.weight * s.d_log_ratio + token.weight * s.d_logp_at_fixed_ratio;
   }
   if (c.estimator != Estimator::none) {
-    const Estimated<T> estimate = estimate_kl(c.estimator, logp, token.ref);
+    const KlTerms<T> estimate = estimate_kl(c.estimator, logp, token.ref);
     T d_kl = estimate.d_kl;
     stats.kl = estimate.kl;
     if (c.corrects_kl) {

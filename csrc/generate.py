@@ -83,7 +83,7 @@ def header(source: str) -> str:
     for name in table(source, "HELPERS"):
         lines += [*function(functions[name], "T", callees), ""]
         callees.add(name)
-    for names, result in ((surrogates, "Surrogated<T>"), (estimators, "Estimated<T>")):
+    for names, result in ((surrogates, "SurrogateTerms<T>"), (estimators, "KlTerms<T>")):
         for name in names:
             lines += [*function(functions[name], result, callees), ""]
     lines += [
@@ -91,12 +91,13 @@ def header(source: str) -> str:
         f"enum class Estimator : int64_t {{ none, {', '.join(estimators)} }};",
         f"constexpr const char* kSurrogates[] = {{{quoted(['none', *surrogates])}}};",
         f"constexpr const char* kEstimators[] = {{{quoted(['none', *estimators])}}};",
-        f"constexpr int64_t kConstants[] = {{{', '.join(map(str, [0, *counts]))}}};",
+        f"constexpr int64_t kConstantCounts[] = {{{', '.join(map(str, [0, *counts]))}}};",
         f"constexpr int64_t kMostConstants = {max(counts)};",
         "",
         "// `c` are the surrogate's constants.",
         "template <class T>",
-        "Surrogated<T> surrogate(Surrogate which, T log_ratio, T advantage, T logp, const T* c) {",
+        "SurrogateTerms<T> surrogate(Surrogate which, T log_ratio, T advantage, T logp, "
+        "const T* c) {",
         "  switch (which) {",
     ]
     for name, count in zip(surrogates, counts, strict=True):
@@ -107,7 +108,7 @@ def header(source: str) -> str:
     lines += ["    case Surrogate::none: break;", "  }", "  return {NAN, NAN, NAN};", "}", ""]
     lines += [
         "template <class T>",
-        "Estimated<T> estimate_kl(Estimator which, T logp, T ref) {",
+        "KlTerms<T> estimate_kl(Estimator which, T logp, T ref) {",
         "  switch (which) {",
     ]
     lines += [f"    case Estimator::{name}: return {name}(logp, ref);" for name in estimators]

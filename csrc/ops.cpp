@@ -185,8 +185,8 @@ void fused(ROWS_IN, REFERENCE_IN, const MaybeTensor& advantages, const MaybeTens
            const MaybeTensor& sum_k, const MaybeTensor& reference_max_logit, const MaybeTensor& reference_log_sum,
            const MaybeTensor& out) {
   const int64_t surrogate = place_of(surrogate_name, kSurrogates), estimator = place_of(estimator_name, kEstimators);
-  STD_TORCH_CHECK(static_cast<int64_t>(constants.size()) == kConstants[surrogate], "constants: expected ",
-                  kConstants[surrogate], " for this surrogate");
+  STD_TORCH_CHECK(static_cast<int64_t>(constants.size()) == kConstantCounts[surrogate], "constants: expected ",
+                  kConstantCounts[surrogate], " for this surrogate");
   with_chunk(ROWS_GIVEN, REFERENCE_GIVEN, [&](const auto& chunk) {
     using T = typename std::decay_t<decltype(chunk)>::Scalar;
     const int64_t n = chunk.n;

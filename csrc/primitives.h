@@ -45,13 +45,13 @@ T sigmoid(T x) {
 
 // loss, d loss / d R, and d loss / d logp with R held fixed
 template <class T>
-struct Surrogated {
+struct SurrogateTerms {
   T loss, d_log_ratio, d_logp_at_fixed_ratio;
 };
 
 // KL(policy || reference), its derivative in logp, and kl + d_kl, the derivative of r * kl divided by r
 template <class T>
-struct Estimated {
+struct KlTerms {
   T kl, d_kl, d_corrected;
 };
 

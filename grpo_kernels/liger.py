@@ -21,8 +21,8 @@ from grpo_kernels.base.distributed import all_reduce
 from grpo_kernels.base.tensors import sequence_means
 from grpo_kernels.engine.plan import Run
 from grpo_kernels.head import Head
+from grpo_kernels.head_module import gather_of
 from grpo_kernels.loss import grpo_loss
-from grpo_kernels.module import gather_of
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.patching import Patches, needed, parameter_names
 from grpo_kernels.scores import linear_logps

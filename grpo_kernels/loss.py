@@ -1,7 +1,7 @@
 """The GRPO family of losses, computed from hidden states or from given log-probabilities.
 
 `grpo_loss` with the engine one_pass, step by step. With old_per_token_logps as `old`, advantages as
-A, and w one weight per token (the loss type's normalizer, objective/losses.py), the loss is::
+A, and w one weight per token (the loss type's normalizer, objective/loss_types.py), the loss is::
 
     R    = logps - old                                                    objective/policy.py
     l    = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A)        backends/formulas.py
@@ -11,7 +11,7 @@ A, and w one weight per token (the loss type's normalizer, objective/losses.py),
 
 and its forward and backward are::
 
-    a module as the head: its parameters, within its hooks                module.py
+    a module as the head: its parameters, within its hooks                head_module.py
     tokens = the positions that count                                     tokens.py
     engine = the cheapest that gives this loss its exact gradient         engine/plan.py
     for each chunk of rows, before autograd knows of the call:            engine/sweep.py
@@ -45,7 +45,7 @@ and b depend on other tokens (`PolicyLoss.is_coupled`): ratios per sequence, suc
 old log-probabilities, and masks that compare tokens, such as the top-entropy mask. With GSPO::
 
     for each chunk of rows: logits, then logps and entropies              engine/sweep.py
-    R    = mean over the sequence of logps - old                          objective/losses.py
+    R    = mean over the sequence of logps - old                          objective/loss_types.py
     a, b = d loss / d logps, through R of the sequence                    objective/policy.py
     statistics, a and b are saved                                         engine/autograd.py
 
@@ -111,8 +111,8 @@ from grpo_kernels.engine.plan import (
 from grpo_kernels.engine.sweep import first_pass
 from grpo_kernels.engine.topk import TopKLogps, check_topk
 from grpo_kernels.head import HeadLike, is_module, read_heads
+from grpo_kernels.head_module import read_reference, within_module
 from grpo_kernels.kept_ids import KeptIds, read_kept_ids
-from grpo_kernels.module import read_reference, within_module
 from grpo_kernels.objective.config import (
     FIELDS,
     LossConfig,
@@ -121,8 +121,8 @@ from grpo_kernels.objective.config import (
     check_kind,
     check_names,
     check_objective,
-    config_with_fields,
     warn_of_inputs,
+    with_fields,
 )
 from grpo_kernels.objective.custom import CustomLoss, PerTokenLoss
 from grpo_kernels.objective.expected import Expectation, expectation_of, read_expected
@@ -282,8 +282,7 @@ def grpo_loss(
             (ids, signs of log-probabilities, ratios, NaN) are checked on a CPU only. On a GPU, an
             id outside [0, V) or a NaN at a counted position makes the loss NaN.
     """
-    arguments = {**locals()}  # by name, as passed
-    config = config_with_fields(arguments, "grpo_loss")
+    config, arguments = with_fields({**locals()}, "grpo_loss")  # by name, as passed
     if is_module(head):
         return within_module(grpo_loss, arguments)
     with checked_on_all_ranks("grpo_loss", arguments) as (head, run, ranks):
@@ -322,7 +321,7 @@ def grpo_loss(
         if isinstance(token_loss, CustomLoss):
             token_loss.check_chunks(evaluation.coefficients)
         # tokens whose gradient is computed: in the loop above, or in the backward
-        gradient_count: int | Tensor = 0 if first.live_rows is None else len(first.live_rows)
+        gradient_count: int | Tensor = 0 if first.grad_rows is None else len(first.grad_rows)
         if job.when == "later":
             gradient_count = evaluation.has_gradient.sum()
         metrics = loss_metrics(token_loss, logps, entropies, evaluation, gradient_count)
@@ -332,6 +331,102 @@ def grpo_loss(
     )
     results = for_reading(loss, tokens.layout, logps, entropies)
     return LossOutput(loss, *results, metrics, job.engine, job.backend.name)
+
+
+LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+_TOKEN_INPUTS = (*LOGPS, "importance_sampling_ratio", "cu_seqlens")
+# In the helpers below, `arguments` are the arguments of a public call by name, as passed.
+
+
+def _tokens(like: Tensor, dtype: torch.dtype, arguments: Mapping[str, Any]) -> Tokens:
+    """Check and select the tokens that count; warn of inputs that nothing reads."""
+    inputs = {name: arguments[name] for name in _TOKEN_INPUTS}
+    mask, advantages = arguments["completion_mask"], arguments["advantages"]
+    tokens = read_tokens(like, mask, advantages, dtype, **inputs)
+    for name in LOGPS:
+        check_logps(name, getattr(tokens, name))
+    check_finite("advantages", tokens.advantages)
+    check_ratios("importance_sampling_ratio", tokens.importance_sampling_ratio)
+    for name in ("advantages", *LOGPS, "importance_sampling_ratio"):
+        way_out = ", and train a value function by its own loss" if name == "advantages" else ""
+        warn_of_graph(name, arguments[name], way_out)
+    warn_of_inputs(tokens, arguments)
+    return tokens
+
+
+def _with_topk(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tuple[Rows, Tokens]:
+    """Add the sampler's most likely ids (..., K), and their log-probabilities."""
+    ids, logps = (x.detach().flatten(0, -2)[rows.positions] for x in (ids, logps))
+    # an entry that is -inf, or that repeats an earlier id, is padding
+    ids = ids.masked_fill(logps == -torch.inf, -1)
+    topk, padding = TopKLogps.of(ids, rows.ids, "sampling_topk_ids")
+    logps = logps.to(tokens.advantages.dtype).masked_fill(padding, -torch.inf)
+    check_masses("sampling_topk_logps", logps)
+    return replace(rows, topk=topk), replace(tokens, sampling_topk_logps=logps)
+
+
+def _token_loss(
+    config: LossConfig,
+    objective: PerTokenLoss | None,
+    tokens: Tokens,
+    num_items_in_batch: float | Tensor | None,
+    *,
+    has_entropies: bool = True,
+) -> PolicyLoss | CustomLoss:
+    """The loss that `config` describes, or the custom one."""
+    w = config.definition.token_weights(
+        tokens.layout, num_items_in_batch, config.max_completion_length, tokens.advantages.dtype
+    )
+    loss_over = config.definition.loss_over(num_items=num_items_in_batch is not None)
+    config_loss = PolicyLoss(config, tokens, w, loss_over)
+    if objective is None:
+        return config_loss
+    return CustomLoss(objective, tokens, config_loss, has_entropies=has_entropies)
+
+
+def _loss_over_sets(
+    job: Job,
+    run: Run,
+    sets: KeptIds,
+    token_loss: PolicyLoss | CustomLoss,
+    arguments: Mapping[str, Any],
+) -> LossOutput:
+    """The loss of log-probabilities over kept sets, for the planned rows."""
+    ids, on_missing_set = arguments["completion_ids"], arguments["on_missing_set"]
+    over_vocab = expectation_of(token_loss) if on_missing_set == "full" else None
+    scores, set_metrics = score_kept(
+        job, run, sets, ids, on_missing_set,
+        lambda positions: read_expected(
+            over_vocab, ids, positions, job.accumulator_dtype, entropy=True
+        ),
+        other_logps={name: arguments[name] for name in LOGPS},
+    )  # fmt: skip
+    out = _loss_of_logps(token_loss, scores["logps"], scores["entropies"], "kept_sets")
+    return replace(out, metrics=out.metrics.with_pairs({**out.metrics.pairs, **set_metrics}))
+
+
+def _loss_of_logps(
+    token_loss: PolicyLoss | CustomLoss, logps: Tensor, entropies: Tensor, engine: str
+) -> LossOutput:
+    """The loss, differentiable in `logps` and `entropies`, both (B, T) or (N,)."""
+    layout, dtype = token_loss.tokens.layout, token_loss.tokens.advantages.dtype
+
+    def counted(x: Tensor) -> Tensor:
+        return x.detach().reshape(-1)[layout.positions].to(dtype)
+
+    numbers = counted(logps), counted(entropies)
+    evaluation = token_loss.evaluate(stats_of(*numbers))
+    d_logp, d_entropy, *_ = evaluation.coefficients
+    reads_entropies = d_entropy is not None and torch.is_grad_enabled()
+    if reads_entropies and logps.requires_grad and not entropies.requires_grad:
+        warn_once(
+            "entropies: the loss has a gradient in them, but they have no graph, so this gradient "
+            "is lost; do not detach them, and compute them with gradient, as linear_logps does"
+        )
+    loss = LossFromLogps.apply(logps, entropies, evaluation.loss, d_logp, d_entropy, layout)
+    metrics = loss_metrics(token_loss, *numbers, evaluation, evaluation.has_gradient.sum())
+    results = for_reading(loss, layout, *numbers)
+    return LossOutput(loss, *results, metrics, engine, "torch")
 
 
 _OWN_ARGUMENTS = ("config", "objective", "run")  # of `GRPOLoss` itself, besides the fields
@@ -515,8 +610,7 @@ def policy_loss_from_logps(
         TypeError, ValueError: a wrong argument; the message names it.
         RuntimeError: the loss was differentiated twice.
     """
-    arguments = {**locals()}
-    config = config_with_fields(arguments, "policy_loss_from_logps")
+    config, arguments = with_fields({**locals()}, "policy_loss_from_logps")
     check_inputs(arguments)
     if "temperature" in fields:
         warn_once("temperature: not used, since logps include it; pass it where you compute them")
@@ -586,99 +680,3 @@ def policy_expectation(
     tokens = read_tokens(completion_mask, completion_mask, advantages, torch.float32, **inputs)
     token_loss = _token_loss(config, None, tokens, num_items_in_batch)
     return expectation_of(token_loss)
-
-
-LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
-_TOKEN_INPUTS = (*LOGPS, "importance_sampling_ratio", "cu_seqlens")
-# In the helpers below, `arguments` are the arguments of a public call by name, as passed.
-
-
-def _tokens(like: Tensor, dtype: torch.dtype, arguments: Mapping[str, Any]) -> Tokens:
-    """Check and select the tokens that count; warn of inputs that nothing reads."""
-    inputs = {name: arguments[name] for name in _TOKEN_INPUTS}
-    mask, advantages = arguments["completion_mask"], arguments["advantages"]
-    tokens = read_tokens(like, mask, advantages, dtype, **inputs)
-    for name in LOGPS:
-        check_logps(name, getattr(tokens, name))
-    check_finite("advantages", tokens.advantages)
-    check_ratios("importance_sampling_ratio", tokens.importance_sampling_ratio)
-    for name in ("advantages", *LOGPS, "importance_sampling_ratio"):
-        way_out = ", and train a value function by its own loss" if name == "advantages" else ""
-        warn_of_graph(name, arguments[name], way_out)
-    warn_of_inputs(tokens, arguments)
-    return tokens
-
-
-def _with_topk(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tuple[Rows, Tokens]:
-    """Add the sampler's most likely ids (..., K), and their log-probabilities."""
-    ids, logps = (x.detach().flatten(0, -2)[rows.positions] for x in (ids, logps))
-    # an entry that is -inf, or that repeats an earlier id, is padding
-    ids = ids.masked_fill(logps == -torch.inf, -1)
-    topk, padding = TopKLogps.of(ids, rows.ids, "sampling_topk_ids")
-    logps = logps.to(tokens.advantages.dtype).masked_fill(padding, -torch.inf)
-    check_masses("sampling_topk_logps", logps)
-    return replace(rows, topk=topk), replace(tokens, sampling_topk_logps=logps)
-
-
-def _token_loss(
-    config: LossConfig,
-    objective: PerTokenLoss | None,
-    tokens: Tokens,
-    num_items_in_batch: float | Tensor | None,
-    *,
-    has_entropies: bool = True,
-) -> PolicyLoss | CustomLoss:
-    """The loss that `config` describes, or the custom one."""
-    w = config.definition.token_weights(
-        tokens.layout, num_items_in_batch, config.max_completion_length, tokens.advantages.dtype
-    )
-    loss_over = config.definition.loss_over(num_items=num_items_in_batch is not None)
-    config_loss = PolicyLoss(config, tokens, w, loss_over)
-    if objective is None:
-        return config_loss
-    return CustomLoss(objective, tokens, config_loss, has_entropies=has_entropies)
-
-
-def _loss_over_sets(
-    job: Job,
-    run: Run,
-    sets: KeptIds,
-    token_loss: PolicyLoss | CustomLoss,
-    arguments: Mapping[str, Any],
-) -> LossOutput:
-    """The loss of log-probabilities over kept sets, for the planned rows."""
-    ids, on_missing_set = arguments["completion_ids"], arguments["on_missing_set"]
-    over_vocab = expectation_of(token_loss) if on_missing_set == "full" else None
-    scores, set_metrics = score_kept(
-        job, run, sets, ids, on_missing_set,
-        lambda positions: read_expected(
-            over_vocab, ids, positions, job.accumulator_dtype, entropy=True
-        ),
-        other_logps={name: arguments[name] for name in LOGPS},
-    )  # fmt: skip
-    out = _loss_of_logps(token_loss, scores["logps"], scores["entropies"], "kept_sets")
-    return replace(out, metrics=out.metrics.with_pairs({**out.metrics.pairs, **set_metrics}))
-
-
-def _loss_of_logps(
-    token_loss: PolicyLoss | CustomLoss, logps: Tensor, entropies: Tensor, engine: str
-) -> LossOutput:
-    """The loss, differentiable in `logps` and `entropies`, both (B, T) or (N,)."""
-    layout, dtype = token_loss.tokens.layout, token_loss.tokens.advantages.dtype
-
-    def counted(x: Tensor) -> Tensor:
-        return x.detach().reshape(-1)[layout.positions].to(dtype)
-
-    numbers = counted(logps), counted(entropies)
-    evaluation = token_loss.evaluate(stats_of(*numbers))
-    d_logp, d_entropy, *_ = evaluation.coefficients
-    reads_entropies = d_entropy is not None and torch.is_grad_enabled()
-    if reads_entropies and logps.requires_grad and not entropies.requires_grad:
-        warn_once(
-            "entropies: the loss has a gradient in them, but they have no graph, so this gradient "
-            "is lost; do not detach them, and compute them with gradient, as linear_logps does"
-        )
-    loss = LossFromLogps.apply(logps, entropies, evaluation.loss, d_logp, d_entropy, layout)
-    metrics = loss_metrics(token_loss, *numbers, evaluation, evaluation.has_gradient.sum())
-    results = for_reading(loss, layout, *numbers)
-    return LossOutput(loss, *results, metrics, engine, "torch")

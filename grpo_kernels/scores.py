@@ -48,8 +48,8 @@ from grpo_kernels.engine.plan import (
 )
 from grpo_kernels.engine.topk import TopKLogps, TopKTeacher, check_topk
 from grpo_kernels.head import Head, HeadLike, StatesAndHead, is_module, read_heads
+from grpo_kernels.head_module import read_reference, within_module
 from grpo_kernels.kept_ids import KeptIds, read_kept_ids
-from grpo_kernels.module import read_reference, within_module
 from grpo_kernels.objective.expected import (
     Expectation,
     Expected,

@@ -55,7 +55,7 @@ REACHES["commands"] = {*REACHES["trl"], "trl"}
 FILES_OF = {name: {name} for name in REACHES} | {
     "objective": {"objectives", "presets", "testing"},
     "tokens": {"tokens", "kept_ids"},
-    "head": {"head", "module"},
+    "head": {"head", "head_module"},
     "calls": {"loss", "results", "scores", "typing"},
     "verl": {"verl_plugin"},
     "commands": {"__main__"},

@@ -13,7 +13,7 @@ from grpo_kernels import backends
 from grpo_kernels.backends import Chunk, FusedLoss, LogitTransform
 from grpo_kernels.backends.triton_rows import divergence, fused, grad, reduce
 from grpo_kernels.backends.triton_rows.device import RowConfig
-from grpo_kernels.objective import losses
+from grpo_kernels.objective import loss_types
 from grpo_kernels.objective.config import LossConfig
 
 N, V, H = 4, 151936, 4096
@@ -32,7 +32,7 @@ class Loss(NamedTuple):
 
     def of_rows(self, numbers: Callable[[], Tensor]) -> FusedLoss:
         on_policy = self.surrogate in ("constant", "linear")
-        constants = {x.surrogate: x.constants(LossConfig()) for x in losses.LOSSES.values()}
+        constants = {x.surrogate: x.constants(LossConfig()) for x in loss_types.LOSSES.values()}
         return FusedLoss(
             surrogate=None if on_policy else self.surrogate,
             constants=constants.get(self.surrogate, ()), kl_estimator=self.kl,

@@ -36,7 +36,7 @@ from grpo_kernels.body.layout import (
     takes,
     text_config,
 )
-from grpo_kernels.module import adapters_of, foreign_hook, rank_groups
+from grpo_kernels.head_module import adapters_of, foreign_hook, rank_groups
 
 _logger = logging.getLogger(__name__)
 

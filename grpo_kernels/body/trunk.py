@@ -45,7 +45,7 @@ from grpo_kernels.body.layout import (
     run_layout,
 )
 from grpo_kernels.body.trial import Exactness, described, joins_sequences
-from grpo_kernels.module import rank_groups
+from grpo_kernels.head_module import rank_groups
 from grpo_kernels.patching import forward_name, replaced
 
 MODES: tuple[Any, ...] = get_args(BatchLayout)

@@ -150,7 +150,7 @@ class LossWithGradient(torch.autograd.Function):
             save(ctx, job, (first.stats.for_gradient(), coefficients), projects=True)
         else:
             d_logp = coefficients.d_logp if job.when == "now_unscaled" else None
-            save(ctx, job, (first.grads, first.live_rows, d_logp), projects=False)
+            save(ctx, job, (first.grads, first.grad_rows, d_logp), projects=False)
         return loss.clone()  # the copy joins the graph, `loss` must not
 
     @staticmethod
@@ -160,12 +160,12 @@ class LossWithGradient(torch.autograd.Function):
             stats, coefficients = needed
             coefficients = map_tensors(d_loss.mul, coefficients)
             with job.gather():
-                grads, live_rows = second_pass(job, stats, coefficients)
+                grads, grad_rows = second_pass(job, stats, coefficients)
             factor = None
         else:
-            grads, live_rows, d_logp = needed
-            factor = d_loss if d_logp is None else d_loss * d_logp[live_rows, None]
-        gradients = _input_gradients(ctx.shapes_and_dtypes, job, grads, live_rows, factor)
+            grads, grad_rows, d_logp = needed
+            factor = d_loss if d_logp is None else d_loss * d_logp[grad_rows, None]
+        gradients = _input_gradients(ctx.shapes_and_dtypes, job, grads, grad_rows, factor)
         return *[None] * 4, *gradients
 
 
@@ -294,19 +294,19 @@ def _scores_gradient(
 
     `upstream` holds the gradient (N,) of each result.
     """
-    rows, stats, stored, live_rows = job.rows, first.stats, first.grads, first.live_rows
+    rows, stats, stored, grad_rows = job.rows, first.stats, first.grads, first.grad_rows
     upstream = map_tensors(lambda x: x[rows.positions].to(job.accumulator_dtype), upstream)
     d_result = getattr(upstream, job.d_result)
     if d_result is None:
         d_result = stats.logps.new_zeros(len(rows))
         upstream = upstream._replace(**{job.d_result: d_result})
-    if stored is None or live_rows is None:  # later
+    if stored is None or grad_rows is None:  # later
         return *second_pass(job, stats, upstream), None
     if job.when == "now_unscaled":  # of the result's coefficient nothing is left, in these rows
-        factor = d_result[live_rows, None]
-        remainder = upstream._replace(**{job.d_result: d_result.index_fill(0, live_rows, 0.0)})
+        factor = d_result[grad_rows, None]
+        remainder = upstream._replace(**{job.d_result: d_result.index_fill(0, grad_rows, 0.0)})
         alone = all(x is None or x is d_result for x in upstream)
-        complete = alone and live_rows.shape[0] == len(rows)  # then no check waits for the device
+        complete = alone and grad_rows.shape[0] == len(rows)  # then no check waits for the device
         any_left = not complete and check_remainder(remainder, upstream)[0]
     else:  # now: the expected gradient is stored
         assert first.coefficients is not None
@@ -316,13 +316,13 @@ def _scores_gradient(
             warn_once(WRONG_EXPECTATION)
             return *second_pass(job, stats, upstream), None
     if not any_left:
-        return stored, live_rows, factor
+        return stored, grad_rows, factor
     rest, rest_rows = second_pass(job, stats, remainder)
     if job.when == "now" and 2 * len(rest_rows) > len(rows):
         warn_once(WRONG_EXPECTATION)
     scaled = map_tensors(lambda x: _scaled(x, factor, x.dtype, job.backend), stored)
     ratio = ratio_at(upstream, remainder, rest_rows)
-    total = _merge(scaled, live_rows, rest, rest_rows, len(rows), ratio)
+    total = _merge(scaled, grad_rows, rest, rest_rows, len(rows), ratio)
     return total, torch.arange(len(rows), device=rows.positions.device), None
 
 
@@ -334,17 +334,17 @@ def second_pass(
     Projects the logits of these rows again. Waits for the device once, to count the rows. At least
     one coefficient is not None.
     """
-    live_rows, coefficients = _nonzero(coefficients)
-    job = job.at(live_rows)
+    grad_rows, coefficients = _nonzero(coefficients)
+    job = job.at(grad_rows)
     if coefficients.d_divergence is None:  # then the gradient does not need the reference
         job = replace(job, reference=None)
-    stats, coefficients = take((stats, coefficients), live_rows)
+    stats, coefficients = take((stats, coefficients), grad_rows)
     if job.order == "slices":
-        return sweep_slices(job, stats, coefficients), live_rows
+        return sweep_slices(job, stats, coefficients), grad_rows
     job = job.converted()
     _, grads = sweep(job, lambda index, _: take(coefficients, index), known_stats=stats)
     assert grads is not None
-    return grads, live_rows
+    return grads, grad_rows
 
 
 def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
@@ -487,12 +487,12 @@ def _input_gradients(
     shapes_and_dtypes: HeadTensors,
     job: Job,
     grads: HeadTensors,
-    live_rows: Tensor,
+    grad_rows: Tensor,
     factor: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients times `factor`, () or (m, 1), each rounded once, in the shapes of the inputs.
 
-    Row i of a gradient belongs to row ``live_rows[i]`` of the call. With a sharded head, each rank
+    Row i of a gradient belongs to row ``grad_rows[i]`` of the call. With a sharded head, each rank
     has the gradients from its own columns, and the rows' gradients are summed over the ranks.
     """
     rows, shard, backend = job.rows, job.shard, job.backend
@@ -500,10 +500,10 @@ def _input_gradients(
     def place_rows(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if shard is not None:
             # exchange all rows of the call, since every rank has the same number of them
-            summed = shard.sum_(spread(_scaled(x, factor, x.dtype, backend), live_rows, len(rows)))
+            summed = shard.sum_(spread(_scaled(x, factor, x.dtype, backend), grad_rows, len(rows)))
             return spread(summed.to(dtype), rows.positions, shape[0])
-        complete = live_rows.shape == rows.positions.shape
-        positions = rows.positions if complete else rows.positions[live_rows]
+        complete = grad_rows.shape == rows.positions.shape
+        positions = rows.positions if complete else rows.positions[grad_rows]
         return spread(_scaled(x, factor, dtype, backend), positions, shape[0])
 
     returned: list[Tensor | None] = []

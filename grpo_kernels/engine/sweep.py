@@ -45,14 +45,14 @@ Index = Tensor | slice
 class FirstPass(NamedTuple):
     """Results of a first pass: the statistics (n,) of all rows and, if due now, a gradient.
 
-    `grads` is the gradient from the rows `live_rows` (m,), in the accumulator's dtype: of the loss
+    `grads` is the gradient from the rows `grad_rows` (m,), in the accumulator's dtype: of the loss
     in one_pass, and of the sum of the rows' results in frozen. It is None if it is computed later.
     `coefficients` (n,) are those of the gradient in one_pass, if the caller only expects it.
     """
 
     stats: RowStats
     grads: HeadTensors | None = None
-    live_rows: Tensor | None = None
+    grad_rows: Tensor | None = None
     coefficients: Coefficients | None = None
 
 

@@ -30,7 +30,7 @@ from grpo_kernels.base.checks import (
     hints_names,
     warn_once,
 )
-from grpo_kernels.objective.losses import LOSSES, LossType
+from grpo_kernels.objective.loss_types import LOSSES, LossType
 from grpo_kernels.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -454,13 +454,14 @@ def check_config(config: Any) -> None:
 _DEFAULT = LossConfig()
 
 
-def config_with_fields(arguments: dict[str, Any], function: str) -> LossConfig:
-    """Take the `fields` of a call's `arguments`, by name, into its config; return the config.
+def with_fields(arguments: Mapping[str, Any], function: str) -> tuple[LossConfig, dict[str, Any]]:
+    """Take the `fields` of a call's `arguments`, by name, into its config.
 
-    Errors call the public call `function`.
+    Returns the config, and the arguments with it. Errors call the public call `function`.
     """
-    fields, config = arguments.pop("fields"), arguments["config"]
-    config = _DEFAULT if config is None else config
+    fields = arguments["fields"]
+    arguments = {name: x for name, x in arguments.items() if name != "fields"}
+    config: LossConfig = _DEFAULT if arguments["config"] is None else arguments["config"]
     if fields:
         check_kind(config)
         for name in fields:
@@ -469,8 +470,7 @@ def config_with_fields(arguments: dict[str, Any], function: str) -> LossConfig:
                 missing = f"not an argument of {function}, nor a field of LossConfig"
                 raise TypeError(f"{name}: {missing}{hint}")
         config = replace(config, **fields)
-    arguments["config"] = config
-    return config
+    return config, {**arguments, "config": config}
 
 
 def check_names(

@@ -36,7 +36,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ from grpo_kernels.backends import Coefficients, FusedLoss, RowStats
 from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times_or_zero
 from grpo_kernels.base.tensors import bounded, is_nonzero, quantile, scored_difference
 from grpo_kernels.objective.config import LossConfig
-from grpo_kernels.objective.losses import LogRatio
+from grpo_kernels.objective.loss_types import LogRatio
 from grpo_kernels.tokens import Tokens
 
 LEAST_TAIL = 1e-6
@@ -62,6 +62,14 @@ class MetricInputs:
     surrogate_input: Tensor  # R, or in "vespo" another number
     off_policy_mask: Tensor | None = None  # bool: not dropped by the off-policy mask
     kl: Tensor | None = None
+
+
+class PolicyTerm(NamedTuple):
+    """The policy term of each token, (n,), perhaps with its KL term."""
+
+    per_token: Tensor  # l_t
+    d_logp: Tensor  # a_t: with the token's weight
+    metric_inputs: MetricInputs
 
 
 @dataclass(frozen=True)
@@ -164,15 +172,15 @@ class PolicyLoss:
 
     @property
     def _knows_policy_gradient(self) -> bool:
-        """True if the a of each token's policy term is that of `_at_ratio_one`, unless it is NaN.
+        """True if the d_logp of the policy term is that of `_at_ratio_one`, unless it is NaN.
 
         So is the term, unless it is linear in logp.
         """
         return self.on_policy and not (self.lacks_sampling_ratio or self.is_coupled)
 
     @cached_property
-    def _at_ratio_one(self) -> tuple[Tensor, Tensor, MetricInputs]:
-        """`_policy_term` where every ratio is 1: its a depends on no log-probability."""
+    def _at_ratio_one(self) -> PolicyTerm:
+        """`_policy_term` where every ratio is 1: its d_logp depends on no log-probability."""
         return self._policy_term(torch.zeros_like(self.tokens.advantages), None)
 
     @property
@@ -191,7 +199,7 @@ class PolicyLoss:
         if config.beta != 0.0 or self.has_entropy_gradient:
             return None
         if self._knows_policy_gradient and not self.is_centered:
-            return self._at_ratio_one[1] != 0
+            return self._at_ratio_one.d_logp != 0
         live, gate = tokens.advantages != 0, _gate(config, tokens)
         if gate is not None:
             live &= gate != 0
@@ -208,12 +216,12 @@ class PolicyLoss:
         """
         logps, topk_logps = stats.logps, stats.topk_logps
         if self._knows_policy_gradient:
-            d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one[1][index])
+            d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one.d_logp[index])
             if self.config.estimates_kl:
                 no_log_ratio = LogRatio(torch.zeros_like(logps))
                 d_logp = d_logp + self.at(index)._estimated_kl(no_log_ratio, logps)[1]
         else:
-            d_logp = self.at(index)._per_token(logps, None, None)[1]
+            d_logp = self.at(index)._per_token(logps, None, None).d_logp
         d_entropy = torch.full_like(logps, self._d_entropy) if self.has_entropy_gradient else None
         d_topk = None
         if topk_logps is not None:
@@ -245,7 +253,7 @@ class PolicyLoss:
             return None
         config, tokens = self.config, self.tokens
         if self.on_policy:
-            policy: dict[str, Any] = {"d_policy": self._at_ratio_one[1]}
+            policy: dict[str, Any] = {"d_policy": self._at_ratio_one.d_logp}
         else:
             policy = {
                 "surrogate": self.definition.surrogate,
@@ -273,14 +281,14 @@ class PolicyLoss:
             loss, d_logp, r = fused["loss"].sum(), fused["d_logp"], fused["log_ratio"]
             metric_inputs = MetricInputs(self.tokens, LogRatio(r), r, r, kl=fused.get("kl"))
             if self.on_policy:
-                policy_term, _, at_one = self._at_ratio_one
+                at_one = self._at_ratio_one
                 metric_inputs = replace(
                     metric_inputs,
-                    surrogate_input=at_one.surrogate_input,
-                    off_policy_mask=at_one.off_policy_mask,
+                    surrogate_input=at_one.metric_inputs.surrogate_input,
+                    off_policy_mask=at_one.metric_inputs.off_policy_mask,
                 )
                 if not self.definition.is_linear:
-                    loss = loss + (self.token_weights * policy_term).sum()
+                    loss = loss + (self.token_weights * at_one.per_token).sum()
         else:
             entropy_mask = _entropy_mask(config, entropies)
             divergences = None if stats.divergence is None else stats.divergence.value
@@ -340,32 +348,30 @@ class PolicyLoss:
 
     def _per_token(
         self, logps: Tensor, entropy_mask: Tensor | None, divergences: Tensor | None
-    ) -> tuple[Tensor, Tensor, MetricInputs]:
-        """l_t and a_t of each token, without the entropy bonus, and the inputs of the metrics.
+    ) -> PolicyTerm:
+        """The policy term with the KL term, without the entropy bonus.
 
         Without `divergences` l_t lacks beta D_t; a_t never includes it.
         """
         if self._knows_policy_gradient and not self.definition.is_linear:
-            loss, a, at_one = self._at_ratio_one
+            loss, d_logp, known = self._at_ratio_one
             is_nan = torch.isnan(logps)
-            loss, a = loss + (logps - logps), torch.where(is_nan, logps, a)
+            loss, d_logp = loss + (logps - logps), torch.where(is_nan, logps, d_logp)
             r = torch.where(is_nan, logps, 0.0)
-            metric_inputs = MetricInputs(at_one.tokens, LogRatio(r), r, r, at_one.off_policy_mask)
+            metric_inputs = MetricInputs(known.tokens, LogRatio(r), r, r, known.off_policy_mask)
         else:
-            loss, a, metric_inputs = self._policy_term(logps, entropy_mask)
+            loss, d_logp, metric_inputs = self._policy_term(logps, entropy_mask)
         kl = divergences
         if self.config.estimates_kl:
-            kl, kl_a = self._estimated_kl(metric_inputs.log_ratio, logps)
-            a = a + kl_a
+            kl, d_logp_of_kl = self._estimated_kl(metric_inputs.log_ratio, logps)
+            d_logp = d_logp + d_logp_of_kl
         if kl is not None:
             loss = loss + self.config.beta * kl
             metric_inputs = replace(metric_inputs, kl=kl)
-        return loss, a, metric_inputs
+        return PolicyTerm(loss, d_logp, metric_inputs)
 
-    def _policy_term(
-        self, logps: Tensor, entropy_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, MetricInputs]:
-        """The policy term's parts of l_t and a_t of each token, and the inputs of the metrics."""
+    def _policy_term(self, logps: Tensor, entropy_mask: Tensor | None) -> PolicyTerm:
+        """The policy term alone."""
         config, tokens, weights = self.config, self.tokens, self.token_weights
         definition = self.definition
         if self.lacks_sampling_ratio:
@@ -382,38 +388,38 @@ class PolicyLoss:
         if definition.surrogate_input is not None:
             surrogate_input = definition.surrogate_input(tokens, token_log_ratio, config)
         surrogate = SURROGATES[definition.surrogate]
-        loss, d_log_ratio, d_at_fixed_ratio = surrogate(
+        loss, d_log_ratio, d_logp_at_fixed_ratio = surrogate(
             surrogate_input, advantages, logps, *self._constants
         )
 
         off_policy_mask = _off_policy_mask(config, tokens, logps)
         gate = _gate(config, tokens, off_policy_mask, entropy_mask)
         if gate is not None:
-            loss, d_log_ratio, d_at_fixed_ratio = (
-                times_or_zero(x, gate) for x in (loss, d_log_ratio, d_at_fixed_ratio)
+            loss, d_log_ratio, d_logp_at_fixed_ratio = (
+                times_or_zero(x, gate) for x in (loss, d_log_ratio, d_logp_at_fixed_ratio)
             )
         if old is None:
             # NaN if logps are not finite; the gradient stays as it is
             loss = loss + (logps - logps)
         # d loss / d logp: through R, of which GSPO has one per sequence, and besides it
-        a = log_ratio.to_logps(weights * d_log_ratio) + weights * d_at_fixed_ratio
+        d_logp = log_ratio.to_logps(weights * d_log_ratio) + weights * d_logp_at_fixed_ratio
         metric_inputs = MetricInputs(
             tokens, log_ratio, token_log_ratio, surrogate_input, off_policy_mask
         )
-        return loss, a, metric_inputs
+        return PolicyTerm(loss, d_logp, metric_inputs)
 
     def _estimated_kl(self, log_ratio: LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
-        """The KL estimate per token, without beta; and the part of a_t from it, with beta."""
+        """The KL estimate per token, without beta; and its part of d loss / d logp, with beta."""
         config, kl_weights = self.config, self.config.beta * self.token_weights
         ref: Any = self.tokens.ref_per_token_logps
         kl, d_kl, d_corrected = ESTIMATORS[config.kl_estimator](logps, ref)
         if not config.corrects_kl:
             return kl, kl_weights * d_kl
         ratio = torch.exp(log_ratio.value)
-        kl, a = times_or_zero(ratio, kl), kl_weights * times_or_zero(ratio, d_corrected)
+        kl, d_logp = times_or_zero(ratio, kl), kl_weights * times_or_zero(ratio, d_corrected)
         if log_ratio.is_shared:  # then the ratio moves with every logp of the sequence
-            a = a + (log_ratio.to_logps(kl_weights * kl) - kl_weights * kl)
-        return kl, a
+            d_logp = d_logp + (log_ratio.to_logps(kl_weights * kl) - kl_weights * kl)
+        return kl, d_logp
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -443,7 +449,7 @@ class _TokenLosses(torch.autograd.Function):
             )
         config, tokens = ctx.policy_loss.config, ctx.policy_loss.tokens
         weighted = PolicyLoss(config, tokens, token_weights=upstream)
-        d_logps = weighted._per_token(ctx.saved_tensors[0], ctx.entropy_mask, None)[1]
+        d_logps = weighted._per_token(ctx.saved_tensors[0], ctx.entropy_mask, None).d_logp
         return d_logps, None, None, None
 
 

@@ -36,9 +36,9 @@ from grpo_kernels.body.layout import takes
 from grpo_kernels.body.trunk import unwrapped
 from grpo_kernels.engine.plan import Run, check_run
 from grpo_kernels.head import Head
+from grpo_kernels.head_module import read_reference, without_adapter
 from grpo_kernels.kept_ids import KeptIds
 from grpo_kernels.loss import GRPOLoss, LossInputKeywords, policy_expectation
-from grpo_kernels.module import read_reference, without_adapter
 from grpo_kernels.objective.config import LossConfig, preset_hint
 from grpo_kernels.patching import replaced
 from grpo_kernels.results import LossOutput, Scores

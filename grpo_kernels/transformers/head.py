@@ -40,7 +40,7 @@ from grpo_kernels.base.modes import evaluating, guest, identity
 from grpo_kernels.body.trunk import TrunkCall, live_trunk, ordinary_id, trunk_of, unwrapped
 from grpo_kernels.engine.plan import Run
 from grpo_kernels.head import Head
-from grpo_kernels.module import (
+from grpo_kernels.head_module import (
     divided_modules,
     foreign_hooks,
     gather_of,

@@ -22,7 +22,7 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 from grpo_kernels.base.checks import is_dtensor, warn_once
 from grpo_kernels.engine.plan import Run
 from grpo_kernels.head import Head
-from grpo_kernels.module import whole_constant
+from grpo_kernels.head_module import whole_constant
 from grpo_kernels.patching import LogsShares, Shares, replaced
 from grpo_kernels.scores import linear_divergence
 from grpo_kernels.transformers.head import causal_lm, measured_head

@@ -27,7 +27,7 @@ from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 from grpo_kernels import base
-from grpo_kernels import module as modules
+from grpo_kernels import head_module as modules
 from grpo_kernels.base.checks import check_choice, warn_once
 from grpo_kernels.engine.plan import Run, check_run
 from grpo_kernels.head import Head

@@ -28,7 +28,7 @@ from trl.trainer.utils import split_tensor_dict
 from grpo_kernels.loss import policy_expectation
 from grpo_kernels.objective.config import LossConfig, config_of_trainer
 from grpo_kernels.objective.expected import Expectation
-from grpo_kernels.objective.losses import LOSSES
+from grpo_kernels.objective.loss_types import LOSSES
 from grpo_kernels.patching import all_replaced, divided, numbered
 from grpo_kernels.tokens import read_tokens
 

@@ -66,7 +66,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from grpo_kernels import base
-from grpo_kernels import module as modules
+from grpo_kernels import head_module as modules
 from grpo_kernels.base.checks import check_choice, did_you_mean, warn_once
 from grpo_kernels.base.modes import random_rates
 from grpo_kernels.base.tensors import scored_difference

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import warn_once
-from grpo_kernels.module import check_module
+from grpo_kernels.head_module import check_module
 from grpo_kernels.patching import Patches, found_in, function_of
 from grpo_kernels.scores import topk_divergence
 from grpo_kernels.verl.engine import BACKEND, MARK, OPTIONS, Changes

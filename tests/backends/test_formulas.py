@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_kernels import LossConfig
 from grpo_kernels.backends import formulas
-from grpo_kernels.objective.losses import LOSSES
+from grpo_kernels.objective.loss_types import LOSSES
 from tests.support.reference import TERMS, either, filled, vespo
 from tests.support.row_truth import check
 from tests.support.surrogate_suite import LOSS_OF, Constants, each_surrogate, grid, sizes

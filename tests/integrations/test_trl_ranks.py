@@ -27,7 +27,7 @@ import trl
 
 from benchmarks import head_flops, parity, tiny_models
 from grpo_kernels.base.checks import is_dtensor
-from grpo_kernels.module import gather_of
+from grpo_kernels.head_module import gather_of
 from grpo_kernels.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
 from grpo_kernels.trl.distillation import divergence_loss
 from tests.support import trl_training, zero3

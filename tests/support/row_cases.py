@@ -19,7 +19,7 @@ from grpo_kernels.backends import (
 )
 from grpo_kernels.backends.formulas import ESTIMATORS
 from grpo_kernels.objective.config import LossConfig
-from grpo_kernels.objective.losses import LOSSES
+from grpo_kernels.objective.loss_types import LOSSES
 from grpo_kernels.typing import Extra
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the Triton kernels run

@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo_kernels import LossConfig
 from grpo_kernels.backends import Chunk, FusedLoss, FusedRowBackend, RowStats
 from grpo_kernels.backends.formulas import SURROGATES, times_or_zero
-from grpo_kernels.objective.losses import LOSSES
+from grpo_kernels.objective.loss_types import LOSSES
 from tests.support.row_cases import DEVICE, PLAIN, same
 from tests.support.row_truth import U, check
 

@@ -111,16 +111,16 @@ def fused_kernel(
             loss += times_or_zero(logp, d_logp)
     else:
         log_ratio = logp - tl.load(old_ptr + rows)
-        loss, d_log_ratio, d_at_fixed_ratio = SURROGATE(
+        loss, d_log_ratio, d_logp_at_fixed_ratio = SURROGATE(
             log_ratio, tl.load(advantages_ptr + rows), logp, *constants
         )
         if gate_ptr is not None:
             gate = tl.load(gate_ptr + rows)
             loss = times_or_zero(loss, gate)
             d_log_ratio = times_or_zero(d_log_ratio, gate)
-            d_at_fixed_ratio = times_or_zero(d_at_fixed_ratio, gate)
+            d_logp_at_fixed_ratio = times_or_zero(d_logp_at_fixed_ratio, gate)
         loss = weight * loss
-        d_logp = weight * d_log_ratio + weight * d_at_fixed_ratio
+        d_logp = weight * d_log_ratio + weight * d_logp_at_fixed_ratio
     if ref_ptr is not None:
         kl, d_kl, d_corrected = ESTIMATOR(logp, tl.load(ref_ptr + rows))
         if CORRECTS_KL:

@@ -64,8 +64,12 @@ class LogRatio:
         return (self._layout.sequence_sum(x) / self._counts)[self._layout.sequence]
 
     def to_logps(self, d_log_ratio: Tensor) -> Tensor:
-        """d loss / d logp through R, given d loss / d R, (n,) each."""
-        passed = self._mean(d_log_ratio)  # as in the forward: the map is symmetric
+        """d loss / d logp through R, given d loss / d R, (n,) each.
+
+        A logp of a sequence with n_b tokens has 1 / n_b of the sum of its tokens' d loss / d R:
+        the same mean as in the forward.
+        """
+        passed = self._mean(d_log_ratio)
         return passed if self._passes is None else torch.where(self._passes, passed, 0.0)
 
 
