@@ -158,8 +158,8 @@ void grad(ROWS_IN, REFERENCE_IN, const Tensor& logps, const Tensor& max_logit, c
     const Matrix gradients(out, n, chunk.vocab, "out");
     check_out<T>(gradients);
     STD_TORCH_CHECK(b == nullptr || stats.entropies != nullptr, "entropies: expected with d_entropy");
-    divergence.check(chunk.reference.has_value());
     STD_TORCH_CHECK((c != nullptr) == chunk.reference.has_value(), "d_divergence: expected with a reference alone");
+    divergence.check(chunk.reference.has_value());
     chunk.each_row([&](int64_t i) {
       const Coefficients<T> coefficients{a[i], b ? b[i] : T(0), c ? c[i] : T(0)};
       write_gradient(chunk, stats, divergence, i, coefficients, b != nullptr, gradients);

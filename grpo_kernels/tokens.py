@@ -7,7 +7,6 @@ packed (N,) batches look the same.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +20,7 @@ from grpo_kernels.base.checks import (
     check_shape,
     check_tensor,
 )
-from grpo_kernels.base.tensors import scatter, sequences_of
+from grpo_kernels.base.tensors import sequences_of
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,10 @@ class Layout:
         )
 
     def scatter(self, x: Tensor) -> Tensor:
-        """(n,) -> the caller's shape, 0 where masked; always a copy."""
-        return scatter(x, self.positions, math.prod(self.shape)).view(self.shape)
+        """(n,) -> the caller's shape, 0 where masked; a tensor of its own, not a view."""
+        full = x.new_zeros(self.shape)
+        full.view(-1)[self.positions] = x
+        return full
 
 
 @dataclass(frozen=True)

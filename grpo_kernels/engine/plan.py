@@ -232,8 +232,8 @@ class Rows:
 
     Attributes:
         positions: (n,) int64, indices into `hidden`.
-        ids: (n,) int64 in [0, V). From `with_engine` on, 0 is the id of this rank's first row of
-            the head, so another rank's ids are out of range.
+        ids: (n,) int64 in [0, V). From `with_engine` on (over kept sets: `plan_sets`), 0 is the id
+            of this rank's first row of the head, so another rank's ids are out of range.
         inv_temperature: a number, or (n, 1).
         invalid: (n,) bool, rows whose log-probability is NaN; None if there are none.
         topk: K more ids of each row, to score, or with a teacher's log-probabilities.

@@ -172,10 +172,7 @@ class PolicyLoss:
 
     @property
     def _knows_policy_gradient(self) -> bool:
-        """True if the d_logp of the policy term is that of `_at_ratio_one`, unless it is NaN.
-
-        So is the term, unless it is linear in logp.
-        """
+        """True if the d_logp of the policy term is that of `_at_ratio_one`, unless it is NaN."""
         return self.on_policy and not (self.lacks_sampling_ratio or self.is_coupled)
 
     @cached_property
@@ -353,7 +350,9 @@ class PolicyLoss:
 
         Without `divergences` l_t lacks beta D_t; a_t never includes it.
         """
-        if self._knows_policy_gradient and not self.definition.is_linear:
+        # where tokens share a ratio, a NaN reaches all tokens of its sequence
+        is_alone = not (self.definition.is_linear or self.config.couples_tokens)
+        if self._knows_policy_gradient and is_alone:
             loss, d_logp, known = self._at_ratio_one
             is_nan = torch.isnan(logps)
             loss, d_logp = loss + (logps - logps), torch.where(is_nan, logps, d_logp)

@@ -79,6 +79,15 @@ def losses(engine: str, given: dict[str, Tensor], **changes: Any) -> Tensor:
     return flat(grpo_loss)(**batch(given, **changes), loss_type="dapo", engine=engine).loss
 
 
+def test_results_beside_the_loss_may_be_changed_in_place() -> None:
+    """They are tensors of their own: of a view, FSDP2 warns, and autograd refuses the change."""
+    out = flat(grpo_loss)(**batch(head()))
+    for x in (out.logps, out.entropies):
+        assert not x._is_view()
+        x.mul_(2.0)
+    out.loss.backward()
+
+
 @on_every_backend
 @pytest.mark.parametrize("engine", ENGINES)
 def test_upstream_scale(engine: str) -> None:

@@ -74,7 +74,7 @@ class TestSurrogates(SurrogateSuite):
 
 
 def test_a_statistic_that_the_kernel_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By any call: a compiled kernel would refuse the argument, the interpreter ignores it."""
+    """Whatever is asked for: a compiled kernel would refuse it, the interpreter ignores it."""
     monkeypatch.setattr(reduce, "EXTRAS", (*reduce.EXTRAS, "median"))
     with pytest.raises(ValueError, match="extras: expected statistics of stats_kernel, got median"):
         SmallTiles().stats(Chunk(*rows(2, 16), PLAIN), entropy=False, extras=())
