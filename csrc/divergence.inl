@@ -131,7 +131,7 @@ INLINE DivergenceSums diverge(Kind kind, const Row<T>& row, const Row<T>& refere
     for (int64_t lane = 0; lane < kLanes; lane += kWidth<T>) {
       Vector<T> value{}, k{};
       for (int64_t start = tile + lane; start < stop; start += kLanes) {
-        const Terms<T> added = terms<T>(kind, in, logits<T, PLAIN>(row, start), logits<T, PLAIN>(reference, start));
+        const Terms<T> added = terms<T>(kind, in, scaled_at<T, PLAIN>(row, start), scaled_at<T, PLAIN>(reference, start));
         value += added.value, k += added.k;
       }
       add_to<T>(sums.value, value), add_to<T>(sums.sum_k, k);

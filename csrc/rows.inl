@@ -46,9 +46,9 @@ INLINE Vector<T> slope(const Row<T>& row, Vector<T> x) {
   return tanh_slope(x * row.inner) * (row.inner * row.outer);
 }
 
-// The logits from `start` on; -inf beyond the row's end.
+// The scaled logits from `start` on; -inf beyond the row's end.
 template <class T, bool PLAIN>
-INLINE Vector<T> logits(const Row<T>& row, int64_t start) {
+INLINE Vector<T> scaled_at(const Row<T>& row, int64_t start) {
   const int count = count_at<T>(start, row.size);
   return filled<T>(scaled<T, PLAIN>(row, biased<T, PLAIN>(row, start, count)), count, -INFINITY);
 }
@@ -61,7 +61,7 @@ void find_max(const Row<T>& row, T& max, int64_t& argmax) {
   for (int64_t tile = 0; tile < row.size; tile += kTile) {
     const int64_t stop = row.size - tile < kTile ? row.size : tile + kTile;
     Vector<T> tops = splat<Vector<T>>(T(-INFINITY));
-    for (int64_t start = tile; start < stop; start += kWidth<T>) tops = larger(logits<T, PLAIN>(row, start), tops);
+    for (int64_t start = tile; start < stop; start += kWidth<T>) tops = larger(scaled_at<T, PLAIN>(row, start), tops);
     for (int i = 0; i < kWidth<T>; ++i) {
       if (tops[i] > max) max = tops[i], tile_of_max = tile;
     }
@@ -69,7 +69,7 @@ void find_max(const Row<T>& row, T& max, int64_t& argmax) {
   max += T(0);  // 0 and -0 tie: it is 0, whichever came first
   argmax = 0;
   for (int64_t start = tile_of_max; start < row.size; start += kWidth<T>) {
-    const Vector<T> z = logits<T, PLAIN>(row, start);
+    const Vector<T> z = scaled_at<T, PLAIN>(row, start);
     for (int i = 0; i < count_at<T>(start, row.size); ++i) {
       if (z[i] == max) {
         argmax = start + i;
@@ -88,7 +88,7 @@ INLINE void add_to(double& total, Vector<T> v) {
 template <class T, bool PLAIN>
 bool has_nan(const Row<T>& row) {
   for (int64_t start = 0; start < row.size; start += kWidth<T>) {
-    const Vector<T> z = logits<T, PLAIN>(row, start);
+    const Vector<T> z = scaled_at<T, PLAIN>(row, start);
     for (int i = 0; i < kWidth<T>; ++i) {
       if (z[i] != z[i]) return true;
     }
@@ -106,7 +106,7 @@ void reduce(const Row<T>& row, int64_t target, bool more_sums, Sums& sums) {
     for (int64_t lane = 0; lane < kLanes; lane += kWidth<T>) {
       Vector<T> rest{}, weighted{}, squares{}, total{};
       for (int64_t start = tile + lane; start < stop; start += kLanes) {
-        Vector<T> z = logits<T, PLAIN>(row, start);
+        Vector<T> z = scaled_at<T, PLAIN>(row, start);
         if (more_sums) total += filled<T>(z, count_at<T>(start, row.size), 0.0f);
         const int64_t place = sums.argmax - start;
         if (place >= 0 && place < kWidth<T>) z[place] = -INFINITY;

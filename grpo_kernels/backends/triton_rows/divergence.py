@@ -29,7 +29,7 @@ from grpo_kernels.backends.triton_rows.reduce import sum_lanes
 from grpo_kernels.backends.triton_rows.transform import (
     PER_ROW,
     head_arguments,
-    load_logits,
+    load_scaled,
     row_block,
     row_pointers,
     scaled,
@@ -196,10 +196,10 @@ def diverge_tile(
 ):  # fmt: skip
     """Add four columns to each lane; columns beyond the vocabulary add 0."""
     W: tl.constexpr = value.shape[1]
-    z0, z1, z2, z3, _id0, _id1, _id2, _id3 = load_logits(
+    z0, z1, z2, z3, _id0, _id1, _id2, _id3 = load_scaled(
         source, start, end, HAS_SOFTCAP, ROUNDED_TO, W
     )
-    y0, y1, y2, y3, _id0, _id1, _id2, _id3 = load_logits(
+    y0, y1, y2, y3, _id0, _id1, _id2, _id3 = load_scaled(
         reference, start, end, REFERENCE_HAS_SOFTCAP, REFERENCE_ROUNDED_TO, W
     )
     value0, k0 = terms(z0, y0, norms, jsd_beta, DIVERGENCE)

@@ -40,7 +40,7 @@ from grpo_kernels.backends.triton_rows.transform import (
     PER_ROW,
     chunk_arguments,
     load_at,
-    load_logits,
+    load_scaled,
     row_block,
     row_pointers,
     scaled,
@@ -140,10 +140,10 @@ def reduce_rows(
 def reduce_tile(
     sums, source, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted
 ):
-    """Load four logits per lane with `load_logits`, and add them to `sums` (R, W)."""
+    """Load four logits per lane with `load_scaled`, and add them to `sums` (R, W)."""
     m, rest, weighted, squares, total, top_id = sums
     with_entropy, with_squares, with_total, with_top_id = wanted
-    z0, z1, z2, z3, id0, id1, id2, id3 = load_logits(
+    z0, z1, z2, z3, id0, id1, id2, id3 = load_scaled(
         source, start, end, HAS_SOFTCAP, ROUNDED_TO, m.shape[1]
     )
     if with_total:

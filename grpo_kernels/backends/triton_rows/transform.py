@@ -137,15 +137,15 @@ def bend(x, source):
 
 
 @triton.jit
-def load_logits(
+def load_scaled(
     source, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, W: tl.constexpr
 ):
     """A tile of scaled logits as four quarters (R, W), and the columns (1, W) of each."""
     x0, x1, x2, x3, id0, id1, id2, id3 = load_tile(source, start, end, ROUNDED_TO, W)
-    z0 = logits(x0, id0, end, source, HAS_SOFTCAP)
-    z1 = logits(x1, id1, end, source, HAS_SOFTCAP)
-    z2 = logits(x2, id2, end, source, HAS_SOFTCAP)
-    z3 = logits(x3, id3, end, source, HAS_SOFTCAP)
+    z0 = scaled_within(x0, id0, end, source, HAS_SOFTCAP)
+    z1 = scaled_within(x1, id1, end, source, HAS_SOFTCAP)
+    z2 = scaled_within(x2, id2, end, source, HAS_SOFTCAP)
+    z3 = scaled_within(x3, id3, end, source, HAS_SOFTCAP)
     return z0, z1, z2, z3, id0, id1, id2, id3
 
 
@@ -183,7 +183,7 @@ def load_at(source, ids, mask, ROUNDED_TO: tl.constexpr):
 
 
 @triton.jit
-def logits(x, columns, end, source, HAS_SOFTCAP: tl.constexpr):
+def scaled_within(x, columns, end, source, HAS_SOFTCAP: tl.constexpr):
     """Scaled logits z of x, -inf beyond the vocabulary."""
     z = scaled(x, source, HAS_SOFTCAP)
     if end is not None:
