@@ -34,9 +34,9 @@ This listing leaves out logit scale, soft-cap and rounding (`LogitTransform`), t
 `use_bias_correction_kl`, which decides whether e^R stands before KL. It shows the loop as the torch
 backend runs it (backends/torch_rows.py). For most losses the C++ (csrc/ops.cpp) and Triton
 (backends/triton_rows) backends have a kernel, `fused`, that does the five lines from z to d_logits
-at once and also returns w * l of its rows (on-policy, without the part that is known beforehand);
-`Job.loss_to_fuse` says when. Without such a kernel, the loss is evaluated for a and b of each
-chunk, and once more at the end for its value. Rows that certainly get no gradient
+at once and also returns w * l of its rows (on-policy, without the policy term, which is known
+before); `Job.loss_to_fuse` says when. Without such a kernel, the loss is evaluated for a and b of
+each chunk, and once more at the end for its value. Rows that certainly get no gradient
 (`CoefficientSource.live`), such as rows with A = 0 without a KL term and an entropy bonus, run
 through a separate loop without gradients.
 
@@ -55,7 +55,7 @@ old log-probabilities, and masks that compare tokens, such as the top-entropy ma
 ======== =============================== ============================= =========================
 engine   in the loop                     after it, in `grpo_loss`      in the backward
 ======== =============================== ============================= =========================
-frozen   d_hidden as if a = 1, b = 0     a of all rows is kept         rows of it times a d_loss
+frozen   d_hidden as if a = 1, b = 0     a of all rows is kept         d_hidden times a d_loss
 two_pass logps, entropies alone          a, b of all rows are kept     the loop again, from logits
                                                                        to d_hidden, d_weight
 lean     as two_pass                     as two_pass                   as two_pass, by slices of the

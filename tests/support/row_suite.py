@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from grpo_kernels.backends import Chunk, Coefficients, FusedRowBackend, LogitTransform, RowStats
 from grpo_kernels.backends.torch_rows import TorchRows
@@ -291,8 +292,11 @@ class SpecialSuite:
             for found in (stats, fused):
                 for x in (found.logps, found.log_sum, found.entropies):
                     assert torch.equal(x.isnan(), lost)
+            has_nan = raw.isnan().any(1)
             assert not stats.extras["is_top1"][lost].any()
-            odd = lost if self.infinity_is_nan else raw.isnan().any(1)
+            for x in stats.extras.values():
+                assert x[has_nan].isnan().all() or x.dtype == torch.bool
+            odd = lost if self.infinity_is_nan else has_nan
             assert torch.equal(stats.max_logit.isnan(), odd)
             index = torch.nonzero(~lost)[:, 0]
             assert_same(take(stats, index), take(want, index))
@@ -317,6 +321,8 @@ class SpecialSuite:
             for x in (got.log_sum, got.extras["log_sum_sq_probs"]):
                 assert x[:2].tolist() == [0.0, 0.0]
                 assert x.isnan().tolist() == [False, False, True, False]
+            for name, x in got.extras.items():
+                assert_close(x[:3], want.extras[name][:3], equal_nan=True, msg=name)
             out = torch.empty_like(raw)
             self.kernels.grad(chunk, got, Coefficients(torch.ones_like(got.logps)), out)
             assert torch.equal(out[:2].isnan(), raw[:2] == INF)
