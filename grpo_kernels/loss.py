@@ -360,7 +360,7 @@ def _with_topk(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tuple[Row
     # an entry that is -inf, or that repeats an earlier id, is padding
     ids = ids.masked_fill(logps == -torch.inf, -1)
     topk, padding = TopKLogps.of(ids, rows.ids, "sampling_topk_ids")
-    logps = logps.to(tokens.advantages.dtype).masked_fill(padding, -torch.inf)
+    logps = logps.to(tokens.dtype).masked_fill(padding, -torch.inf)
     check_masses("sampling_topk_logps", logps)
     return replace(rows, topk=topk), replace(tokens, sampling_topk_logps=logps)
 
@@ -374,9 +374,7 @@ def _token_loss(
     has_entropies: bool = True,
 ) -> PolicyLoss | CustomLoss:
     """The loss that `config` describes, or the custom one."""
-    w = config.definition.token_weights(
-        tokens.layout, num_items_in_batch, config.max_completion_length, tokens.advantages.dtype
-    )
+    w = config.definition.token_weights(tokens, num_items_in_batch, config)
     loss_over = config.definition.loss_over(num_items=num_items_in_batch is not None)
     config_loss = PolicyLoss(config, tokens, w, loss_over)
     if objective is None:
@@ -409,7 +407,7 @@ def _loss_of_logps(
     token_loss: PolicyLoss | CustomLoss, logps: Tensor, entropies: Tensor, engine: str
 ) -> LossOutput:
     """The loss, differentiable in `logps` and `entropies`, both (B, T) or (N,)."""
-    layout, dtype = token_loss.tokens.layout, token_loss.tokens.advantages.dtype
+    layout, dtype = token_loss.tokens.layout, token_loss.tokens.dtype
 
     def counted(x: Tensor) -> Tensor:
         return x.detach().reshape(-1)[layout.positions].to(dtype)

@@ -101,6 +101,10 @@ class Tokens:
     def __len__(self) -> int:
         return self.advantages.shape[0]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.advantages.dtype
+
 
 def counted_positions(mask: Tensor | None, ids: Tensor) -> Tensor:
     """Indices (n,) into the flattened `mask` where it is not 0; all indices if it is None.

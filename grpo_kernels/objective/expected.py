@@ -53,7 +53,7 @@ class Expectation:
 
 def expectation_of(token_loss: PolicyLoss | CustomLoss) -> Expectation:
     """Make the `Expectation` of a loss, for ids of the batch's shape."""
-    layout, dtype = token_loss.tokens.layout, token_loss.tokens.advantages.dtype
+    layout, dtype = token_loss.tokens.layout, token_loss.tokens.dtype
     row = layout.positions.new_zeros(math.prod(layout.shape))
     row[layout.positions] = torch.arange(layout.total, device=row.device)
     live = token_loss.live

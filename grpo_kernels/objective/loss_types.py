@@ -176,12 +176,12 @@ class LossType:
 
     def token_weights(
         self,
-        layout: Layout,
+        tokens: Tokens,
         num_items_in_batch: float | Tensor | None,  # a number or tensor (); below 1 counts as 1
-        max_completion_length: int | None,
-        dtype: torch.dtype,
+        config: LossConfig,
     ) -> Tensor:
-        """Compute each counted token's weight (n,) by the normalizer."""
+        """Compute each token's weight (n,) by the normalizer."""
+        layout, dtype = tokens.layout, tokens.dtype
         batch, device = max(layout.batch, 1), layout.positions.device
 
         def one_over(x: float) -> Tensor:  # rounded once, like the quotient of two `dtype` numbers
@@ -190,7 +190,7 @@ class LossType:
         if self.normalizer == "sequence_mean":
             return one_over(1) / (layout.lengths.to(dtype)[layout.sequence] * batch)
         if self.normalizer == "max_length":
-            return one_over(batch * cast(int, max_completion_length))
+            return one_over(batch * cast(int, config.max_completion_length))
         if self.normalizer == "sequence_sum":
             return one_over(batch)
         if self.normalizer == "token_mean" or num_items_in_batch is None:

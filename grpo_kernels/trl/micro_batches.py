@@ -143,10 +143,9 @@ def with_exact_kl(trainer: Any, loss: Tensor, inputs: Batch, divergences: Tensor
         items = inputs["num_items_in_batch"].clamp(min=1.0)
         steps = trainer.args.steps_per_generation if trains else 1
         per_item = trainer.accelerator.num_processes * steps
-    layout = read_tokens(mask, mask, mask.new_zeros(len(mask)), divergences.dtype).layout
-    most, dtype = config.max_completion_length, divergences.dtype
-    weights = per_item * definition.token_weights(layout, items, most, dtype)
-    term = config.beta * (weights * divergences.reshape(-1)[layout.positions]).sum()
+    tokens = read_tokens(mask, mask, mask.new_zeros(len(mask)), divergences.dtype)
+    weights = per_item * definition.token_weights(tokens, items, config)
+    term = config.beta * (weights * divergences.reshape(-1)[tokens.layout.positions]).sum()
     accumulated = trainer.current_gradient_accumulation_steps if trains else 1
     metrics = metrics_of(trainer)
     if trainer._entropy_bonus_enabled:  # TRL's policy loss includes the KL term
