@@ -11,23 +11,23 @@ A, and w one weight per token (the loss type's normalizer, objective/loss_types.
 
 and its forward and backward are::
 
-    a module as the head: its parameters, within its hooks                head_module.py
-    tokens = the positions that count                                     tokens.py
-    engine = the cheapest that gives this loss its exact gradient         engine/plan.py
-    for each chunk of rows, before autograd knows of the call:            engine/sweep.py
-        logits = hidden @ weight.T                                        engine/gemm.py
-        z = (logits + bias) / temperature                                 backends: `prepare_`
-        logps, entropies = log softmax(z)[id], -sum p log p               backends: `stats`
-        a, b of these rows, from logps and entropies                      objective/policy.py
-        dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)            backends: `grad`
-        d_logits = dz / temperature                                       the same
-        d_hidden = d_logits @ weight                                      engine/gemm.py
-        d_weight += d_logits.T @ hidden                                   engine/gemm.py
-    loss = the sum above; metrics = means over the tokens                 objective/
-    LossWithGradient attaches d_hidden and d_weight to the loss           engine/autograd.py
+    a module as the head: its parameters, within its hooks   head_module.py: within_module
+    tokens = the positions that count                        tokens.py: read_tokens
+    engine = the cheapest that gives this gradient exactly   engine/plan.py: plan, choose_engine
+    for each chunk of rows, before autograd knows the call:  engine/sweep.py: first_pass, sweep
+        logits = hidden @ weight.T                           engine/gemm.py: Product.logits
+        z = (logits + bias) / temperature                    backends: prepare_
+        logps, entropies = log softmax(z)[id], -sum p log p  backends: stats
+        a, b of these rows, from logps and entropies         policy.py: coefficients_at
+        dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)
+        d_logits = dz / temperature                          backends: grad
+        d_hidden = d_logits @ weight                         engine/gemm.py: Product.d_hidden
+        d_weight += d_logits.T @ hidden                      engine/gemm.py: Product.d_weight
+    loss = the sum above; metrics = means over the tokens    policy.py: evaluate; metrics.py
+    d_hidden and d_weight are attached to the loss           engine/autograd.py: LossWithGradient
 
-    backward: both times d_loss, rounded once to the inputs' dtypes;      engine/autograd.py
-    rows of tokens that do not count become 0
+    backward: both times d_loss, rounded once to the inputs' dtypes;
+    rows of tokens that do not count become 0                engine/autograd.py: _input_gradients
 
 This listing leaves out logit scale, soft-cap and rounding (`LogitTransform`), the upper bound
 `delta`, the importance sampling ratio and the masks, which are factors of the policy term, and
@@ -35,22 +35,25 @@ This listing leaves out logit scale, soft-cap and rounding (`LogitTransform`), t
 backend runs it (backends/torch_rows.py). For most losses the C++ (csrc/ops.cpp) and Triton
 (backends/triton_rows) backends have a kernel, `fused`, that does the five lines from z to d_logits
 at once and also returns w * l of its rows (on-policy, without the policy term, which is known
-before); `Job.loss_to_fuse` says when. Without such a kernel, the loss is evaluated for a and b of
-each chunk, and once more at the end for its value. Rows that certainly get no gradient
-(`CoefficientSource.live`), such as rows with A = 0 without a KL term and an entropy bonus, run
-through a separate loop without gradients.
+before); `Job.loss_to_fuse` says when. Inside it is the same: statistics (rows.inl, reduce.py), the
+loss of a token (fused_loss.h, fused.py), the gradient (rows.inl, grad.py). Without such a kernel,
+the loss is evaluated for a and b of each chunk, and once more at the end for its value. Rows that
+certainly get no gradient (`CoefficientSource.live`), such as rows with A = 0 without a KL term and
+an entropy bonus, run through a separate loop without gradients.
 
-Other engines compute the gradient later, or without a and b. A loss takes two passes if a token's a
-and b depend on other tokens (`PolicyLoss.is_coupled`): ratios per sequence, such as GSPO's, with
-old log-probabilities, and masks that compare tokens, such as the top-entropy mask. With GSPO::
+Other engines compute the gradient later, or without a and b. On a GPU whose memory is short, lean
+goes before all others. A loss takes two passes if a token's a and b depend on other tokens
+(`PolicyLoss.is_coupled`): ratios per sequence, such as GSPO's, with old log-probabilities, and
+masks that compare tokens, such as the top-entropy mask. With GSPO::
 
-    for each chunk of rows: logits, then logps and entropies              engine/sweep.py
-    R    = mean over the sequence of logps - old                          objective/loss_types.py
-    a, b = d loss / d logps, through R of the sequence                    objective/policy.py
-    statistics, a and b are saved                                         engine/autograd.py
+    for each chunk of rows: logits, logps, entropies         sweep; backends: stats, not fused
+    R    = mean over the sequence of logps - old             objective/loss_types.py: LogRatio
+    a, b = d loss / d logps, through R of the sequence       policy.py: evaluate
+    statistics, a and b are saved                            engine/autograd.py: save
 
-    backward: a and b times d_loss; for each chunk of the rows where one  engine/autograd.py
-    is not 0: logits again, then dz to d_weight as above                  engine/sweep.py
+    backward: a and b times d_loss; for each chunk of the
+    rows where one is not 0: logits again, then dz to
+    d_weight as above                                        autograd.py: second_pass; sweep
 
 ======== =============================== ============================= =========================
 engine   in the loop                     after it, in `grpo_loss`      in the backward

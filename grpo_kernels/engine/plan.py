@@ -349,10 +349,10 @@ class Job:
     def loss_to_fuse(self, source: CoefficientSource) -> FusedLoss | None:
         """The loss of `source`, for a kernel that does it at once; None if none can here.
 
-        All conditions stand here and in `CoefficientSource.fused_loss`: its rows must not be
-        coupled, and a custom loss has none. Only one_pass asks for it. torch has no such kernel,
-        and Triton has none with a reference. The ranks of a sharded head must combine statistics
-        before the loss is known. An empty batch needs no kernel.
+        All conditions but fp16's (`sweep`) stand here and in `CoefficientSource.fused_loss`: its
+        rows must not be coupled, and a custom loss has none. Only one_pass asks for it. torch has
+        no such kernel, and Triton has none with a reference. The ranks of a sharded head must
+        combine statistics before the loss is known. An empty batch needs no kernel.
         """
         backend = self.backend
         if self.when != "now" or len(self.rows) == 0 or not isinstance(backend, FusedRowBackend):

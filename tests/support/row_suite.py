@@ -18,6 +18,7 @@ from grpo_kernels.base.tensors import take
 from tests.support.row_cases import (
     DEVICE,
     FIELDS,
+    FUSED,
     PLAIN,
     assert_same,
     make_loss,
@@ -283,16 +284,20 @@ class SpecialSuite:
             raw[1, vocab // 2] = NAN
             raw[2, vocab - 1] = NAN
             raw[4] = -INF
-            lost = raw.isnan().any(1) | (raw == -INF).all(1)
+            has_nan = raw.isnan().any(1)
+            lost = has_nan | (raw == -INF).all(1)
             a = b = torch.ones_like(clean[:, 0])
             chunk, out = Chunk(raw, ids, PLAIN), torch.empty_like(raw)
             stats = statistics(self.kernels, chunk)
             want = statistics(self.kernels, Chunk(clean, ids, PLAIN))
+            known = replace(make_loss(a, len(FUSED)), kl_estimator=None, ref=None)
+            on_policy = self.kernels.fused(chunk, known, None).loss_stats
+            for name in ("loss", "d_logp", "log_ratio"):
+                assert on_policy[name][has_nan].isnan().all(), name
             fused = self.kernels.fused(chunk, make_loss(a, 0), out)
             for found in (stats, fused):
                 for x in (found.logps, found.log_sum, found.entropies):
                     assert torch.equal(x.isnan(), lost)
-            has_nan = raw.isnan().any(1)
             assert not stats.extras["is_top1"][lost].any()
             for x in stats.extras.values():
                 assert x[has_nan].isnan().all() or x.dtype == torch.bool

@@ -130,8 +130,8 @@ def fused_kernel(
         loss += beta * weight * kl
         d_logp += beta * weight * d_kl
         tl.store(kl_ptr + rows, kl, mask=is_row)
-    d_logp = tl.where(is_id, d_logp, float("nan"))  # nothing else makes it NaN on-policy
-    loss = tl.where(is_id, loss, float("nan"))
+    d_logp = tl.where(logp == logp, d_logp, logp)  # nothing else makes it NaN on-policy
+    loss = tl.where(logp == logp, loss, logp)
 
     tl.store(logps_ptr + rows, logp, mask=is_row)
     tl.store(max_logit_ptr + rows, m, mask=is_row)
