@@ -386,7 +386,7 @@ class FusedLossMixin(LogsShares):
         for name in ("_generate", "_calculate_rewards"):  # these must see the unchanged values
             changes.append((self, name, unchanged(getattr(self, name))))
         scoring = Scoring(self._options)
-        with all_replaced([*changes, (self, "_scoring", scoring)]):
+        with all_replaced(changes), self._following(scoring):
             batch: Batch = super()._generate_and_score_completions(inputs)
         if SETS in scoring.inputs:
             batch[SETS] = sets_of_batch(scoring.inputs[SETS], batch)
@@ -608,13 +608,11 @@ class FusedLossMixin(LogsShares):
         mask, has_exact_kl = scoring.inputs["completion_mask"], self._has_exact_kl
         skips = self.zero_advantage == "skip"
         is_measured = not skips or self.accelerator.gather(mask.any().reshape(1)).any()
-        changes: list[tuple[Any, str, Any]] = [(self, "_scoring", scoring)]
-        if has_exact_kl:  # leave out TRL's own KL term
-            changes.append((self, "beta", 0.0))
+        # for the exact KL, leave out TRL's own term
+        changes = [(self, "beta", 0.0)] if has_exact_kl else []
         # nothing is logged if no process has a sequence left
         with nullcontext() if is_measured else micro_batches.unlogged(self):
-            # a subclass may score by forwards of its own
-            with all_replaced(changes), scored_by(scoring.model, scoring.of_other_rows()):
+            with all_replaced(changes), self._following(scoring):
                 loss: Tensor = super()._compute_loss(scoring.model, scoring.inputs)
             if not has_exact_kl:
                 return loss
@@ -645,11 +643,21 @@ class FusedLossMixin(LogsShares):
         with (
             torch.no_grad(),
             disable_gradient_checkpointing(self.model, checkpointing),
-            replaced(self, "_scoring", scoring),
+            self._following(scoring),
         ):
             rows = (*scoring.rows, mask.size(1))
             logps, *_ = self._get_per_token_logps_and_entropies(model, *rows, **images)
         return logps
+
+    @contextmanager
+    def _following(self, scoring: Scoring) -> Iterator[None]:
+        """Inside the context, `scoring` is in progress.
+
+        The forwards that a subclass runs itself, of policy or reference, have its options and sets.
+        """
+        of_others = scored_by(scoring.of_other_rows(), self.model, self.ref_model)
+        with replaced(self, "_scoring", scoring), of_others:
+            yield
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -666,7 +674,7 @@ class FusedLossMixin(LogsShares):
             scoring = scoring.of_other_rows()
         if scoring.is_done:
             return scoring.results["logps"], scoring.results["entropies"], None
-        with scored_by(model, scoring):
+        with scored_by(scoring, model):
             results = super()._get_per_token_logps_and_entropies(model, *rows, *args, **kwargs)
         scores = zip(("logps", "entropies"), results[:2], strict=True)
         scoring.results |= {name: x for name, x in scores if x is not None}
