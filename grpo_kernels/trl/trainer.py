@@ -344,11 +344,13 @@ class FusedLossMixin(LogsShares):
         if self._step:  # as in a new process: TRL loads the policy into vLLM, and generates
             self._step, self._buffered_inputs, self._last_loaded_step = 0, None, -1
             self._metrics["train"].clear()
+            self._shares.take()
         return super().train(*args, **kwargs)
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
         """TRL's micro-batch, scored by the reference; regroup after each generation."""
         before = self._buffered_inputs
+        self._check_window()
         inputs: Batch = super()._prepare_inputs(generation_batch)
         if not self._trains:
             return self._with_reference(inputs)
@@ -357,7 +359,7 @@ class FusedLossMixin(LogsShares):
             self._buffered_inputs = batches = self._regrouped(batches)
             inputs = batches[place]
         if PART in inputs:
-            self._check_regrouped(inputs[PART])
+            self._check_regrouped()
         if self.accelerator.sync_gradients:  # the policy changes after this micro-batch
             for batch in batches:
                 if batch is not inputs and self._is_deferred and OLD not in batch:
@@ -409,23 +411,33 @@ class FusedLossMixin(LogsShares):
             self._scoring.inputs[SETS] = sets  # TRL scores this generation over them
         return generated
 
-    def _check_regrouped(self, part: Part) -> None:
-        """Check that the loss still allows the regrouping, and that no window is cut off."""
-        reason, count = self._reason_to_stay(), len(part.window.batches)
-        if reason is not None:
-            raise RuntimeError(
-                "regroup: expected a trainer that does not change while it trains on a regrouped "
-                f"generation, got {reason}; pass regroup=False"
-            )
-        if self.accelerator.sync_gradients and not part.is_last:
+    def _check_window(self) -> None:
+        """Check that the optimizer step does not end within a window that is regrouped."""
+        count = micro_batches.window_of(self)
+        ends = self._trains and self.accelerator.sync_gradients  # with this micro-batch
+        if self.regroup and ends and (self._step + 1) % count and self._reason_to_stay() is None:
             raise RuntimeError(
                 f"regroup: expected each optimizer step to end after {count} micro-batches, got "
                 "one that ends earlier; pass regroup=False"
             )
 
+    def _check_regrouped(self) -> None:
+        """Check that the loss still allows the regrouping."""
+        reason = self._reason_to_stay()
+        if reason is not None:
+            raise RuntimeError(
+                "regroup: expected a trainer that does not change while it trains on a regrouped "
+                f"generation, got {reason}; pass regroup=False"
+            )
+
     def _regrouped(self, batches: list[Batch]) -> list[Batch]:
         """Regroup a generation's micro-batches within each optimizer step, if every process can."""
-        reason = self._reason_to_stay()  # a callback may have changed the trainer
+        reason = self._reason_to_stay()
+        if reason is not None:
+            warn_once(
+                "regroup: the trainer has changed since it was made, so samples stay in TRL's "
+                f"micro-batches, because of {reason}; pass regroup=False"
+            )
         stays = reason is not None or any(x.get("pixel_values") is not None for x in batches)
         stays |= len({len(batch["prompt_ids"]) for batch in batches}) > 1
         # All processes regroup, or none: each micro-batch gathers metrics over processes.
