@@ -262,23 +262,28 @@ def tree(
     return TrunkLayout(sources, attended, depths, cells[inside], tokens[inside], paths)
 
 
-def _worth_sharing(shared: list[int], least: int, above: int = 0) -> list[int]:
+def _worth_sharing(shared: list[int], least: int) -> list[int]:
     """`shared`, the tokens shared with the previous row, without branches that save too little.
 
-    Neighbors all share at least `depth` tokens. This is a branch below one of `above` tokens, and
-    saves the tokens between the two once for each pair that shares no more. If these are fewer than
-    `least`, the branch is removed. Deeper branches lie between such pairs.
+    The pairs of neighbors from `begin` to `end` all share at least `depth` tokens. This is a branch
+    below one of `above` tokens, and saves the tokens between the two once for each pair that shares
+    no more. If these are fewer than `least`, the branch is removed. Deeper branches lie between
+    such pairs.
     """
-    if not shared:
-        return []
-    depth = min(shared)
-    ends = [i for i, x in enumerate(shared) if x == depth]
-    kept = depth if len(ends) * (depth - above) >= least else above
-    found, begin = list[int](), 0
-    for end in ends:
-        found += [*_worth_sharing(shared[begin:end], least, kept), kept]
-        begin = end + 1
-    return found + _worth_sharing(shared[begin:], least, kept)
+    found, branches = [0] * len(shared), [(0, len(shared), 0)]
+    while branches:
+        begin, end, above = branches.pop()
+        if begin == end:
+            continue
+        depth = min(shared[begin:end])
+        pairs = [i for i in range(begin, end) if shared[i] == depth]
+        kept = depth if len(pairs) * (depth - above) >= least else above
+        for i in pairs:
+            found[i] = kept
+            branches.append((begin, i, kept))
+            begin = i + 1
+        branches.append((begin, end, kept))
+    return found
 
 
 def by_rows(

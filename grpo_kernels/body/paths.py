@@ -28,6 +28,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -100,15 +101,26 @@ def group(paths: Paths, call_cells: float) -> tuple[list[tuple[Tensor, Tensor]],
 def _cut(costs: Sequence[float], overhead: float) -> list[tuple[int, int]]:
     """Divide ascending `costs` into parts (first, end) of least total cost.
 
-    A part costs its size times its largest member, plus `overhead`. `least` and `begin` hold, for
-    each end, the least cost up to there and the start of the last part. Costs ascend, so as the end
-    advances, that start never moves back.
+    A part costs its size times its largest member c, plus `overhead`. `least` and `begin` hold, for
+    each end, the least cost up to there and the start of the last part. If this part starts at i,
+    the cost is ``least[i] - i * c``, a line in c, plus terms without i. Later starts have steeper
+    slopes, and c rises, so a line that is beaten once stays beaten. `lines` holds the starts whose
+    lines are not, best first.
     """
-    least, begin = [0.0], [0]
+    least, begin, lines = [0.0], [0], deque[int]()
+
+    def crossing(one: int, other: int) -> float:
+        return (least[other] - least[one]) / (other - one)
+
     for end, cost in enumerate(costs, start=1):
-        totals = {i: least[i] + (end - i) * cost for i in range(begin[-1], end)}
-        begin.append(min(totals, key=totals.__getitem__))
-        least.append(totals[begin[-1]] + overhead)
+        new = end - 1
+        while len(lines) > 1 and crossing(lines[-1], new) <= crossing(lines[-2], lines[-1]):
+            lines.pop()
+        lines.append(new)
+        while len(lines) > 1 and crossing(lines[0], lines[1]) < cost:
+            lines.popleft()
+        begin.append(lines[0])
+        least.append(least[lines[0]] + (end - lines[0]) * cost + overhead)
     parts, end = [], len(costs)
     while end > 0:
         parts.append((begin[end], end))

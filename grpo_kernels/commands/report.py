@@ -44,7 +44,8 @@ def collect() -> dict[str, dict[str, str]]:
         chosen = {str(device): _chosen_backend(device) for device in _devices()}
     library, kernels = build.load(), "none"
     if not library.refusal:
-        kernels = f"{torch.ops.grpo_kernels_cpp.isa('')}, {library.path or library.origin}"
+        kernels = f"{torch.ops.grpo_kernels_cpp.isa('')}, {library.origin}"
+        kernels += f", {library.path}" if library.path else ""
     return {
         "versions": {
             "python": platform.python_version(),

@@ -32,7 +32,7 @@ from grpo_kernels.base.checks import check_choice, warn_once
 from grpo_kernels.engine.plan import Run, check_run
 from grpo_kernels.head import Head
 from grpo_kernels.objective.expected import Expectation
-from grpo_kernels.patching import LogsShares, Patch, Patches, Shares, replaced
+from grpo_kernels.patching import LogsShares, Patch, Patches, Shares, all_replaced, replaced
 from grpo_kernels.results import Scores
 from grpo_kernels.scores import linear_divergence, linear_logps
 from grpo_kernels.transformers import head as heads
@@ -102,7 +102,9 @@ class Scoring:
 
     def of_other_rows(self) -> Scoring:
         """The same options and sets for unknown rows, of which nothing is predicted."""
-        return Scoring(self.options, inputs={SETS: self.inputs.get(SETS)})
+        # a scoring without rows has no other inputs than sets, and may get them later
+        inputs = self.inputs if self.model is None else {SETS: self.inputs.get(SETS)}
+        return Scoring(self.options, inputs=inputs)
 
 
 class Reference:
@@ -266,10 +268,10 @@ def head_of(model: nn.Module) -> FusedHead | None:
     return next((vars(x)[_HEADS][-1] for x in model.modules() if _HEADS in vars(x)), None)
 
 
-def scored_by(model: nn.Module, scoring: Scoring) -> AbstractContextManager[None]:
-    """Inside the context, fused forwards of `model` follow `scoring`."""
-    head = head_of(model)
-    return nullcontext() if head is None else replaced(head, "scoring", scoring)
+def scored_by(scoring: Scoring, *models: nn.Module | None) -> AbstractContextManager[None]:
+    """Inside the context, fused forwards of these models follow `scoring`."""
+    found = [head_of(model) for model in models if model is not None]
+    return all_replaced((head, "scoring", scoring) for head in found if head is not None)
 
 
 def adapters_allowed() -> AbstractContextManager[None]:

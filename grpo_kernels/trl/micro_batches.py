@@ -232,14 +232,19 @@ def reason_against_regrouping(trainer: Any) -> str | None:
     return None
 
 
+def window_of(trainer: Any) -> int:
+    """Number of a generation's micro-batches that share one optimizer step."""
+    args = trainer.args
+    return int(min(args.gradient_accumulation_steps, args.steps_per_generation))
+
+
 def regrouped(trainer: Any, batches: list[Batch], *, in_trees: bool) -> list[Batch]:
     """Redistribute the samples of each window over its micro-batches, by prompt, with `divided`.
 
     A micro-batch that is left without samples gets one sample without tokens.
     """
     found: list[Batch] = []
-    args = trainer.args
-    count = min(args.gradient_accumulation_steps, args.steps_per_generation)  # in one step
+    count = window_of(trainer)
     for start in range(0, len(batches), count):
         window = Window(batches[start : start + count])
         size = len(batches[0]["prompt_ids"])

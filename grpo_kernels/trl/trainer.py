@@ -344,11 +344,13 @@ class FusedLossMixin(LogsShares):
         if self._step:  # as in a new process: TRL loads the policy into vLLM, and generates
             self._step, self._buffered_inputs, self._last_loaded_step = 0, None, -1
             self._metrics["train"].clear()
+            self._shares.take()
         return super().train(*args, **kwargs)
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
         """TRL's micro-batch, scored by the reference; regroup after each generation."""
         before = self._buffered_inputs
+        self._check_window()
         inputs: Batch = super()._prepare_inputs(generation_batch)
         if not self._trains:
             return self._with_reference(inputs)
@@ -357,7 +359,7 @@ class FusedLossMixin(LogsShares):
             self._buffered_inputs = batches = self._regrouped(batches)
             inputs = batches[place]
         if PART in inputs:
-            self._check_regrouped(inputs[PART])
+            self._check_regrouped()
         if self.accelerator.sync_gradients:  # the policy changes after this micro-batch
             for batch in batches:
                 if batch is not inputs and self._is_deferred and OLD not in batch:
@@ -386,7 +388,7 @@ class FusedLossMixin(LogsShares):
         for name in ("_generate", "_calculate_rewards"):  # these must see the unchanged values
             changes.append((self, name, unchanged(getattr(self, name))))
         scoring = Scoring(self._options)
-        with all_replaced([*changes, (self, "_scoring", scoring)]):
+        with all_replaced(changes), self._following(scoring):
             batch: Batch = super()._generate_and_score_completions(inputs)
         if SETS in scoring.inputs:
             batch[SETS] = sets_of_batch(scoring.inputs[SETS], batch)
@@ -409,23 +411,33 @@ class FusedLossMixin(LogsShares):
             self._scoring.inputs[SETS] = sets  # TRL scores this generation over them
         return generated
 
-    def _check_regrouped(self, part: Part) -> None:
-        """Check that the loss still allows the regrouping, and that no window is cut off."""
-        reason, count = self._reason_to_stay(), len(part.window.batches)
-        if reason is not None:
-            raise RuntimeError(
-                "regroup: expected a trainer that does not change while it trains on a regrouped "
-                f"generation, got {reason}; pass regroup=False"
-            )
-        if self.accelerator.sync_gradients and not part.is_last:
+    def _check_window(self) -> None:
+        """Check that the optimizer step does not end within a window that is regrouped."""
+        count = micro_batches.window_of(self)
+        ends = self._trains and self.accelerator.sync_gradients  # with this micro-batch
+        if self.regroup and ends and (self._step + 1) % count and self._reason_to_stay() is None:
             raise RuntimeError(
                 f"regroup: expected each optimizer step to end after {count} micro-batches, got "
                 "one that ends earlier; pass regroup=False"
             )
 
+    def _check_regrouped(self) -> None:
+        """Check that the loss still allows the regrouping."""
+        reason = self._reason_to_stay()
+        if reason is not None:
+            raise RuntimeError(
+                "regroup: expected a trainer that does not change while it trains on a regrouped "
+                f"generation, got {reason}; pass regroup=False"
+            )
+
     def _regrouped(self, batches: list[Batch]) -> list[Batch]:
         """Regroup a generation's micro-batches within each optimizer step, if every process can."""
-        reason = self._reason_to_stay()  # a callback may have changed the trainer
+        reason = self._reason_to_stay()
+        if reason is not None:
+            warn_once(
+                "regroup: the trainer has changed since it was made, so samples stay in TRL's "
+                f"micro-batches, because of {reason}; pass regroup=False"
+            )
         stays = reason is not None or any(x.get("pixel_values") is not None for x in batches)
         stays |= len({len(batch["prompt_ids"]) for batch in batches}) > 1
         # All processes regroup, or none: each micro-batch gathers metrics over processes.
@@ -608,13 +620,11 @@ class FusedLossMixin(LogsShares):
         mask, has_exact_kl = scoring.inputs["completion_mask"], self._has_exact_kl
         skips = self.zero_advantage == "skip"
         is_measured = not skips or self.accelerator.gather(mask.any().reshape(1)).any()
-        changes: list[tuple[Any, str, Any]] = [(self, "_scoring", scoring)]
-        if has_exact_kl:  # leave out TRL's own KL term
-            changes.append((self, "beta", 0.0))
+        # for the exact KL, leave out TRL's own term
+        changes = [(self, "beta", 0.0)] if has_exact_kl else []
         # nothing is logged if no process has a sequence left
         with nullcontext() if is_measured else micro_batches.unlogged(self):
-            # a subclass may score by forwards of its own
-            with all_replaced(changes), scored_by(scoring.model, scoring.of_other_rows()):
+            with all_replaced(changes), self._following(scoring):
                 loss: Tensor = super()._compute_loss(scoring.model, scoring.inputs)
             if not has_exact_kl:
                 return loss
@@ -645,11 +655,21 @@ class FusedLossMixin(LogsShares):
         with (
             torch.no_grad(),
             disable_gradient_checkpointing(self.model, checkpointing),
-            replaced(self, "_scoring", scoring),
+            self._following(scoring),
         ):
             rows = (*scoring.rows, mask.size(1))
             logps, *_ = self._get_per_token_logps_and_entropies(model, *rows, **images)
         return logps
+
+    @contextmanager
+    def _following(self, scoring: Scoring) -> Iterator[None]:
+        """Inside the context, `scoring` is in progress.
+
+        The forwards that a subclass runs itself, of policy or reference, have its options and sets.
+        """
+        of_others = scored_by(scoring.of_other_rows(), self.model, self.ref_model)
+        with replaced(self, "_scoring", scoring), of_others:
+            yield
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -666,7 +686,7 @@ class FusedLossMixin(LogsShares):
             scoring = scoring.of_other_rows()
         if scoring.is_done:
             return scoring.results["logps"], scoring.results["entropies"], None
-        with scored_by(model, scoring):
+        with scored_by(scoring, model):
             results = super()._get_per_token_logps_and_entropies(model, *rows, *args, **kwargs)
         scores = zip(("logps", "entropies"), results[:2], strict=True)
         scoring.results |= {name: x for name, x in scores if x is not None}

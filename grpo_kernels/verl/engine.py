@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -95,24 +96,33 @@ class MiniBatch:
                 "layout is 'padded'; results are the same"
             )
             self.layout = "padded"
-        if "responses" in data.keys() and not data["responses"].is_nested:  # noqa: SIM118
-            warn_once(
-                "responses: expected nested tensors, got padded ones, as verl's deprecated trainer "
-                "sends them; it gets the head, but scores the old policy before each update, and "
-                "scatters the responses to a prompt over ranks; set trainer.use_v1=True"
-            )
         self.live: list[bool] | None = None  # sequences that may have a gradient; None: all
         if options["zero_advantage"] == "score" and not forward_only:
             self.live = _live_sequences(data, loss_function)
         # True: bring the responses to a prompt together. `prompts` is None on a rank where a tree
         # is not exact for the model.
         self.moves = self.layout == "tree" and _may_move(data, loss_function)
+        if "responses" in data.keys() and not data["responses"].is_nested:  # noqa: SIM118
+            self._warn_of_deprecated(options)
         fits = self.moves and fits_trees(trunk_of(engine.module)) is True
         self.prompts = _prompts(data) if fits else None
         # sequences of each of our micro-batches, and the model's outputs; empty: verl's are used
         self.parts: list[list[int]] = []
         self.outputs: list[dict[str, Tensor]] = []
         self.theirs: list[tuple[Any, list[int]]] = []  # verl's micro-batches, and their sequences
+
+    def _warn_of_deprecated(self, options: Mapping[str, Any]) -> None:
+        """Warn of what a run loses with verl's deprecated trainer, if anything."""
+        scatters = self.moves and dist.get_world_size(self.group) > 1
+        losses = ["scores the old policy before each update"] * (options["old_log_probs"] == "auto")
+        losses += ["scatters the responses to a prompt over ranks"] * scatters
+        if losses:
+            warn_once(
+                "responses: expected nested tensors, got padded ones, as verl's deprecated trainer "
+                f"sends them; it gets the head, but {', and '.join(losses)}; set "
+                "trainer.use_v1=True",
+                key="deprecated trainer",
+            )
 
     def divided(
         self, divide: Callable[[Any], Any], data: Any

@@ -555,14 +555,27 @@ HALVES = {"steps_per_generation": 4}  # a generation is two optimizer steps
 @pytest.mark.parametrize(
     ("change", "options"), [(other_loss, {}), (losses_by_size, {}), (other_reference, HALVES)]
 )
-def test_what_a_callback_changes_is_stock_trls(change: Any, options: dict[str, Any]) -> None:
+def test_what_a_callback_changes_is_stock_trls(change, options, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("grpo_kernels.trl.trainer.warn_once", said.append)
     stock, ours = (changed(x, change, **options) for x in (GRPOTrainer, FusedGRPOTrainer))
     assert max(parity.differences(stock.steps, ours.steps).values()) <= parity.TOLERANCE
+    stays = change is not other_reference
+    assert [micro_batches.PART in x for x in ours.trainer._buffered_inputs].count(stays) == 0
+    assert [x.startswith("regroup: the trainer has changed") for x in said] == [True, True] * stays
 
 
 def test_a_loss_that_changes_within_a_regrouped_generation_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"regroup: .* got loss_type='bnpo'.*pass regroup=False"):
         changed(FusedGRPOTrainer, other_loss, **HALVES)
+
+
+def test_a_step_that_ends_early_is_an_error_before_anything_is_generated() -> None:
+    trainer = train(FusedGRPOTrainer, steps=1).trainer
+    trainer.model.train()
+    trainer.accelerator.gradient_state._set_sync_gradients(True)
+    with pytest.raises(RuntimeError, match=r"regroup: .* to end after 2 micro-batches.*=False"):
+        trainer._prepare_inputs(None)
 
 
 class PaidByBeta:
@@ -597,8 +610,11 @@ def test_a_second_training_begins_with_a_new_generation(regroup: bool) -> None:
         if base is GRPOTrainer:
             trainer._step, trainer._buffered_inputs = 0, None
             trainer._metrics["train"].clear()
+        else:
+            trainer._shares.add({"interrupted": (1, 2)})
         again.append(tiny_run.recorded(trainer))
         trainer.train()
+        assert not any("interrupted" in x for x in trainer.state.log_history)
     assert_same(*again)
 
 

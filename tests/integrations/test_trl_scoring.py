@@ -7,6 +7,7 @@ The sampler is a stand-in for vLLM: it draws ids, and scores them with the polic
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -393,10 +394,25 @@ class OwnScoring(FusedGRPOTrainer):
         return GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
 
 
-def test_a_subclass_that_scores_itself_gets_the_sets_in_its_loss() -> None:
-    want, got = (trained(x, 1, **ERROR).steps[0] for x in (FusedGRPOTrainer, OwnScoring))
-    for name in ("entropy", "grad_norm"):
-        assert got[name] == pytest.approx(want[name], rel=1e-5), name
+@pytest.mark.parametrize("options", [TWICE, {"beta": 0.04, **HALVES}], ids=["twice", "halves"])
+def test_a_subclass_that_scores_itself_gets_the_sets(options: dict[str, Any]) -> None:
+    want, got = (trained(x, **ERROR, **options).steps for x in (FusedGRPOTrainer, OwnScoring))
+    assert max(parity.differences(want, got).values()) <= parity.TOLERANCE
+
+
+class ReferenceInLoss(GRPOTrainer):
+    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        x, count = inputs, inputs["completion_ids"].shape[1]
+        rows = [torch.cat([x[f"prompt_{y}"], x[f"completion_{y}"]], 1) for y in ("ids", "mask")]
+        score = partial(GRPOTrainer._get_per_token_logps_and_entropies, self)
+        with torch.no_grad():
+            found = [score(x, *rows, count)[0] for x in (self.ref_model, model)]
+        torch.testing.assert_close(*found)  # in the first step, both over the sets
+        return super()._compute_loss(model, inputs)
+
+
+def test_a_loss_that_runs_the_reference_itself_has_the_sets_there() -> None:
+    trained(mixed(FusedLossMixin, ReferenceInLoss), 1, beta=0.04, **ERROR)
 
 
 def test_a_token_without_a_set_may_have_the_whole_vocabulary() -> None:

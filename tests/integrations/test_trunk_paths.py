@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from grpo_kernels.base.checks import WARNED
-from grpo_kernels.body import paths
+from grpo_kernels.body import layout, paths
 from grpo_kernels.body.paths import Paths, Segments
 from grpo_kernels.body.trunk import ordinary_id
 from tests.support import all_architectures as every
@@ -369,6 +370,16 @@ def test_a_recurrence_that_drops_its_last_state_later_gives_way(monkeypatch):
 def test_layers_that_are_not_known_are_refused_by_name() -> None:
     said = "JambaMambaMixer has a state that is not known", "mamba_selective_scan", "'trim' is used"
     assert_right(every.build("jamba"), large(), *said)
+
+
+def test_many_rows_that_each_continue_the_previous_one_and_many_segments() -> None:
+    cells = torch.arange(1100 * 1100).view(1100, -1)
+    attended, features = cells[0] <= cells[0, :, None], cells[:1].expand_as(cells)[..., None]
+    found = layout.tree(cells, attended, features, least=2)
+    assert found.sources.shape == (1, 1650)  # every second row branches off
+    ones, start = torch.ones(8000, dtype=torch.int64), time.process_time()
+    calls, _ = paths.group(Paths(torch.arange(8000)[:, None], ones, ones), call_cells=1e12)
+    assert len(calls) == 1 and time.process_time() - start < 1  # in linear time
 
 
 def test_rows_that_share_nothing_run_as_rows() -> None:
