@@ -1,8 +1,9 @@
 // A FusedLoss (grpo_kernels/backends/__init__.py) of one token, from its log-probability and its divergence from a
-// reference: what PolicyLoss in grpo_kernels/objective/policy.py computes, operation by operation in the same dtype, so
-// that at a ratio of 1 both have the same bits. Surrogates and KL estimators are those of formulas.h. Triton's
-// counterpart is grpo_kernels/backends/triton_rows/fused.py. tests/support/row_suite.py compares each kernel with
-// float64, and tests/call/test_differential.py all three.
+// reference: what PolicyLoss in grpo_kernels/objective/policy.py computes, in the same dtype. Without a KL term it is the
+// same operation by operation, so that at a ratio of 1 both have the same bits; the KL term is (beta w) kl here, a part of
+// w (l + beta kl) there. Surrogates and KL estimators are those of formulas.h. Triton's counterpart is
+// grpo_kernels/backends/triton_rows/fused.py. tests/support/row_suite.py compares each kernel with float64, and
+// tests/call/test_differential.py all three.
 #pragma once
 
 #include <cmath>

@@ -22,7 +22,7 @@ and its forward and backward are::
         dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)
         d_logits = dz / temperature                          backends: grad
         d_hidden = d_logits @ weight                         engine/gemm.py: Product.d_hidden
-        d_weight += d_logits.T @ hidden                      engine/gemm.py: Product.d_weight
+        d_weight += d_logits.T @ hidden                      Product.d_weight; sweep: GradientSums
     loss = the sum above; metrics = means over the tokens    policy.py: evaluate; metrics.py
     d_hidden and d_weight are attached to the loss           engine/autograd.py: LossWithGradient
 
@@ -32,12 +32,17 @@ and its forward and backward are::
 This listing leaves out logit scale, soft-cap and rounding (`LogitTransform`), the upper bound
 `delta`, the importance sampling ratio and the masks, which are factors of the policy term, and
 `use_bias_correction_kl`, which decides whether e^R stands before KL. It shows the loop as the torch
-backend runs it (backends/torch_rows.py). For most losses the C++ (csrc/ops.cpp) and Triton
-(backends/triton_rows) backends have a kernel, `fused`, that does the five lines from z to d_logits
-at once and also returns w * l of its rows (on-policy, without the policy term, which is known
-before); `Job.loss_to_fuse` says when. Inside it is the same: statistics (rows.inl, reduce.py), the
-loss of a token (fused_loss.h, fused.py), the gradient (rows.inl, grad.py). Without such a kernel,
-the loss is evaluated for a and b of each chunk, and once more at the end for its value. Rows that
+backend runs it (backends/torch_rows.py). Where `Job.loss_to_fuse` allows it, as for most losses,
+C++ and Triton do the lines from z to d_logits in one kernel, `fused`, row by row::
+
+                                      csrc/, from ops.cpp: fused         backends/triton_rows/
+    sums over the row                 rows.inl: reduce                   reduce.py: reduce_rows
+    logps, entropies                  row_stats.h                        reduce.py: finish
+    w * l, a, b                       fused_loss.h, formulas.h           fused.py: fused_kernel
+    d_logits                          row_stats.h, rows.inl: gradient    grad.py: write_tile
+
+On-policy, w * l is there without the policy term, which is known before. Without such a kernel, the
+loss is evaluated for a and b of each chunk, and once more at the end for its value. Rows that
 certainly get no gradient (`CoefficientSource.live`), such as rows with A = 0 without a KL term and
 an entropy bonus, run through a separate loop without gradients.
 

@@ -221,7 +221,7 @@ class FusedLoss:
     gate: Tensor | None = None  # None: 1
 
     @property
-    def stats(self) -> tuple[str, ...]:
+    def stat_names(self) -> tuple[str, ...]:
         """The `LOSS_STATS` that this loss has."""
         return LOSS_STATS if self.kl_estimator is not None else LOSS_STATS[:-1]
 

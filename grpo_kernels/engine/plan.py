@@ -105,7 +105,7 @@ def _has_one_number(source: CoefficientSource, job: Job) -> bool:
 def _is_known_by_row(source: CoefficientSource, job: Job) -> bool:
     """True if the statistics of a row determine its coefficients, or the caller expects them.
 
-    Not with GSPO and old log-probabilities: `LossConfig.shares_ratio` makes the loss coupled.
+    Not with GSPO and old log-probabilities, which share a ratio: `PolicyLoss.is_coupled`.
     """
     # in a CUDA graph, the comparison with expected ones may not wait for the device
     waits = source.is_expected and device_of(job.rows.positions.device).is_capturing()

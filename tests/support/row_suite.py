@@ -62,7 +62,7 @@ def check_kernels(
     loss, out = make_loss(stats.logps, kind), torch.empty_like(out)
     fused = kernels.fused(chunk, loss, out)
     assert_same(fused, stats, name)
-    assert set(fused.loss_stats) == set(loss.stats)
+    assert set(fused.loss_stats) == set(loss.stat_names)
     terms = loss_stats(loss, fused.logps, fused.loss_stats["log_ratio"])
     for term, (of_loss, size) in terms.items():
         of_term = f"{name}: {loss.surrogate} {loss.kl_estimator} {term}"

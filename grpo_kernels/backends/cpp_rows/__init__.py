@@ -104,7 +104,7 @@ class CppRows(FusedRowBackend):
         stats: dict[str, Any] = {
             name: new() for name in ("logps", "max_logit", "log_sum", "entropies")
         }
-        loss_stats = {name: new() for name in loss.stats}
+        loss_stats = {name: new() for name in loss.stat_names}
         full = loss.kl_estimator == "full"  # the divergence from the reference
         diverged = DivergenceStats(loss_stats["kl"], new(), new(), new()) if full else None
         torch.ops.grpo_kernels_cpp.fused(

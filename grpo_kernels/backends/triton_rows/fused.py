@@ -47,7 +47,7 @@ def launch_fused(
     """Compute all statistics; write d loss / d (raw logits) to `out` if given."""
     n, new = len(chunk.logits), chunk.logits.new_empty
     stats: dict[str, Any] = {x: new(n) for x in ("logps", "max_logit", "log_sum", "entropies")}
-    loss_stats = {name: new(n) for name in loss.stats}
+    loss_stats = {name: new(n) for name in loss.stat_names}
     results = stats | dict.fromkeys(LOSS_STATS) | loss_stats
     fused_kernel[(triton.cdiv(n, config.block_n),)](
         **chunk_arguments(chunk),

@@ -57,7 +57,7 @@ class TritonRows(FusedRowBackend):
             launch_scale(x, factor, out)
 
     def fused(self, chunk: Chunk, fused_loss: FusedLoss, out: Tensor | None) -> RowStats:
-        # reduce.py: the statistics; formulas.py, by mathfn.py: the loss; grad.py: the gradient
+        # reduce.py: statistics; fused.py: the loss, with surrogate and KL of formulas.py; grad.py
         config = self._config("fused", chunk)
         with on(chunk.logits.device):
             return launch_fused(chunk, fused_loss, out, config)
