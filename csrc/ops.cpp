@@ -36,7 +36,8 @@
 namespace grpo_kernels {
 namespace {
 
-// Each kernel below is that of the instruction set in use: dispatch.cpp chooses it, rows.inl and divergence.inl have it.
+// kernels<T>() are those of the instruction set in use: dispatch.cpp chooses it, kernels.inl lists the functions of
+// rows.inl and divergence.inl (`reduce` is reduce_any).
 
 // Write the statistics of row i. An id outside of the vocabulary gets a log-probability of NaN.
 template <class T>
@@ -198,17 +199,20 @@ void fused(ROWS_IN, REFERENCE_IN, const MaybeTensor& advantages, const MaybeTens
     T *losses = column<T>(loss, n, "loss"), *d_logps = column<T>(d_logp, n, "d_logp");
     T *log_ratios = column<T>(log_ratio, n, "log_ratio"), *kls = divergence.value;
     const bool on_policy = !old.has_value(), has_reference = chunk.reference.has_value();
-    LossConstants<T> c{static_cast<Surrogate>(surrogate), static_cast<Estimator>(estimator), on_policy, gate_of != nullptr,
-                       has_reference, is_linear, corrects_kl, static_cast<T>(beta), static_cast<T>(d_entropy), {}};
-    std::transform(constants.begin(), constants.end(), c.constants, [](double x) { return static_cast<T>(x); });
-    const bool estimates = c.estimator != Estimator::none;
+    LossConstants<T> loss_constants{static_cast<Surrogate>(surrogate), static_cast<Estimator>(estimator), on_policy,
+                                    gate_of != nullptr, has_reference, is_linear, corrects_kl, static_cast<T>(beta),
+                                    static_cast<T>(d_entropy), {}};
+    std::transform(constants.begin(), constants.end(), loss_constants.constants,
+                   [](double x) { return static_cast<T>(x); });
+    const bool estimates = loss_constants.estimator != Estimator::none;
     STD_TORCH_CHECK(!(estimates && has_reference), "estimator: expected none with a reference");
     STD_TORCH_CHECK(ref.has_value() == estimates && kl.has_value() == (estimates || has_reference),
                     "ref, kl: expected with an estimator, without one neither, but kl with a reference");
     divergence.check(has_reference);
     STD_TORCH_CHECK(d_policy.has_value() == on_policy && advantages.has_value() != on_policy,
                     "old, advantages: expected together, and without them d_policy");
-    STD_TORCH_CHECK((c.surrogate == Surrogate::none) == on_policy, "surrogate: expected with old, none without");
+    STD_TORCH_CHECK((loss_constants.surrogate == Surrogate::none) == on_policy,
+                    "surrogate: expected with old, none without");
     std::optional<Matrix> gradients;
     if (out.has_value()) {
       gradients.emplace(*out, n, chunk.vocab, "out");
@@ -223,12 +227,12 @@ void fused(ROWS_IN, REFERENCE_IN, const MaybeTensor& advantages, const MaybeTens
       const Token<T> token{on_policy ? T(0) : advantage_of[i], on_policy ? d_policy_of[i] : T(0), weight_of[i],
                            gate_of ? gate_of[i] : T(1), old_of ? old_of[i] : T(0), ref_of ? ref_of[i] : T(0),
                            has_reference ? kls[i] : T(0)};
-      const LossStats<T> loss_stats = token_loss_stats(c, token, stats.logps[i]);
+      const LossStats<T> loss_stats = token_loss_stats(loss_constants, token, stats.logps[i]);
       losses[i] = loss_stats.loss, d_logps[i] = loss_stats.d_logp, log_ratios[i] = loss_stats.log_ratio;
       if (kls != nullptr) kls[i] = loss_stats.kl;
-      const Coefficients<T> coefficients{loss_stats.d_logp, c.d_entropy, loss_stats.d_divergence};
+      const Coefficients<T> coefficients{loss_stats.d_logp, loss_constants.d_entropy, loss_stats.d_divergence};
       if (gradients.has_value()) {
-        write_gradient(chunk, stats, divergence, i, coefficients, c.d_entropy != T(0), *gradients);
+        write_gradient(chunk, stats, divergence, i, coefficients, loss_constants.d_entropy != T(0), *gradients);
       }
     });
   });

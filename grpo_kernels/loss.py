@@ -15,7 +15,7 @@ and its forward and backward are::
     tokens = the positions that count                        tokens.py: read_tokens
     engine = the cheapest that gives this gradient exactly   engine/plan.py: plan, choose_engine
     for each chunk of rows, before autograd knows the call:  engine/sweep.py: first_pass, sweep
-        logits = hidden @ weight.T                           engine/gemm.py: Product.logits
+        logits = hidden @ weight.T                           Projection.project; gemm.py: Product
         z = (logits + bias) / temperature                    backends: prepare_
         logps, entropies = log softmax(z)[id], -sum p log p  backends: stats
         a, b of these rows, from logps and entropies         policy.py: coefficients_at
@@ -37,23 +37,27 @@ C++ and Triton do the lines from z to d_logits in one kernel, `fused`, row by ro
 
                                       csrc/, from ops.cpp: fused         backends/triton_rows/
     sums over the row                 rows.inl: reduce                   reduce.py: reduce_rows
-    logps, entropies                  row_stats.h                        reduce.py: finish
-    w * l, a, b                       fused_loss.h, formulas.h           fused.py: fused_kernel
-    d_logits                          row_stats.h, rows.inl: gradient    grad.py: write_tile
+    logps, entropies                  row_stats.h                        reduce.py: target_logp
+    w * l, a                          fused_loss.h, formulas.h           fused.py: fused_kernel
+    d_logits                          row_stats.h, rows.inl: gradient    grad.py: level_and_tilt,
+                                                                         write_tile, store_target
+    (choice of instruction set        dispatch.cpp, kernels.inl)
 
-On-policy, w * l is there without the policy term, which is known before. Without such a kernel, the
-loss is evaluated for a and b of each chunk, and once more at the end for its value. Rows that
-certainly get no gradient (`CoefficientSource.live`), such as rows with A = 0 without a KL term and
-an entropy bonus, run through a separate loop without gradients.
+b is the same for all tokens (`FusedLoss.d_entropy`). On-policy, the kernel's loss lacks the policy
+term, unless that is linear in logp (cispo, vespo); `PolicyLoss.evaluate` adds it. Without such a
+kernel, the loss is evaluated for a and b of each chunk, and once more at the end for its value.
+Rows that certainly get no gradient (`CoefficientSource.live`), such as rows with A = 0 without a KL
+term and an entropy bonus, run through a separate loop without gradients.
 
-Other engines compute the gradient later, or without a and b. On a GPU whose memory is short, lean
-goes before all others. A loss takes two passes if a token's a and b depend on other tokens
+Other engines compute the gradient later, or without a and b. If the head trains and a GPU's memory
+is short, lean goes before all others. With a frozen head, a loss of log-probabilities alone takes
+frozen, even GSPO. Otherwise a loss takes two passes if a token's a and b depend on other tokens
 (`PolicyLoss.is_coupled`): ratios per sequence, such as GSPO's, with old log-probabilities, and
 masks that compare tokens, such as the top-entropy mask. With GSPO::
 
     for each chunk of rows: logits, logps, entropies         sweep; backends: stats, not fused
     R    = mean over the sequence of logps - old             objective/loss_types.py: LogRatio
-    a, b = d loss / d logps, through R of the sequence       policy.py: evaluate
+    a, b = d loss / d logps, through R of the sequence       policy.py: _policy_term; to_logps
     statistics, a and b are saved                            engine/autograd.py: save
 
     backward: a and b times d_loss; for each chunk of the

@@ -188,10 +188,10 @@ class FusedLoss:
     """A built-in loss as numbers per token and a few constants, for backends that fuse it.
 
     No token's loss depends on another token. Tensors are (n,), in the accumulator's dtype. With R =
-    logp - old (0 on-policy), w the weight, gate the sampling ratio times the masks, and
-    ``surrogate`` and ``kl_estimator`` from `formulas`::
+    logp - old (0 on-policy), w the weight, gate the sampling ratio (an on-policy mask is in
+    `d_policy`), and ``surrogate`` and ``kl_estimator`` from `formulas`::
 
-        loss_t    = w * gate * surrogate(R, A) + beta * w * kl [* exp(R)]
+        loss_t    = w * gate * surrogate(R, A, logp) + beta * w * kl [* exp(R)]
         d_logp_t  = d loss_t / d logp_t
         d_entropy = d loss / d entropy_t, the same for every token
 

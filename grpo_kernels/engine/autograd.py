@@ -1,7 +1,7 @@
-"""The autograd Functions: a loss with its gradient, and differentiable scores; the second pass.
+"""The autograd Functions: losses with their gradient, differentiable scores; the second pass.
 
-Both keep d hidden and d weight in the accumulator's dtype and apply the upstream gradient before
-the one rounding. Only `lean` rounds d weight slice by slice, in its second pass.
+Those of hidden states keep d hidden and d weight in the accumulator's dtype and apply the upstream
+gradient before the one rounding. Only `lean` rounds d weight slice by slice, in its second pass.
 
 Differentiating these gradients again raises an error (`first_order`).
 ``torch.autograd.function.once_differentiable`` is not enough: it raises only if an upstream

@@ -18,9 +18,9 @@ them too. `one_pass` needs each row's coefficients, d loss / d logp, d loss / d 
 d divergence, as soon as the row's own logits exist. `frozen` does not need them beforehand, since d
 hidden is linear in a single coefficient; it cannot serve a loss with several. `two_pass` and `lean`
 serve all calls. `lean` writes each slice of d weight once, in the weight's dtype, so it needs no
-accumulator of the weight's size. `frozen` and `one_pass` only project the rows whose coefficients
-are known to be 0 beforehand. `two_pass` and `lean` also skip the gradient of all rows whose
-coefficients turn out to be 0.
+accumulator of the weight's size. `frozen` and `one_pass` do no more than project rows whose
+coefficients are known to be 0 beforehand. `two_pass` and `lean` also skip the gradient of all rows
+whose coefficients turn out to be 0.
 """
 
 from __future__ import annotations

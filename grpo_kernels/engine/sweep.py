@@ -2,8 +2,8 @@
 
 For each chunk of rows: project, and do the row work, that is statistics and d logits, the gradient
 in the raw logits. For each group of chunks, whose d logits share one product: add up the gradients.
-Besides the weight and its gradient, only the logits of a chunk have a vocabulary dimension. d
-logits may overwrite them.
+Besides the weight and its gradient, only a chunk's logits, the reference's too, and a group's d
+logits have a vocabulary dimension. d logits may overwrite the logits.
 
 A call makes one or two passes over its rows. The first (`first_pass`) computes each row's
 statistics and, in the engines one_pass and frozen, the gradient on the same logits. The second is

@@ -273,7 +273,7 @@ class LossConfig:
         return is_shared or self.importance_sampling_level == "sequence"
 
     @property
-    def couples_tokens(self) -> bool:
+    def reads_sequence(self) -> bool:
         """True if a token's policy term depends on the log-ratios of its sequence."""
         return self.shares_ratio or self.definition.surrogate_input is not None
 

@@ -163,12 +163,12 @@ class PolicyLoss:
         compares = config.masks_off_policy and (has_sampler or not self.on_policy)
         if config.top_entropy_quantile < 1.0 or compares:
             return True
-        couples = config.couples_tokens
-        if self.on_policy:
-            reads_sequence = config.vllm_importance_sampling_mode.startswith("sequence_")
-            couples = config.corrects_sampling and (reads_sequence or couples)
-            couples |= config.corrects_kl and config.importance_sampling_level == "sequence"
-        return couples
+        if not self.on_policy:
+            return config.reads_sequence
+        # then R is 0: it couples tokens only by the ratio to the sampler, or that before the KL
+        of_sequence = config.vllm_importance_sampling_mode.startswith("sequence_")
+        corrects_kl = config.corrects_kl and config.importance_sampling_level == "sequence"
+        return corrects_kl or (config.corrects_sampling and (of_sequence or config.reads_sequence))
 
     @property
     def _knows_policy_gradient(self) -> bool:
@@ -200,7 +200,7 @@ class PolicyLoss:
         live, gate = tokens.advantages != 0, _gate(config, tokens)
         if gate is not None:
             live &= gate != 0
-        if config.couples_tokens:
+        if config.reads_sequence:
             # a token whose own term is 0 still gets gradient through the shared ratio
             layout = tokens.layout
             live = layout.sequence_sum(live.to(tokens.advantages))[layout.sequence] > 0
@@ -313,7 +313,7 @@ class PolicyLoss:
         Raises:
             ValueError: tokens are coupled, but a `token_level` objective reads their loss.
         """
-        if token_level and (self.is_coupled or self.config.couples_tokens):
+        if token_level and (self.is_coupled or self.config.reads_sequence):
             raise ValueError(
                 "tokens.loss: expected a loss of each token alone in a token_level objective, got "
                 f"{self.config}, whose tokens depend on each other: do not declare it token_level"
@@ -351,7 +351,7 @@ class PolicyLoss:
         Without `divergences` l_t lacks beta D_t; a_t never includes it.
         """
         # where tokens share a ratio, a NaN reaches all tokens of its sequence
-        is_alone = not (self.definition.is_linear or self.config.couples_tokens)
+        is_alone = not (self.definition.is_linear or self.config.reads_sequence)
         if self._knows_policy_gradient and is_alone:
             loss, d_logp, known = self._at_ratio_one
             is_nan = torch.isnan(logps)

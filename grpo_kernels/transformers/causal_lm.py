@@ -739,7 +739,7 @@ def _warn_of_packed(
         )
     reads_rows = (
         config.definition.loss_over(num_items=True) == "sequences"
-        or config.couples_tokens
+        or config.reads_sequence
         or config.masks_off_policy
         or (config.corrects_sampling and config.vllm_importance_sampling_mode.startswith("seq"))
     )

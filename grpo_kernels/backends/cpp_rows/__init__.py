@@ -51,7 +51,7 @@ def load() -> RowBackend:
 
 
 class CppRows(FusedRowBackend):
-    """Row work in one op per chunk; torch's threads share the rows. Needs `build.load` first."""
+    """Row work, an op for each method and chunk, by torch's threads. Needs `build.load` first."""
 
     name = "cpp"
     fuses_reference = True

@@ -91,7 +91,7 @@ def fused_kernel(
         logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
     )
     source = (row_ptrs, bias_ptr, inner, outer)  # see `row_pointers`
-    wanted = (True, False, False, False)  # which sums, see `reduce`
+    wanted = (True, False, False, False)  # which sums, see reduce.py
     m, rest, weighted, _squares, _total, _top_id = reduce_rows(
         source, V, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
     )

@@ -1,4 +1,4 @@
-"""Row work in Triton: one kernel launch per chunk.
+"""Row work in Triton: one kernel launch for each method and chunk.
 
 The kernels read the logits as the products left them and apply the `LogitTransform` on the fly, in
 float32. The formulas are in `torch_rows`.
@@ -26,7 +26,7 @@ INTERPRETED = not isinstance(stats_kernel, triton.JITFunction)
 
 
 class TritonRows(FusedRowBackend):
-    """Row work in one kernel launch per chunk."""
+    """Row work in one kernel launch for each method and chunk."""
 
     name = "triton"
     fuses_reference = False
