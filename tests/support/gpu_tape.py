@@ -137,7 +137,7 @@ class NotedRows(FusedRowBackend):
 
     def fused(self, chunk: Chunk, fused_loss: FusedLoss, out: Tensor | None) -> RowStats:
         self._tape.rows("fused", chunk.logits, out)
-        return self._statistics(chunk.logits, loss_stats=fused_loss.stats)
+        return self._statistics(chunk.logits, loss_stats=fused_loss.stat_names)
 
     def _statistics(
         self, logits: Tensor, extras: tuple[str, ...] = (), loss_stats: tuple[str, ...] = ()
