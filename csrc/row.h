@@ -52,7 +52,7 @@ struct GradientInputs {
   Dtype dtype;
 };
 
-// KL(q || p), KL(p || q) and the generalised Jensen-Shannon divergence, of the student's p from the reference's q.
+// KL(q || p), KL(p || q) and the generalized Jensen-Shannon divergence, of the student's p from the reference's q.
 enum class Kind { forward, reverse, mixed };
 
 // The numbers that a divergence and its gradient need besides the rows of student and reference.

@@ -97,10 +97,10 @@ else:
         ours = (advantages, presets, rewards, rollouts)
         homes = {y: x.__name__ for x in ours for y in x.__all__}
         homes |= {y: f"{__name__}.{x}" for x, names in _OF_TRAINERS.items() for y in names}
+        if name in homes:
+            raise no_name(__name__, name, f"; it is in {homes[name]}")
         hint = preset_hint(name) or did_you_mean(name, [*__all__, *_TRAINERS, *homes])
         hint += next((f" It is in {homes[x]}" for x in homes if f"mean {x}?" in hint), "")
-        if name in homes:
-            hint = f"; it is in {homes[name]}"
         raise no_name(__name__, name, hint)
 
 

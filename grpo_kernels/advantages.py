@@ -458,7 +458,7 @@ def _one_group(x: Tensor, process_group: ProcessGroup | None) -> _Groups:
 
 
 def _groups(
-    table: Tensor,  # (B, F)
+    table: Tensor,  # (B, ...), read for its length and device alone
     num_generations: Any,  # an int or None
     group_ids: Tensor | Sequence[int] | None,  # (B,)
     process_group: ProcessGroup | None,

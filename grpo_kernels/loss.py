@@ -50,10 +50,10 @@ Rows that certainly get no gradient (`CoefficientSource.live`), such as rows wit
 term and an entropy bonus, run through a separate loop without gradients.
 
 Other engines compute the gradient later, or without a and b. If the head trains and a GPU's memory
-is short, lean goes before all others. With a frozen head, a loss of log-probabilities alone takes
-frozen, even GSPO. Otherwise a loss takes two passes if a token's a and b depend on other tokens
-(`PolicyLoss.is_coupled`): ratios per sequence, such as GSPO's, with old log-probabilities, and
-masks that compare tokens, such as the top-entropy mask. With GSPO::
+is short, lean goes before all others. With a frozen head, a loss of the tokens' log-probabilities
+alone takes frozen, even GSPO. Otherwise a loss takes two passes if a token's a and b depend on
+other tokens (`PolicyLoss.is_coupled`): ratios per sequence, such as GSPO's, with old log-
+probabilities, and masks that compare tokens, such as the top-entropy mask. With GSPO::
 
     for each chunk of rows: logits, logps, entropies         sweep; backends: stats, not fused
     R    = mean over the sequence of logps - old             objective/loss_types.py: LogRatio
@@ -317,15 +317,13 @@ def grpo_loss(
         token_loss = _token_loss(config, objective, tokens, num_items_in_batch)
 
         # how it is computed; over kept sets without an engine
-        sets = None
-        if kept_ids is not None or on_missing_set != "error":
-            sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
+        sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
         source = token_loss if sets is None else None
         job = plan(heads, rows, run, ranks, source)
     if sets is not None:
         return _loss_over_sets(job, run, sets, token_loss, arguments)
 
-    # the loop over the rows; in one_pass and frozen it computes d hidden and d weight too
+    # the loop over the rows; in one_pass and frozen it computes the gradient too
     first = first_pass(job, token_loss)
     logps, entropies = first.stats.logps, first.stats.entropies
     with torch.no_grad():

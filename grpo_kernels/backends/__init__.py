@@ -128,7 +128,7 @@ class RowStats:
     # without gradient, by name: of `EXTRAS`, or of `engine.topk` the student_mass
     extras: dict[str, Tensor] = field(default_factory=dict)
     loss_stats: dict[str, Tensor] = field(default_factory=dict)  # of `fused`, see `FusedLoss`
-    divergence: DivergenceStats | None = None  # of rows that have a reference
+    divergence: DivergenceStats | None = None  # from a second head, or from a teacher's K ids
     topk_logps: Tensor | None = None  # of `engine.topk`: log-probabilities (n, K) of K more ids
 
     def for_gradient(self) -> RowStats:
@@ -169,7 +169,7 @@ class Coefficients(NamedTuple):
 
     d_logp: Tensor | None = None  # d loss / d log-probability
     d_entropy: Tensor | None = None  # d loss / d entropy
-    # d loss / d divergence from a second head (reference model or teacher)
+    # d loss / d divergence from a reference model or a teacher
     d_divergence: Tensor | None = None
     # d loss / d log-probability of K more ids, (n, K)
     d_topk: Tensor | None = None
@@ -197,10 +197,12 @@ class FusedLoss:
 
     A loss whose tokens share R can only be fused on-policy. There R is 0, and the policy term's
     derivative, `d_policy`, is known beforehand, whatever the surrogate. Its loss is known too, and
-    left out, or it is ``d_policy * logp`` (`is_linear`). The loss is NaN where the log-probability
-    is not finite. Where the id is -1, d_logp is NaN as well.
-    `PolicyLoss.fused_loss` makes the record, which knows no vocabulary. The kernels know no
-    loss type, config or sequence.
+    left out, or it is ``d_policy * logp`` (`is_linear`). On-policy, the loss is NaN where the log-
+    probability is not finite. Where the log-probability is NaN, as with an id of -1, loss and
+    d_logp are NaN too.
+
+    `PolicyLoss.fused_loss` makes the record, which knows no vocabulary. The kernels know no loss
+    type, config or sequence.
     """
 
     weights: Tensor

@@ -7,6 +7,7 @@ at run time both read them. The helpers know no loss and no head:
 - `distributed`: collectives.
 - `tensors`: records of tensors, sums, quantiles, sampling ratios, sequences of a batch.
 - `modes`: modules in evaluation mode, and calls that leave no trace.
+- `eagerly`: a call outside the compiled graph.
 """
 
 from typing import Literal, get_args

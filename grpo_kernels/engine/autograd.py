@@ -202,7 +202,7 @@ class LossFromLogps(torch.autograd.Function):
 
 @first_order
 class LinearScores(torch.autograd.Function):
-    """Log-probabilities, entropies and divergences from a second head, all differentiable.
+    """Log-probabilities, entropies and divergences, all differentiable.
 
     ``forward(ctx, job, first, *tensors)`` -> logps (N,), entropies (N,) or None,
     divergences (N,) or None, log-probabilities (N, K) of K more ids or None, and the extras, which

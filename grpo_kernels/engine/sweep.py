@@ -59,7 +59,7 @@ class FirstPass(NamedTuple):
 def first_pass(job: Job, source: CoefficientSource) -> FirstPass:
     """Compute the statistics of all rows and, if due now, the gradient of the live rows.
 
-    Waits for the device once, to count the live rows, unless all rows are live.
+    Waits for the device once, to count the live rows, unless `source.live` is None.
     """
     with torch.no_grad():
         job = job.converted()

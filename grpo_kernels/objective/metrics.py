@@ -1,7 +1,7 @@
 """The metrics of a loss: `Metrics`, and how they are computed.
 
-Everything stays on the device: nothing here waits for it. Names and definitions are TRL's, unless
-docs/troubleshooting.md says otherwise.
+Everything stays on the device: only `Metrics.floats`, and `repr` through it, waits for it. Names
+and definitions are TRL's, unless docs/troubleshooting.md says otherwise.
 """
 
 from __future__ import annotations

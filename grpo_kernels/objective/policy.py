@@ -22,8 +22,8 @@ The gradient is two numbers per token, a_t = d loss / d logp_t and b_t = d loss 
 KL_t is a divergence, from a second head, there is a third, c_t = d loss / d D_t = w_t beta. The
 derivative is written out here: ``a_t = sum_s w_s * dl_s/dlogp_t``, where s is t alone, or every
 token of its sequence if they share R. Without old logps, the current ones are used, held constant,
-so R is 0. A log-probability that is not finite, of a token that the policy cannot have sampled,
-makes the loss NaN.
+so R is 0; a log-probability that is not finite, of a token that the policy cannot have sampled,
+then makes the loss NaN.
 
 The formulas come from TRL 1.16's ``GRPOTrainer._compute_loss`` (GMPO: its ``GMPOTrainer``; k1 and
 k2 are ours). The importance sampling ratio (`_with_sampling_ratio`) is TRL's too, computed from
@@ -64,11 +64,11 @@ class MetricInputs:
     kl: Tensor | None = None
 
 
-class PolicyTerm(NamedTuple):
-    """The policy term of each token, (n,), perhaps with its KL term."""
+class TokenTerms(NamedTuple):
+    """What the tokens' log-probabilities contribute, (n,) each: the policy term, or with the KL."""
 
-    per_token: Tensor  # l_t
-    d_logp: Tensor  # a_t: with the token's weight
+    per_token: Tensor  # l_t, without the token's weight
+    d_logp: Tensor  # a_t, with it
     metric_inputs: MetricInputs
 
 
@@ -176,7 +176,7 @@ class PolicyLoss:
         return self.on_policy and not (self.lacks_sampling_ratio or self.is_coupled)
 
     @cached_property
-    def _at_ratio_one(self) -> PolicyTerm:
+    def _at_ratio_one(self) -> TokenTerms:
         """`_policy_term` where every ratio is 1: its d_logp depends on no log-probability."""
         return self._policy_term(torch.zeros_like(self.tokens.advantages), None)
 
@@ -345,7 +345,7 @@ class PolicyLoss:
 
     def _per_token(
         self, logps: Tensor, entropy_mask: Tensor | None, divergences: Tensor | None
-    ) -> PolicyTerm:
+    ) -> TokenTerms:
         """The policy term with the KL term, without the entropy bonus.
 
         Without `divergences` l_t lacks beta D_t; a_t never includes it.
@@ -367,9 +367,9 @@ class PolicyLoss:
         if kl is not None:
             loss = loss + self.config.beta * kl
             metric_inputs = replace(metric_inputs, kl=kl)
-        return PolicyTerm(loss, d_logp, metric_inputs)
+        return TokenTerms(loss, d_logp, metric_inputs)
 
-    def _policy_term(self, logps: Tensor, entropy_mask: Tensor | None) -> PolicyTerm:
+    def _policy_term(self, logps: Tensor, entropy_mask: Tensor | None) -> TokenTerms:
         """The policy term alone."""
         config, tokens, weights = self.config, self.tokens, self.token_weights
         definition = self.definition
@@ -405,7 +405,7 @@ class PolicyLoss:
         metric_inputs = MetricInputs(
             tokens, log_ratio, token_log_ratio, surrogate_input, off_policy_mask
         )
-        return PolicyTerm(loss, d_logp, metric_inputs)
+        return TokenTerms(loss, d_logp, metric_inputs)
 
     def _estimated_kl(self, log_ratio: LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
         """The KL estimate per token, without beta; and its part of d loss / d logp, with beta."""

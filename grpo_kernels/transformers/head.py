@@ -302,8 +302,8 @@ class HeadCall:
         needed: (B, L) bool, cells whose hidden states are read; None: all.
     """
 
+    check: HeadCheck | None = None  # of the last forward; None: the head is known
     # each forward sets these
-    check: HeadCheck | None = None
     project: Callable[..., Tensor]  # the head's own forward
     result_specs: dict[str, tuple[torch.Size, torch.dtype]]  # name -> shape, dtype
     results: Results

@@ -246,7 +246,7 @@ def add_fused_lm_head(
     """Replace TRL's function of this name: `grpo_kernels` computes the scores of the model.
 
     The arguments are TRL's, plus `options`. A model that several trainers share has several heads.
-    Forwards use the last one, as in TRL, with the options of the trainer that runs.
+    Forwards use the last one, as in TRL; this library's trainers bring their options (`scored_by`).
     """
     fused: list[FusedHead] = vars(model).setdefault(_HEADS, [])
     place, scoring = len(fused), Scoring(options or HeadOptions())

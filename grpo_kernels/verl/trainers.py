@@ -185,7 +185,7 @@ def trainer_changes(module: ModuleType) -> Changes:
         )
         if correction is not None and "rollout_log_probs" in data.keys():  # noqa: SIM118
             padded = module.DataProto(batch=data.to_padded_tensor())
-            metrics.update(correct(padded, correction)[1])  # verl logs them under rollout_corr/
+            metrics.update(correct(padded, correction)[1])  # _compute_advantage's were of NaN
         return found
 
     @functools.wraps(balance)

@@ -187,7 +187,7 @@ def test_what_counts_is_computed(name: str) -> None:
 
 
 @pytest.mark.parametrize(("options", "loss"), [(OURS, GSPO), (SCORE, {})], ids=str)
-def test_the_trainer_before_v1(options, loss, forget_warnings) -> None:
+def test_the_trainer_before_v1(options, loss, forget_warnings, monkeypatch) -> None:
     """Its batches are padded. It gets our head, and a tree within a rank."""
     data, padded = batch(), batch(padded=True)
     with pytest.warns(UserWarning, match=r"set trainer\.use_v1=True"):
@@ -198,6 +198,11 @@ def test_the_trainer_before_v1(options, loss, forget_warnings) -> None:
     forget_warnings()
     with warnings.catch_warnings(action="error"):  # nothing is lost on one rank
         run(options | {"old_log_probs": "score"}, padded, ppo_loss(config(**loss)), **MICRO)
+    if options == OURS:
+        two_ranks = SimpleNamespace(get_world_size=lambda _: 2)
+        monkeypatch.setattr("grpo_kernels.verl.engine.dist", two_ranks)
+        with pytest.warns(UserWarning, match="head, but scatters the responses"):
+            run(options | {"old_log_probs": "score"}, padded, ppo_loss(config(**loss)), **MICRO)
 
 
 def test_lora_and_layers_that_are_recomputed() -> None:

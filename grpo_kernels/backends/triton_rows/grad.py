@@ -34,7 +34,7 @@ from grpo_kernels.backends.triton_rows.transform import (
 )
 
 TILES = 4  # tiles of a program, so that its work once per row is a tenth of the total
-SCALE_BLOCK = 4096  # for 8 warps: a thread handles 8 neighbours, 16 bytes of 16-bit results
+SCALE_BLOCK = 4096  # for 8 warps: a thread handles 8 neighbors, 16 bytes of 16-bit results
 
 
 def launch_grad(
@@ -216,7 +216,7 @@ def write_tile(
 ):  # fmt: skip
     """Write one tile (R, BLOCK_V) of d loss / d (raw logits), as if no column were the target.
 
-    The tile is read and written in quarters, so that a thread handles four neighbours at a time and
+    The tile is read and written in quarters, so that a thread handles four neighbors at a time and
     a warp whole sectors, even of 16-bit elements. All quarters are read before the first is
     written: the compiler has to assume that a write changes what is read next.
     """

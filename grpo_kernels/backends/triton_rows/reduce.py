@@ -236,7 +236,7 @@ def merge(sums, V, wanted):
 
 @triton.jit
 def sum_lanes(x):
-    """Sum over the last axis, (R, W) -> (R,), W a power of 2: first neighbours, then pairs, and so
+    """Sum over the last axis, (R, W) -> (R,), W a power of 2: first neighbors, then pairs, and so
     on.
 
     Neighbours are in one thread, or in one warp, so that few levels of the tree go through shared
