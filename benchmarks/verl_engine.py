@@ -59,7 +59,7 @@ def batch(prompt: int, *, fused: bool) -> Any:
     advantages = torch.randn(size, 1, generator=g) * (torch.arange(size) % 2)[:, None]
     fields = {"response_mask": mask, "advantages": advantages * mask}
     fields["old_log_probs"] = -8.0 + torch.randn(mask.shape, generator=g)
-    data = verl_step.unpadded(verl_step.mini_batch(torch.ones_like(ids), ids, prompt, fields))
+    data = verl_step.mini_batch(torch.ones_like(ids), ids, prompt, fields)
     flags = {"use_remove_padding": False, "use_dynamic_bsz": False, "use_fused_kernels": fused}
     flags |= {"micro_batch_size_per_gpu": GROUP, "calculate_entropy": False}
     verl_step.verl("utils.tensordict_utils").assign_non_tensor(

@@ -93,32 +93,18 @@ def model(size: Size, shape: Shape, options: dict[str, str]) -> Any:
 
 
 def mini_batch(there: Tensor, ids: Tensor, prompt: int, fields: dict[str, Tensor]) -> Any:
-    """Padded sequences, whose first `prompt` columns are the prompts, as verl's trainer before v1
-    sends them to a worker; `there` where a token is."""
-    from tensordict import TensorDict
+    """Sequences, whose first `prompt` columns are the prompts, as verl's trainer sends them to a
+    worker: nested, without padding; `there` where a token is, `fields` of the responses."""
 
-    ids = ids * there
-    places = (there.cumsum(1) - 1).clamp(min=0)
-    common = {"input_ids": ids, "attention_mask": there, "position_ids": places}
-    common |= {"prompts": ids[:, :prompt], "responses": ids[:, prompt:]}
-    data = TensorDict(common | fields, batch_size=[len(ids)])
-    return verl("workers.utils.padding").left_right_2_no_padding(data)
+    def nested(x: Tensor, inside: Tensor) -> Tensor:
+        rows = [row[at] for row, at in zip(x, inside.bool(), strict=True)]
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
-
-def jagged(x: Tensor, there: Tensor) -> Tensor:
-    """The cells of `x` (B, L) that are `there`, a row per sequence."""
-    rows = [row[at] for row, at in zip(x, there.bool(), strict=True)]
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-
-def unpadded(data: Any) -> Any:
-    """A `mini_batch` as verl's trainer sends it to a worker."""
-    there, prompt = data["attention_mask"], data["prompts"].shape[1]
-    made = data.exclude("attention_mask", "max_response_len", "max_seq_len", "indices")
-    for name, x in [*made.items()]:
-        if not x.is_nested:
-            made[name] = jagged(x, there[:, :prompt] if name == "prompts" else there[:, prompt:])
-    return made
+    fields = fields | {"responses": ids[:, prompt:], "loss_mask": fields["response_mask"]}
+    made = {name: nested(x, there[:, prompt:]) for name, x in fields.items()}
+    made["prompts"] = nested(ids[:, :prompt], there[:, :prompt])
+    made["input_ids"], made["position_ids"] = nested(ids, there), nested(there.cumsum(1) - 1, there)
+    return verl("utils.tensordict_utils").get_tensordict(made)
 
 
 def batch(size: Size, shape: Shape, micro: int, *, packed: bool) -> Any:
@@ -127,12 +113,9 @@ def batch(size: Size, shape: Shape, micro: int, *, packed: bool) -> Any:
     prompt = torch.randint(size.vocab, (1, shape.prompt), generator=draw)
     answers = torch.randint(size.vocab, (shape.group, shape.completion), generator=draw)
     ids = torch.cat([prompt.expand(shape.group, -1), answers], dim=1)
-    advantages = torch.randn(shape.group, 1, generator=draw)
-    fields = {
-        "response_mask": torch.ones_like(answers),
-        "advantages": advantages.expand(-1, shape.completion).contiguous(),
-    }
-    data = unpadded(mini_batch(torch.ones_like(ids), ids, shape.prompt, fields))
+    mask, advantages = torch.ones_like(answers), torch.randn(shape.group, 1, generator=draw)
+    fields = {"response_mask": mask, "advantages": advantages * mask}
+    data = mini_batch(torch.ones_like(ids), ids, shape.prompt, fields)
     verl("utils.tensordict_utils").assign_non_tensor(
         data, use_remove_padding=packed, use_dynamic_bsz=False, micro_batch_size_per_gpu=micro,
         use_fused_kernels=True, global_batch_size=shape.group, temperature=1.0,

@@ -36,8 +36,7 @@ class Loss(NamedTuple):
         return FusedLoss(
             surrogate=None if on_policy else self.surrogate,
             constants=constants.get(self.surrogate, ()), kl_estimator=self.kl,
-            corrects_kl=self.corrects_kl,
-            is_linear=self.surrogate == "linear",
+            corrects_kl=self.corrects_kl, is_linear=self.surrogate == "linear",
             advantages=None if on_policy else numbers(),
             d_policy=numbers() if on_policy else None, weights=numbers(),
             old=None if on_policy else -numbers(), ref=None if self.kl is None else -numbers(),

@@ -371,9 +371,8 @@ def test_an_objective_declared_token_level_scores_positions_without_a_set() -> N
         hidden = torch.randn(1, 8, 16, generator=torch.manual_seed(1)).requires_grad_()
         objective = declare(lambda t: t.loss + 0.01 * t.logps.square())
         ids, advantages = kept[None, :, 0].clamp(0), torch.ones(1)
-        grpo_loss(
-            hidden, weight, ids, None, advantages, objective=objective, **given
-        ).loss.backward()
+        out = grpo_loss(hidden, weight, ids, None, advantages, objective=objective, **given)
+        out.loss.backward()
         found.append(hidden.grad)
     assert_close(*found)
     assert found[0][0, 3].any()

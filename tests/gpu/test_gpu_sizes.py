@@ -52,8 +52,7 @@ def test_row_kernels_beyond_2_to_the_31_logits(device: torch.device, kernel: str
     loss = FusedLoss(
         surrogate="clipped", kl_estimator=None, corrects_kl=False, d_policy=None,
         advantages=some_ids / v, weights=torch.ones(few, device=device), old=-some_ids / v,
-        ref=None, gate=None,
-        constants=(0.8, 1.2, math.inf), beta=0.0, d_entropy=0.0,
+        ref=None, gate=None, constants=(0.8, 1.2, math.inf), beta=0.0, d_entropy=0.0,
     )  # fmt: skip
 
     def run(logits: Tensor, at: Tensor) -> tuple[RowStats, Tensor]:

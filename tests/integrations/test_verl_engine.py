@@ -74,11 +74,10 @@ def tokens_of(data: Any) -> int:
 def tree_tokens(data: Any, *parts: list[int]) -> int:
     """Distinct tokens of micro-batches, without the responses' last ones."""
     found = 0
-    sequences, lengths = data["input_ids"].unbind(), data["responses"].offsets().diff()
+    prompts, responses = data["prompts"].unbind(), data["responses"].unbind()
     for part in parts or [[*range(len(data))]]:
-        own = {i: int(lengths[i]) for i in part}
-        prompts = {tuple(sequences[i].tolist()[: len(sequences[i]) - own[i]]) for i in part}
-        found += sum(map(len, prompts)) + sum(n - 1 for n in own.values())
+        distinct = {tuple(prompts[i].tolist()) for i in part}
+        found += sum(map(len, distinct)) + sum(len(responses[i]) - 1 for i in part)
     return found
 
 

@@ -24,14 +24,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 pytest.importorskip("transformers")
 pytest.importorskip("verl")
 pytest.importorskip("ray")
 from omegaconf import OmegaConf
 
-from benchmarks.verl_step import Products, jagged
+from benchmarks.verl_step import Products, mini_batch
 from grpo_kernels.verl import patch_verl, trainers, unpatch_verl
 from tests.support import verl_peer
 from tests.support.ranks import run_ranks
@@ -101,31 +100,24 @@ def config(**changes: Any) -> Any:
     return made
 
 
-def batch(seed: int, sampled: bool) -> dict[str, Tensor]:
+def batch(seed: int, sampled: bool) -> dict[str, Any]:
     """SIZE sequences, with the sampler's log-probabilities if `sampled`."""
     g = torch.Generator().manual_seed(seed)
     prompts = torch.randint(8, PROMPT + 1, (SIZE // GROUP, 1), generator=g)
     prompts = prompts.repeat_interleave(GROUP, 0)
     responses = torch.randint(RESPONSE // 4, RESPONSE + 1, (SIZE, 1), generator=g)
     there = places(prompts, responses)
-    ids = torch.randint(3, VOCAB, there.shape, generator=g) * there
+    ids = torch.randint(3, VOCAB, there.shape, generator=g)
     mask = there[:, PROMPT:].clone()
     mask[:, 5:9] = 0  # a tool's output
     rewards = torch.zeros(mask.shape)
     rewards[:, 0] = torch.randint(0, 2, (SIZE,), generator=g).float()
     rewards[:GROUP, 0] = 1.0  # a group without gradient
-    found = {
-        "input_ids": ids,
-        "attention_mask": there,
-        "position_ids": (there.cumsum(1) - 1).clamp(min=0),
-        "prompts": ids[:, :PROMPT],
-        "responses": ids[:, PROMPT:],
-        "response_mask": mask,
-        "rm_scores": rewards,
-    }
+    fields = {"response_mask": mask, "rm_scores": rewards}
     if sampled:
-        found["rollout_log_probs"] = -5.35 + 0.1 * torch.randn(mask.shape, generator=g)
-    return found
+        fields["rollout_log_probs"] = -5.35 + 0.1 * torch.randn(mask.shape, generator=g)
+    uids = [f"prompt{i // GROUP}" for i in range(SIZE)]
+    return {**mini_batch(there, ids, PROMPT, fields), "uid": uids, "num_turns": [1] * SIZE}
 
 
 def worker(options: dict[str, str], settings: Any, strategy: str | None, model: Any = None) -> Any:
@@ -186,21 +178,19 @@ class Store:
     """TransferQueue and the sampler: `batches`, one a step, of fields by name."""
 
     def __init__(self, batches: list[dict[str, Any]]) -> None:
-        self.batches, self.next = batches, iter(batches)
+        self.batches = batches
         self.fields: dict[str, Any] = {}
         self.tags: list[dict[str, int]] = []
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> Any:
-        self.fields = next(self.next)
+        self.fields = self.batches[global_steps - 1]
         tag = dict.fromkeys(("min_global_steps", "max_global_steps"), global_steps - 1)
         self.tags = [tag] * SIZE
         return Meta([f"prompt{i // GROUP}_{i}_0" for i in range(SIZE)], self.tags), {}
 
     def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> Any:
-        from tensordict import TensorDict
-
         found = {name: self.fields[name] for name in select_fields if name in self.fields}
-        return TensorDict(found, batch_size=[len(keys)])
+        return verl_module("utils.tensordict_utils").get_tensordict(found)
 
     def kv_batch_put(self, keys: list[str], partition_id: str, fields: Any) -> Any:
         self.fields.update(fields.items())
@@ -257,7 +247,7 @@ def train(
     settings = config(actor_rollout_ref__model__fused_kernel_options=options, **changes)
     settings.actor_rollout_ref.rollout.calculate_log_probs = sampled
     actor = worker(options, settings, strategy, model)
-    store = Store([_jagged(batch(seed, sampled)) for seed in range(steps)])
+    store = Store([batch(seed, sampled) for seed in range(steps)])
     trainer = bare_trainer(settings, Workers(actor, store))
     trainer.replay_buffer, trainer.total_training_steps = store, steps
     trainer._balance_batch = lambda batch, metrics: batch
@@ -295,26 +285,9 @@ def bare_trainer(settings: Any, workers: Any) -> Any:
     return made
 
 
-def _jagged(padded: dict[str, Tensor]) -> dict[str, Any]:
-    from tensordict.tensorclass import NonTensorStack
-
-    there = padded["attention_mask"]
-    inside = {"prompts": there[:, :PROMPT], "input_ids": there, "position_ids": there}
-    made: dict[str, Any] = {
-        name: jagged(x, inside.get(name, there[:, PROMPT:]))
-        for name, x in padded.items()
-        if name != "attention_mask"
-    }
-    made["loss_mask"] = made["response_mask"]
-    made["uid"] = NonTensorStack(*(f"prompt{i // GROUP}" for i in range(SIZE)))
-    made["num_turns"] = NonTensorStack(*[1] * SIZE)
-    return made
-
-
 OLD = "old_log_probs"
 SCORED = {"old_log_probs": "score"}
-# of a clock, of the machine, or of a scoring that does not run
-OTHER = ("timing_", "perf/", "actor/perf/")
+TIMINGS = ("timing_", "perf/time_per_step", "perf/throughput")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -332,7 +305,7 @@ def _as_it_was() -> Iterator[None]:
 
 
 def logged(step: dict[str, Any]) -> dict[str, float]:
-    return {name: float(x) for name, x in step.items() if not name.startswith(OTHER)}
+    return {name: float(x) for name, x in step.items() if not name.startswith(TIMINGS)}
 
 
 def check_same(auto: Any, score: Any) -> None:

@@ -136,13 +136,13 @@ class SurrogateSuite:
             assert (got[:, is_nothing(name, *inputs[:2])] == 0).all()
 
     def test_known_losses(self) -> None:
-        """On-policy the derivative is `d_policy`, the loss that times logp, or left out."""
-        both = torch.tensor([-3.0, -0.2, 0.0, -INF]), torch.tensor([-2.0, -0.0, 0.0, 3.0])
+        """On-policy the derivative is `d_policy`, the loss that times logp, or left out, or NaN."""
+        both = torch.tensor([-3.0, -0.2, 0.0, -INF, NAN]), torch.tensor([-2.0, -0.0, 0.0, 3.0])
         for dtype, is_linear in product(self.units, (False, True)):
             logps, a = torch.cartesian_prod(*both).to(self.device, dtype).T.contiguous()
             given = {"is_linear": is_linear, "d_policy": a, "weights": torch.full_like(a, 7.0)}
             found = self.fused(logps, **given)
-            assert not found.loss_stats["log_ratio"].any()
+            assert same(found.loss_stats["log_ratio"], torch.where(logps.isnan(), logps, 0.0))
             loss = times_or_zero(found.logps, a) if is_linear else torch.zeros_like(a)
             assert same(found.loss_stats["loss"], loss + (found.logps - found.logps))
-            assert same(found.loss_stats["d_logp"], a)
+            assert same(found.loss_stats["d_logp"], torch.where(logps.isnan(), logps, a))

@@ -211,15 +211,19 @@ def batch(size=8, *, seed=0, dead=4, tools=False, weights=False, group=1, padded
     advantages = torch.randn(size, 1, generator=g)
     advantages[torch.arange(size) < dead if isinstance(dead, int) else dead] = 0.0
     fields = {"response_mask": mask, "advantages": advantages * mask}
-    data = verl_step.mini_batch(there, ids, PROMPT, fields)
+    common = {"input_ids": ids, "attention_mask": there, "position_ids": there.cumsum(1) - 1}
+    common |= {"prompts": ids[:, :PROMPT], "responses": ids[:, PROMPT:]}
+    padding = verl_module("workers.utils.padding")
+    data = verl_module("utils.tensordict_utils").get_tensordict(common | fields)
+    data = padding.left_right_2_no_padding(data)
     logps = run(None, data, None, forward_only=True).model_output["log_probs"]
-    logps = verl_module("workers.utils.padding").no_padding_2_padding(logps, data)
+    logps = padding.no_padding_2_padding(logps, data)
     for name, deviation in (("old_log_probs", OLD), ("ref_log_prob", REF)):
-        data[name] = logps + deviation * torch.randn(logps.shape, generator=g)
+        fields[name] = logps + deviation * torch.randn(logps.shape, generator=g)
     if weights:
         w = 2 * torch.rand(logps.shape, generator=g)
-        data["rollout_is_weights"] = w * (w >= 0.4)
-    return data if padded else verl_step.unpadded(data)
+        fields["rollout_is_weights"] = w * (w >= 0.4)
+    return data.update(fields) if padded else verl_step.mini_batch(there, ids, PROMPT, fields)
 
 
 def places(prompts: Tensor, responses: Tensor) -> Tensor:
