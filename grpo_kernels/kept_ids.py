@@ -184,19 +184,15 @@ def joined_ids(name: str, lists: Iterable[Any]) -> tuple[Tensor, Tensor]:
     return ids.int() if fits else ids, torch.tensor([len(x) for x in rows], dtype=torch.int64)
 
 
-def read_kept_ids(kept_ids: Any, ids: Tensor, on_missing_set: Any) -> KeptIds | None:
+def read_kept_ids(kept_ids: Any, ids: Tensor, on_missing_set: Any) -> KeptIds:
     """Check the sets of the positions of `ids` (...); convert bounds to int64 and detach the ids.
-
-    Returns None for a call without sets.
 
     Raises:
         TypeError, ValueError: `kept_ids` is neither a tensor (..., K) nor `KeptIds`, or does not
             fit the ids; or `on_missing_set` is not one of its choices, or not "error" without sets.
     """
     if kept_ids is None:
-        if on_missing_set != "error":
-            raise ValueError(f"on_missing_set: expected kept_ids with {on_missing_set!r}, got none")
-        return None
+        raise ValueError(f"on_missing_set: expected kept_ids with {on_missing_set!r}, got none")
     check_choice("on_missing_set", on_missing_set, get_args(OnMissingSet))
     if not isinstance(kept_ids, KeptIds):
         if isinstance(kept_ids, list):

@@ -317,7 +317,9 @@ def grpo_loss(
         token_loss = _token_loss(config, objective, tokens, num_items_in_batch)
 
         # how it is computed; over kept sets without an engine
-        sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
+        sets = None
+        if kept_ids is not None or on_missing_set != "error":
+            sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
         source = token_loss if sets is None else None
         job = plan(heads, rows, run, ranks, source)
     if sets is not None:

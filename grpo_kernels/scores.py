@@ -167,7 +167,9 @@ def linear_logps(
             return read_expected(expected, completion_ids, positions, dtype, entropy=bool(entropy))
 
         gradient = expected_at(rows.positions)
-        sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
+        sets = None
+        if kept_ids is not None or on_missing_set != "error":
+            sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
         if topk_ids is not None:
             check_topk("topk_ids", topk_ids, hidden)
             ids = topk_ids.detach().flatten(0, -2)[rows.positions]
